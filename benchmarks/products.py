@@ -55,7 +55,7 @@ def calls(x: Tensor, w: Tensor, targets: Tensor) -> Iterator[tuple[str, Call]]:
         ("bias", Transform(bias=torch.randn(v, device=x.device).bfloat16())),
     ):
         forward = Forward(targets, 0, transform, SCORES)
-        held = ExpTile.empty(x, v)
+        held = ExpTile.empty(len(x), v, x)
         yield f"terms, {name}", lambda f=forward, h=held: acts.product_statistics(x, w, f, v, h)
         yield f"no terms, {name}", lambda f=forward: acts.product_statistics(x, w, f, v)
         stats, normalizer = acts.product_statistics(x, w, forward, v)

@@ -38,7 +38,7 @@ def measure(
     x: Tensor, w: Tensor, targets: Tensor, needs: frozenset[str] = STATISTICS, keep: bool = False
 ) -> Measured:
     """Of tensors of their own, wherever the rows came from."""
-    held = ExpTile.empty(x, len(w)) if keep else None
+    held = ExpTile.empty(len(x), len(w), x) if keep else None
     transform = Transform(scale=0.7, temperature=torch.full((len(x),), 0.9, device=DEVICE))
     forward = Forward(targets, 0, transform, needs)
     return triton_backend.product_statistics(x, w, forward, len(w), held)

@@ -127,7 +127,7 @@ def test_slopes_alone_make_a_multiple(backend):
     x = torch.randn(n, h, device=DEVICE).half()
     w = torch.randn(v, h, device=DEVICE).half()
     targets = torch.arange(n, device=DEVICE)
-    held = ExpTile.empty(x, v)
+    held = ExpTile.empty(len(x), v, x)
     partials = backend.product_partials(
         x, w, Forward(targets, 0, Transform(), frozenset({"logp"})), held
     )

@@ -33,7 +33,7 @@ def products(monkeypatch, given, needs, *, hold: bool):
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
-        held = ExpTile.empty(x, len(w)) if hold else None
+        held = ExpTile.empty(len(x), len(w), x) if hold else None
         if held is not None:
             held.exp_logits.fill_(math.nan)
         yield triton_backend.product_partials(*given[:2], Forward(*given[2:], needs), held), held

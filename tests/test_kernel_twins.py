@@ -113,7 +113,7 @@ def test_products_and_held_terms(n, v, name):
         x, w, targets = head(n, 72, v, first, dtype)
         forward, c = Forward(targets, first, transform, NEEDS), coefficients_of(n, which)
         c = c._replace(prob=-c.target)
-        held = {a: ExpTile.empty(x, v) for a in (triton_backend, twins)}
+        held = {a: ExpTile.empty(len(x), v, x) for a in (triton_backend, twins)}
         for one in held.values():
             one.exp_logits.fill_(math.nan)
         found, twin = (a.product_partials(x, w, forward, one) for a, one in held.items())
@@ -208,7 +208,7 @@ def test_what_held_terms_cannot_give_is_refused_by_both():
     c = coefficients_of(2, "tpu")
     zero = torch.zeros(2, device=DEVICE)
     targets = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    held = ExpTile.empty(torch.zeros(2, 8, dtype=torch.bfloat16, device=DEVICE), 9)
+    held = ExpTile.empty(2, 9, torch.zeros(0, dtype=torch.bfloat16, device=DEVICE))
     backward = Backward(targets, 0, Transform(softcap=9.0), Normalizer(zero, zero), c, zero)
     for backend in (twins, triton_backend):
         with pytest.raises(ValueError, match="soft cap"):
@@ -403,7 +403,7 @@ def test_twins_are_the_gradient(form, name):
         g_entropy = g_entropy * 0
     (want,) = torch.autograd.grad((g * logp + g_entropy * entropy).sum(), raw)
     forward = Forward(targets, first, transform, NEEDS)
-    held = ExpTile.empty(x, v)
+    held = ExpTile.empty(len(x), v, x)
     partials = twins.product_partials(x, w, forward, held)
     stats, normalizer = finish(partials, v, NEEDS)
     torch.testing.assert_close(stats.logp, logp.detach(), rtol=1e-12, atol=1e-12)

@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_629, "core tokens": 75_838}
-MOST |= {"kernels lines": 4_051, "kernels tokens": 32_573, "files on top": 14}
+MOST = {"core lines": 10_629, "core tokens": 75_841}
+MOST |= {"kernels lines": 4_051, "kernels tokens": 32_568, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -178,7 +178,7 @@ def test_hidden_states_take_a_short_way() -> None:
     from stays import climbs, stays
 
     found = stays()
-    assert len(found) <= 36 and len(climbs(found)) <= 9, found
+    assert len(found) <= 35 and len(climbs(found)) <= 7, found
 
 
 HEAVY = ("triton", "transformers", "trl", "peft", "accelerate", "datasets")

@@ -153,7 +153,7 @@ def test_held_terms(backend, name, between):
     c = SoftmaxCoefficients(prob=torch.ones(N, device=DEVICE))
     zero = c._replace(target=torch.zeros(N, device=DEVICE), entropy=torch.zeros(N, device=DEVICE))
     oracle, backward = act_two(raw, transform, zero, targets)
-    held = ExpTile.empty(x, V + 1)
+    held = ExpTile.empty(len(x), V + 1, x)
     backend.product_partials(x, w, Forward(targets, 0, transform, NOTHING), held)
     found = backend.held_gradient_(held, backward._replace(coefficients=c)).double()
     sign = math.copysign(1, transform.scale)

@@ -43,7 +43,7 @@ def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN
 
 
 def poisoned_held(n: int, v: int) -> ExpTile:
-    held = ExpTile.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
+    held = ExpTile.empty(n, v, torch.empty(0, dtype=SIXTEEN, device=DEVICE))
     held.exp_logits.fill_(math.nan)
     held.shift.fill_(math.nan)
     return held
@@ -356,7 +356,7 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
     c = coefficients_of(n, "tp")
 
     def run() -> tuple[torch.Tensor, ...]:
-        held = ExpTile.empty(torch.empty(n, 1, dtype=SIXTEEN, device=DEVICE), v)
+        held = ExpTile.empty(n, v, torch.empty(0, dtype=SIXTEEN, device=DEVICE))
         found = triton_backend.product_partials(
             x, w, Forward(targets, 0, Transform(), needs), held=held
         )

@@ -87,12 +87,12 @@ class ExpTile:
             )
 
     @classmethod
-    def empty(cls, x: Tensor, v: int) -> ExpTile:
-        """Memory for x [n, H]; rows are whole 16 bytes."""
-        n, wide = x.shape[0], torch.float64 if x.dtype == torch.float64 else torch.float32
-        dtype = torch.bfloat16 if x.dtype.itemsize == 2 else wide
-        exp_logits = x.new_empty(n, 8 * -(-v // 8), dtype=dtype)
-        return cls(exp_logits[:, :v] if v % 8 else exp_logits, x.new_empty(n, dtype=wide))
+    def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
+        """Memory for the products of factors `like` this one; rows are whole 16 bytes."""
+        wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+        dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
+        exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
+        return cls(exp_logits[:, :v] if v % 8 else exp_logits, like.new_empty(n, dtype=wide))
 
 
 def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:

@@ -289,7 +289,7 @@ class ExpLogits(LinearLogits):
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         x, weight = self._x(rows), self.weights[0]
         forward = self._biased(self.context.forward(rows))
-        held = ExpTile.empty(x, weight.shape[0]) if keep else None
+        held = ExpTile.empty(len(x), len(weight), weight) if keep else None
         if (context := self.context).shard.size is None:
             measured = self.acts.product_statistics(x, weight, forward, context.vocabulary, held)
         else:

@@ -133,7 +133,7 @@ class Form:
         self.forward = Forward(self.targets, 0, self.transform, ALL if full else LEAST)
         self.backward = Backward(self.targets, 0, self.transform, self.normalizer, self.c, some(N))
         self.multiple = self.backward._replace(transform=self.plain, coefficients=self.one)
-        self.held = ExpTile.empty(self.x, V)
+        self.held = ExpTile.empty(len(self.x), V, self.x)
         self.order = Order(whole(N), whole(1)) if full else None
 
     def if_full(self, value: Any) -> Any:
