@@ -134,7 +134,7 @@ def test_a_step_of_ddp_computes_no_logits(computed: list[int], tmp_path: Any) ->
             assert not computed, settings
             torch.testing.assert_close(out.logits, stock.logits, rtol=1e-5, atol=1e-5)
             computed.clear()
-            # DDP's reducer would end the group while it holds the lock that gloo's thread waits for.
+            # DDP's reducer would end the group with the lock held that gloo's thread waits for.
             del wrapped, out
     finally:
         torch.distributed.destroy_process_group()
