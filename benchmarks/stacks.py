@@ -8,8 +8,8 @@
 *exactness*: stock TRL in bf16, stock TRL with `cast_lm_head_to_fp32`, and headloss, four updates
 for each generation. *sampling*: a sampler with top-k and top-p. Its kept ids are replayed, or
 log-probs are over the whole vocabulary, as stock TRL takes them. All runs go on from one model that
-spells words backward (`spelling`) with large logits, several at once on one GPU. Each leaves a file
-when it has ended; started again, the program makes those that are missing.
+spells words backward (`spelling`) with large logits, several at once on each GPU. Each leaves a
+file when it has ended; started again, the program makes those that are missing.
 
 Of each generation: the reward; the mean over tokens of the sampler's log-prob less the trainer's,
 which stands for their KL. Of each step: the gradient's norm; the share of tokens (GRPO) or of
@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -234,12 +236,17 @@ def missing(runs: list[Run], folder: Path) -> list[Run]:
 def make(runs: list[Run], command: list[str], folder: Path, processes: int, until: float) -> None:
     """Each in a process of its own, so many at once, begun before `until`."""
     waiting, working = missing(runs, folder), {}
+    gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     while waiting or working:
         while waiting and len(working) < processes and time.monotonic() < until:
             run = waiting.pop(0)
             one = ["--one", run.algorithm, run.stack, str(run.seed)]
             log = (folder / f"{run.name}.log").open("w")
-            working[run.name] = subprocess.Popen([*command, *one], stdout=log, stderr=log), log
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(next(gpus))}
+            working[run.name] = (
+                subprocess.Popen([*command, *one], stdout=log, stderr=log, env=environment),
+                log,
+            )
         for name, (process, log) in list(working.items()):
             if process.poll() is not None:
                 log.close()
@@ -341,7 +348,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--logits", type=float, default=40, help="the largest, at the start")
     parser.add_argument("--rate-grpo", type=float, default=1e-5)
     parser.add_argument("--rate-gspo", type=float, default=1e-6)
-    parser.add_argument("--processes", type=int, default=8, help="runs at once")
+    parser.add_argument("--processes", type=int, default=8, help="runs at once, over all GPUs")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no run begins later")
     parser.add_argument("--output", type=Path, default=Path("runs/stacks"))
     parser.add_argument("--models", type=Path, default=Path("runs/spelling"))
