@@ -31,7 +31,8 @@ class Policy(nn.Module):
 
 
 def main() -> None:
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    a_gpu_each = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    kind = "cuda" if a_gpu_each else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if kind == "cuda" else "gloo")

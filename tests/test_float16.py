@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_edges import SCHEDULES, options
+from triton_cases import DEVICE
 
 import headloss as hl
 from headloss.testing import error, plain, trained_looking, within_budget
@@ -224,7 +225,8 @@ def test_a_float64_adapter_widens_nothing_else(dtype):
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_small_weights_of_rows_of_their_own(schedule):
     """The same where no row's bits may depend on others."""
-    hidden, weight, targets = trained_looking(12, 32, 75, torch.float16)
+    looking = trained_looking(12, 32, 75, torch.float16)
+    hidden, weight, targets = (tensor.to(DEVICE) for tensor in looking)
     batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
     head = hl.Head(weight.requires_grad_())
     chosen = hl.Options(backend="triton", schedule=schedule, batch_invariant=True)
