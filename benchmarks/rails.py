@@ -294,7 +294,7 @@ def page(found: Row) -> str:
     if calls := found.get("calls"):
         drawn = ", ".join(f"{name} {n}" for name, n in sorted(calls.get("kinds", {}).items()))
         lines.append(f"Random calls: {calls['differ']} of {calls['calls']} differ ({drawn}).")
-        lines += [f"- {what}" for what in [*calls.get("first", ()), *calls["broken"]]]
+        lines += [f"- {what}" for what in [*calls.get("differing", ())[:10], *calls["broken"]]]
     if sizes := found.get("counts"):
         lines += ["", "| code | old | new |", "| --- | ---: | ---: |"]
         lines += [f"| {name} | {old} | {new} |" for name, (old, new) in sizes.items()]

@@ -90,6 +90,8 @@ def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
     a, b = ({k: v for k, v in r.items() if k not in PLANNED} for r in (a, b))
     digits = 2.0**-8 if a["dtype"] == "bfloat16" else 2.0**-11
     rounded = max(close, digits) if close and a["dtype"] in ("bfloat16", "float16") else close
+    if ("error" in a) is not ("error" in b):
+        return f"an error only in one: {a.get('error')!r}, {b.get('error')!r}"
     if a.keys() != b.keys():
         return difference(a, b)
     if close and "error" in a:
@@ -209,7 +211,7 @@ def _report(
     print(*broken, f"{len(differ)} of {counted['calls']} calls differ", sep="\n", flush=True)
     if arguments.json is not None:
         found = {"device": arguments.device, "close": arguments.close, "kinds": dict(counted)}
-        found |= {"calls": counted["calls"], "differ": len(differ), "first": differ[:SHOWN]}
+        found |= {"calls": counted["calls"], "differ": len(differ), "differing": differ}
         found |= {"broken": broken, "seconds": round(seconds, 1)}
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
