@@ -259,3 +259,16 @@ def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
         rounded = want.half()
         assert rounded.count_nonzero() > 0
         assert within_budget(leaf.grad, want, rounded), name
+
+
+@pytest.mark.parametrize("chunk_tokens", [4, None])
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weight_gradient_is_summed_in_any_dtype(dtype, sums, chunk_tokens):
+    looking = trained_looking(12, 32, 75, dtype)
+    hidden, weight, targets = (tensor.to(DEVICE) for tensor in looking)
+    head, batch = hl.Head(weight.requires_grad_()), hl.Batch(targets)
+    how = hl.Options(accumulate_dtype=sums, chunk_tokens=chunk_tokens)
+    hl.head_loss(hidden, head, batch, hl.cross_entropy(), how).loss.backward()
+    exact = plain(hidden, head, batch, hl.cross_entropy()).gradients["weight"]
+    assert error(weight.grad, exact) < 2 * max(torch.finfo(t).eps for t in (dtype, sums))

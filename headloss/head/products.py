@@ -126,10 +126,11 @@ def add_weight_gradient_(
         factors, beta = (gradient.to(dtype).t(), features.to(dtype)), 0 if fresh else 1
         if total.dtype == torch.float32:
             aten.addmm.dtype_out(total, *factors, torch.float32, beta=beta, out=total)
-        elif fresh:
-            torch.mm(*factors, out=total)
-        else:
+        elif total.dtype == dtype:
             torch.addmm(total, *factors, beta=beta, out=total)
+        else:  # of bfloat16 beside a head in float16, say
+            product = torch.mm(*factors, out_dtype=torch.float32)
+            total.copy_(product) if fresh else total.add_(product)
         return
     wide = sum_dtype(features.dtype)
     if fresh and total.dtype == wide == features.dtype == gradient.dtype:
