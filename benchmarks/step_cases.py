@@ -1,6 +1,7 @@
 """What benchmarks/steps.py measures: models of known shapes, batches, and heads on one backbone.
 
-B sequences of L tokens, H hidden width, V vocabulary.
+B sequences of L tokens, H hidden width, V vocabulary. DPO's are pairs: a chosen one, then the
+rejected one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from headloss.integrations import transformers as adapter
 
 # ---------------------------------------------------------------------- models
 
+CAP = 262144  # tokens of a sequence
+BETA = 0.1  # of DPO
+
 QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "hidden_size": 896,
     "num_hidden_layers": 24,
@@ -30,7 +34,7 @@ QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "intermediate_size": 4864,
     "vocab_size": 151936,
     "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
+    "max_position_embeddings": CAP,
 }
 LLAMA_1B: dict[str, Any] = {  # Llama-3.2-1B
     "hidden_size": 2048,
@@ -40,7 +44,7 @@ LLAMA_1B: dict[str, Any] = {  # Llama-3.2-1B
     "intermediate_size": 8192,
     "vocab_size": 128256,
     "tie_word_embeddings": True,
-    "max_position_embeddings": 131072,
+    "max_position_embeddings": CAP,
 }
 LLAMA_8B = LLAMA_1B | {  # Llama-3-8B, of its 32 layers 4
     "hidden_size": 4096,
@@ -61,12 +65,16 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model of the transformers `family`, and the batches (B, L) that it is trained on."""
+    """A model of the transformers `family`, and the batches (B, L) that it is trained on. The
+    longest sequence is sought in multiples of `unit` tokens, up to `cap`: 4 units times a power
+    of 2."""
 
     family: str
     sizes: dict[str, Any]
     batches: tuple[tuple[int, int], ...] = ((1, 1024), (2, 2048), (8, 2048))
     dtype: torch.dtype = torch.bfloat16
+    unit: int = 1024
+    cap: int = CAP
 
 
 SETTINGS = {
@@ -78,8 +86,10 @@ QUICK = {
     name: Setting(
         family=setting.family,
         sizes={**TINY, "tie_word_embeddings": setting.sizes["tie_word_embeddings"]},
-        batches=((1, 16), (3, 32)),
+        batches=((1, 16), (4, 24)),
         dtype=torch.float32,
+        unit=16,
+        cap=256,
     )
     for name, setting in SETTINGS.items()
 }
@@ -119,12 +129,17 @@ class Batch:
     labels: [B, L]; `labels[:, t + 1]` is drawn from what the model predicts at t, the first is
         -100: B (L - 1) tokens are scored.
     advantages: [B] float32, none of them 0.
+    log_ratios: [B] float32, log-prob of a sequence less that of DPO's reference; beta times the
+        differences of pairs have a standard deviation of 1.
+    ref_logps: [B, L] float32, the reference's, by a float32 head; the last of a row is unused.
     probability: mean p(y) of the labels.
     """
 
     ids: Tensor
     labels: Tensor
     advantages: Tensor
+    log_ratios: Tensor
+    ref_logps: Tensor
     probability: float
 
 
@@ -134,16 +149,37 @@ def make_batch(model: Any, rows: int, length: int, device: torch.device) -> Batc
     size = (rows, length)
     ids = torch.randint(model.config.vocab_size, size, generator=generator, device=device)
     labels, chances = torch.full_like(ids, -100), []
+    ref_logps, weight = torch.zeros(size, device=device), model.lm_head.weight.float()
     for row, hidden in enumerate(model.base_model(input_ids=ids).last_hidden_state):
         p = model.lm_head(hidden[:-1]).float().softmax(-1)  # [L - 1, V]
         drawn = torch.multinomial(p, 1, generator=generator)
         labels[row, 1:] = drawn[:, 0]
         chances.append(p.gather(1, drawn).mean())
+        ref_logps[row, :-1] = score(hidden[:-1], drawn[:, 0], weight)
+    log_ratios = torch.randn(rows, generator=generator, device=device) / (BETA * math.sqrt(2))
     return Batch(
         ids=ids,
         labels=labels,
         advantages=torch.linspace(-1, 1, rows, device=device) + 0.25,
+        log_ratios=log_ratios,
+        ref_logps=ref_logps - log_ratios[:, None] / (length - 1),
         probability=float(torch.stack(chances).mean()),
+    )
+
+
+def long_batch(model: Any, length: int, device: torch.device) -> Batch:
+    """One row for SFT and GRPO, whose labels are random too: the model's would take its logits."""
+    ids = torch.randint(model.config.vocab_size, (1, length), device=device)
+    labels = ids.clone()
+    labels[:, 0] = -100
+    one = torch.ones(1, device=device)
+    return Batch(
+        ids=ids,
+        labels=labels,
+        advantages=one,
+        log_ratios=one,
+        ref_logps=torch.zeros((1, length), device=device),
+        probability=math.nan,
     )
 
 
@@ -151,24 +187,30 @@ def make_batch(model: Any, rows: int, length: int, device: torch.device) -> Batc
 
 
 def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
-    """Of log-probs [B, L - 1]. GRPO is that of a first update: the old log-probs are these."""
+    """Of log-probs [B, L - 1]. GRPO is that of a first update: the old log-probs are these. So are
+    those of DPO's reference, less `log_ratios`: one head, with its rounding, scores both models."""
     if work == "SFT":
         return -logps.mean()
+    if work == "DPO":
+        sums = logps.sum(1)
+        chosen, rejected = (sums - sums.detach() + batch.log_ratios).view(-1, 2).t()
+        return -torch.nn.functional.logsigmoid(BETA * (chosen - rejected)).mean()
     ratio, advantages = (logps - logps.detach()).exp(), batch.advantages[:, None]
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Log-probs [L] of targets [L] by a float32 weight [V, H]."""
+    log_p = (hidden.float() @ weight.t()).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None])[:, 0]
 
 
 def exact(work: str, model: Any, batch: Batch) -> Tensor:
     """The head in float32 on the hidden states of the model, a sequence at a time."""
     weight = model.lm_head.weight.float()
-
-    def score(hidden: Tensor, targets: Tensor) -> Tensor:
-        log_p = (hidden.float() @ weight.t()).log_softmax(-1)
-        return log_p.gather(-1, targets[:, None])[:, 0]
-
     hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
     pairs = zip(hidden, batch.labels[:, 1:], strict=True)
-    logps = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
+    logps = [checkpoint(score, *pair, weight, use_reentrant=False) for pair in pairs]
     return mean_loss(work, torch.stack(logps), batch)
 
 
@@ -208,11 +250,13 @@ def of_headloss(options: hl.Options) -> Callable[[str, Any, Batch], Tensor]:
     def loss(work: str, model: Any, batch: Batch) -> Tensor:
         if work == "SFT":
             return of_model(work, model, batch)
-        scored = hl.Batch.from_labels(
-            batch.labels, advantages=batch.advantages, old_logps=hl.CURRENT
-        )
+        fields: dict[str, Any] = {"advantages": batch.advantages, "old_logps": hl.CURRENT}
+        objective = hl.grpo()
+        if work == "DPO":
+            fields, objective = {"ref_logps": batch.ref_logps}, hl.dpo(beta=BETA)
+        scored = hl.Batch.from_labels(batch.labels, **fields)
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state
-        return hl.head_loss(hidden, hl.Head.of_model(model), scored, hl.grpo(), options).loss
+        return hl.head_loss(hidden, hl.Head.of_model(model), scored, objective, options).loss
 
     return loss
 
@@ -247,12 +291,19 @@ def with_liger(work: str, model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """`loss(work, model, batch)` of a model inside `patch(work, model)`."""
+    """`loss(work, model, batch)` of a model inside `patch(work, model)`. `lacks` says why not, for
+    each work that it cannot do."""
 
     loss: Callable[[str, Any, Batch], Tensor]
     patch: Callable[[str, Any], AbstractContextManager[Any]] = lambda work, model: nullcontext()
     tolerance: Tolerance = ROUNDED
     gpu: bool = False
+    lacks: dict[str, str] = field(default_factory=dict)
+
+    def unserved(self, work: str, device: torch.device) -> str:
+        if self.gpu and device.type != "cuda":
+            return "needs a GPU"
+        return self.lacks.get(work, "")
 
 
 def _headloss(**options: Any) -> Contestant:
@@ -264,10 +315,11 @@ def _headloss(**options: Any) -> Contestant:
     return Contestant(loss=of_headloss(chosen), patch=patch, tolerance=EXACT)
 
 
-WORKS = ("SFT", "GRPO")
+WORKS = ("SFT", "GRPO", "DPO")
+NO_DPO = "its loss takes the hidden states and the head of a reference, not log-probs"
 CONTESTANTS = {
     "Transformers": Contestant(loss=of_model),
-    "Liger": Contestant(loss=of_liger, patch=with_liger, gpu=True),
+    "Liger": Contestant(loss=of_liger, patch=with_liger, gpu=True, lacks={"DPO": NO_DPO}),
     "TRL": Contestant(loss=of_trl, patch=with_trl),
     "headloss": _headloss(),
     "headloss, 5 GiB": _headloss(memory_budget=5 << 30),

@@ -1,12 +1,14 @@
 """A training step of whole models, forward and backward, with one head after another.
 
     python3 benchmarks/steps.py --device cuda --json benchmarks/results/steps.json    # minutes
+    python3 benchmarks/steps.py --longest --device cuda --json benchmarks/results/steps.json
     python3 benchmarks/steps.py --quick --device cpu                                  # seconds
 
 Models of Transformers with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of Llama-3-8B,
 random weights and labels that they predict with a probability of a half, in bfloat16, all weights
 trained. In each model, batch and work, loss and gradient of each contestant are compared with those
-of a float32 head on the same hidden states; those that agree are then timed in turn.
+of a float32 head on the same hidden states; those that agree are then timed in turn. `--longest`
+seeks the longest sequence with which each of them runs, instead.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import gc
 import statistics
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,9 @@ from step_cases import (
     WORKS,
     Batch,
     Contestant,
+    Setting,
     exact,
+    long_batch,
     make_batch,
     make_model,
 )
@@ -40,6 +45,7 @@ from torch import Tensor
 from headloss.testing import LiveTensors
 
 ROUNDS = 5
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # PyTorch and Triton, cuBLAS
 BACKBONE = 0.03  # of a gradient, off by its rounding to bfloat16 on the way through a backbone
 
 
@@ -56,9 +62,8 @@ def race(
     rows = {}
     for name, contestant in chosen.items():
         rows[name] = gate(work, model, batch, contestant, weights, want, device)
-        if rows[name]["status"] == "failed" and device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        if rows[name]["status"] == "failed":
+            release(device)
     del want
     runs: dict[str, list[Stretch]] = {n: [] for n, row in rows.items() if row["status"] == "ok"}
     for _ in range(1 + ROUNDS):
@@ -87,8 +92,8 @@ def gate(
     device: torch.device,
 ) -> dict[str, Any]:
     """Errors of loss (absolute) and gradient (norm over norm), and the memory of a second step."""
-    if contestant.gpu and device.type != "cuda":
-        return {"status": "skipped", "reason": "needs a GPU"}
+    if reason := contestant.unserved(work, device):
+        return {"status": "skipped", "reason": reason}
     row: dict[str, Any] = {"status": "ok", "reason": ""}
     try:
         with contestant.patch(work, model):
@@ -111,6 +116,13 @@ def gate(
             if not row[name] <= limit:
                 row |= {"status": "failed", "reason": f"{name} {row[name]:.1e} > {limit:.0e}"}
     return row
+
+
+def release(device: torch.device) -> None:
+    """Give back what nobody holds, such as what a step that failed has left."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def clear(weights: list[Tensor]) -> None:
@@ -139,33 +151,94 @@ def _distance(weights: list[Tensor], want: list[Tensor]) -> tuple[Tensor, Tensor
     return torch.stack(off).norm(), torch.stack([g.float().norm() for g in want]).norm()
 
 
+# ---------------------------------------------------------------------- the longest sequence
+
+
+def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
+    """The most tokens that fit, a multiple of `unit`, to within `unit` or a sixteenth: at most
+    `cap`, which is 4 units times a power of 2."""
+    low, high = 0, 4 * unit
+    while high <= cap and fits(high):
+        low, high = high, 2 * high
+    while low < cap and high - low > max(unit, low // 16):
+        middle = (low + high) // 2 // unit * unit
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def longest_row(
+    work: str, model: Any, contestant: Contestant, setting: Setting, device: torch.device
+) -> dict[str, Any]:
+    """The longest sequence with which a step does not run out of memory."""
+    if reason := contestant.unserved(work, device):
+        return {"status": "skipped", "reason": reason, "longest": None}
+
+    def fits(length: int) -> bool:
+        release(device)
+        batch = long_batch(model, length, device)
+        try:
+            contestant.loss(work, model, batch).backward()
+            synchronize(device)
+        except RuntimeError as failure:
+            if not any(sign in str(failure) for sign in OUT_OF_MEMORY):
+                raise
+            return False
+        return True
+
+    release(device)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    try:
+        with contestant.patch(work, model):
+            tokens = longest(fits, setting.unit, setting.cap)
+    except ImportError as missing:
+        return {"status": "skipped", "reason": one_line(missing), "longest": None}
+    except Exception as failure:  # whatever a contestant does, the others go on
+        return {"status": "failed", "reason": one_line(failure), "longest": None}
+    return {"status": "ok", "reason": "", "longest": tokens}
+
+
 # ---------------------------------------------------------------------- the command
 
 
 def table(results: dict, largest: bool = False) -> str:
-    """A line for each model, batch and work (`largest`: of the largest batch), as Markdown."""
-    head = ("model", "step", "tokens", *CONTESTANTS)
-    lines = [head, ("---", "---", *("---:",) * (len(head) - 2))]
+    """A line for each model, batch and work (`largest`: of the largest batch), as Markdown, and
+    after them a table of the longest sequences, where there are any."""
+    rule, columns = "---:", len(CONTESTANTS)
+    timed = [("model", "step", "tokens", *CONTESTANTS), ("---", "---", *(rule,) * (1 + columns))]
+    sought = [("longest sequence", "step", *CONTESTANTS), ("---", "---", *(rule,) * columns)]
     groups: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
     for row in results["rows"]:
-        groups.setdefault((row["model"], row["work"], row["tokens"]), {})[row["contestant"]] = row
+        group = (row["model"], row["work"], row.get("tokens", 0))
+        groups.setdefault(group, {})[row["contestant"]] = row
     most, marks = max(tokens for _, _, tokens in groups), report.marks_of(results)
     for (model, work, tokens), rows in groups.items():
-        if tokens < most and largest:
-            continue
-        best = min((row["ms"] for row in rows.values() if "ms" in row), default=0)
         mark = marks[max(row["run"] for row in rows.values())]
-        cells = (_cell(rows.get(name), best) for name in CONTESTANTS)
-        lines.append((model + mark, work, str(tokens), *cells))
-    return f"{report.machine(results)}\n\n{report.markdown(lines)}"
+        if not tokens:
+            cells = (_length(rows.get(name)) for name in CONTESTANTS)
+            sought.append((model + mark, work, *cells))
+        elif tokens == most or not largest:
+            best = min((row["ms"] for row in rows.values() if "ms" in row), default=0)
+            cells = (_cell(rows.get(name), best) for name in CONTESTANTS)
+            timed.append((model + mark, work, str(tokens), *cells))
+    parts = [report.markdown(part) for part in (timed, sought) if len(part) > 2]
+    return "\n\n".join((report.machine(results), *parts))
 
 
 def _cell(row: dict[str, Any] | None, best: float) -> str:
     if row is None or "ms" not in row:
-        return "-" if row is None or row["status"] == "skipped" else row["reason"]
+        return _absent(row)
     ms = f"{row['ms']:.0f}"
     ms = f"**{ms}**" if row["ms"] <= (1 + report.TIE) * best else ms
     return f"{ms} ms, {row['peak_bytes'] / report.GIB:.1f} GiB"
+
+
+def _length(row: dict[str, Any] | None) -> str:
+    return _absent(row) if row is None or row["longest"] is None else f"{row['longest']}"
+
+
+def _absent(row: dict[str, Any] | None) -> str:
+    return "-" if row is None or row["status"] == "skipped" else row["reason"]
 
 
 def errors(results: dict) -> str:
@@ -175,11 +248,40 @@ def errors(results: dict) -> str:
     for who, ours in (("of headloss", True), ("of the others", False)):
         off = [100 * r["gradient_error"] for r in rows if is_ours(r["contestant"]) is ours]
         said += [f"{who} by {min(off):.1g} to {max(off):.1g} %"] if off else []
-    mean = statistics.mean(row["probability"] for row in results["rows"])
+    mean = statistics.mean(r["probability"] for r in results["rows"] if "probability" in r)
     return (
         "Against a float32 head on the same hidden states the gradient of all weights is off\n"
         f"{', '.join(said) or 'in nothing that ran'}. The labels' mean probability is {mean:.2f}."
     )
+
+
+Rows = Iterator[list[dict[str, Any]]]
+
+
+def timed_rows(
+    name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
+) -> Rows:
+    """A race of each work and batch; DPO's are of pairs."""
+    for work in WORKS:
+        for rows, length in setting.batches:
+            if work == "DPO" and rows % 2:
+                continue
+            batch = make_batch(model, rows, length, device)
+            case = f"{name}, {rows} x {length}"
+            same = {"case": case, "model": name, "work": work, "tokens": rows * length}
+            same["probability"] = batch.probability
+            raced = race(work, model, batch, chosen, device)
+            yield [same | {"contestant": who} | row for who, row in raced.items()]
+
+
+def longest_rows(
+    name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
+) -> Rows:
+    """A search of each contestant, SFT and GRPO."""
+    for work in ("SFT", "GRPO"):
+        for who, contestant in chosen.items():
+            same = {"case": f"{name}, longest", "model": name, "work": work, "contestant": who}
+            yield [same | longest_row(work, model, contestant, setting, device)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -197,23 +299,17 @@ def main(argv: list[str] | None = None) -> int:
         if not _matches(model_name, arguments.only):
             continue
         model = make_model(setting, device)
-        for work in WORKS:
-            for rows, length in setting.batches:
-                batch = make_batch(model, rows, length, device)
-                case = f"{model_name}, {rows} x {length}"
-                same = {"case": case, "model": model_name, "work": work, "tokens": rows * length}
-                same["probability"] = batch.probability
-                found = [
-                    same | {"contestant": name} | row
-                    for name, row in race(work, model, batch, chosen, device).items()
-                ]
-                results.add(found)
-                for row in found:
-                    print(_line(row), flush=True)
-                red += [r for r in found if r["status"] == "failed" and is_ours(r["contestant"])]
-        del model, batch
+        measure = longest_rows if arguments.longest else timed_rows
+        for found in measure(model_name, setting, model, chosen, device):
+            results.add(found)
+            for row in found:
+                print(_line(row), flush=True)
+            red += [r for r in found if r["status"] == "failed" and is_ours(r["contestant"])]
+        del model
         gc.collect()
-    print(f"\n{errors(results.content)}\n\n{table(results.content)}")
+    if not arguments.longest:
+        print(f"\n{errors(results.content)}")
+    print(f"\n{table(results.content)}")
     for row in red:
         print(f"FAILED {row['case']}: {row['work']}: {row['contestant']}: {row['reason']}")
     return 1 if red else 0
@@ -221,6 +317,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _line(row: dict[str, Any]) -> str:
     name = f"{row['case']}: {row['work']:4} {row['contestant']:20}"
+    if row.get("longest") is not None:
+        return f"{name} {row['longest']:8} tokens"
     if "ms" not in row:
         return f"{name} {row['status']}: {row['reason']}"
     return (
@@ -236,6 +334,7 @@ def _matches(name: str, patterns: list[str] | None) -> bool:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--quick", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--longest", action="store_true", help="seek the longest sequences alone")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="models, by shell patterns")
     parser.add_argument("--contestants", nargs="+", metavar="PATTERN")
     parser.add_argument("--json", type=Path, help="file to write or to append to")

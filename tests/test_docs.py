@@ -172,6 +172,33 @@ def test_every_part_has_a_place() -> None:
     assert {part for _, part in MADE} == set(readme.PARTS)
 
 
+def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rows of DPO join the README's table, one without stock's time too; longest sequences have a
+    table of their own on the page of benchmarks alone."""
+    results = json.loads(readme.STEPS.read_text())
+    rows = [row for row in results["rows"] if row.get("work") == "GRPO" and "longest" not in row]
+    rows = [row | {"work": "DPO"} for row in rows if row["tokens"] == 16384]
+    failed = {"status": "failed", "reason": "out of memory"}
+    same = {name: rows[0][name] for name in ("case", "model", "work", "tokens", "contestant")}
+    assert same["contestant"] == "Transformers"
+    rows[0] = same | failed | {"run": 0}
+    longest = {"work": "SFT", "longest": 54272, "contestant": "headloss", "status": "ok", "run": 0}
+    results["rows"] = [row for row in results["rows"] if row.get("work") in ("SFT", "GRPO")]
+    results["rows"] = [row for row in results["rows"] if "longest" not in row]
+    monkeypatch.setattr(readme, "STEPS", tmp_path / "steps.json")
+
+    def made(rows: list[dict]) -> tuple[str, str]:
+        readme.STEPS.write_text(json.dumps(results | {"rows": results["rows"] + rows}))
+        return readme.few_steps(), readme.steps()
+
+    before, after = made([]), made([*rows, longest | {"model": same["model"], "case": "longest"}])
+    for old, new in zip(before, after, strict=True):
+        assert set(old.splitlines()) - set(new.splitlines()) <= set(re.findall("Beside .*", old))
+        assert old.count("| DPO |") == 0 and new.count("| DPO |") == 3
+    assert f"| {same['model']} | DPO | - | " in after[0] and "54272" not in after[0]
+    assert f"| {same['model']} | SFT | - | - | - | 54272 | - | - |" in after[1]
+
+
 def test_part_without_a_place() -> None:
     with pytest.raises(ValueError, match=r"README.md: has no place <!-- logits -->"):
         readme.fill("nothing")
