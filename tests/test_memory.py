@@ -12,7 +12,9 @@ import torch.nn.functional as F
 import headloss as hl
 from headloss.engine import plan
 from headloss.head import products
+from headloss.kernels.interface import Forward
 from headloss.kernels.reference import tile as reference
+from headloss.kernels.transform import Transform
 from headloss.testing import LiveTensors, trained_looking
 
 T, H, V, CHUNK = 256, 24, 512, 32
@@ -74,6 +76,16 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(schedule, scope, dtype):
     assert plan.schedule == schedule and plan.chunk_tokens <= CHUNK
     assert plan.chunk_tokens <= T // 8
     assert live.largest <= max(plan.chunk_tokens * V, V * H)  # dW
+
+
+def test_blocks_share_their_temporaries(monkeypatch):
+    """A heap would grow with each."""
+    tiles, exp = [], torch.exp
+    monkeypatch.setattr(torch, "exp", lambda x, out: tiles.append(exp(x, out=out)) or tiles[-1])
+    raw, forward = torch.randn(3 * BLOCK - 1, V), Forward(None, 0, Transform(), frozenset())
+    reference.partials(raw, forward)
+    assert [len(tile) for tile in tiles] == [BLOCK, BLOCK, BLOCK - 1]
+    assert len({tile.data_ptr() for tile in tiles}) == 1
 
 
 @pytest.mark.parametrize("scope", OBJECTIVES)

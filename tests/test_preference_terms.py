@@ -89,12 +89,17 @@ def test_odd_number_of_segments(name: str) -> None:
     case = make(lengths=(3, 1, 2))
     with pytest.raises(ValueError, match="got 3, want an even number"):
         PAPERS[name][0]()(case.stats, case.batch)
+    with pytest.raises(ValueError, match="got 3, want a multiple of 4: a chosen one, then 3 rej"):
+        h.dpo(rejected=3)(case.stats, case.batch)
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_unscored_tokens_in_a_segment_of_their_own(name: str) -> None:
-    """Static shapes put them last, after an even number of segments."""
-    term: Term = PAPERS[name][0]()
+@pytest.mark.parametrize(
+    "term",
+    [*(make_term() for make_term, _ in PAPERS.values()), h.dpo(rejected=3), h.simpo(rejected=3)],
+    ids=repr,
+)
+def test_unscored_tokens_in_a_segment_of_their_own(term: Term) -> None:
+    """Static shapes put them last, after whole groups of segments."""
     case = make(lengths=(3, 1, 2, 2, 4))
     live = torch.arange(12) < 8
     whole = case.batch
@@ -307,6 +312,11 @@ def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None
     plain = hl.head_loss(hidden, head, batch, term).loss
     static = hl.head_loss(hidden, head, batch, term, hl.Options(static=True)).loss
     torch.testing.assert_close(static, plain)
+    for place in range(17):  # which is sorted behind what has no part
+        ref_logps = whole.fields["ref_logps"].clone()
+        ref_logps[place] = torch.nan
+        case = whole.with_fields(ref_logps=ref_logps)
+        assert reduced(term, case.stats, case.batch).isnan()
 
 
 @pytest.mark.parametrize(
@@ -329,6 +339,7 @@ def test_checked(term: Term) -> None:
     [
         (lambda: h.dpo(loss_type="kto"), "dpo: loss_type: got 'kto', want one of 'sigmoid'"),
         (lambda: h.dpo(loss_type="robust", label_smoothing=0.5), "want 0 <= label_smoothing < 0"),
+        (lambda: h.dpo(loss_type="robust", label_smoothing=-0.1), "want 0 <= label_smoothing < 0"),
         (lambda: h.dpo(loss_type="exo_pair"), "dpo: label_smoothing: got 0.0, want 0 < label"),
         (lambda: h.dpo(loss_type="bco_pair", label_smoothing=0.1), "'bco_pair' has no smoothing"),
         (lambda: h.dpo(loss_type="apo_zero", f_divergence_type="forward_kl"), "f_divergence_type"),

@@ -435,6 +435,7 @@ def test_kl_zero_above_and_ratio_max() -> None:
             r"topr: importance_sampling_level: got 'sequence_token', want one of 'sequence_p",
         ),
         (lambda: hl.aspo(dual_clip=1), r"aspo: dual_clip: got 1, want > 1"),
+        (lambda: hl.aspo(dual_clip=0.5), r"aspo: dual_clip: got 0.5, want > 1"),
         (lambda: hl.clip_cov(share=0), r"clip_cov: share: got 0, want 0 < share <= 1"),
         (lambda: hl.clip_cov(low=2, high=1), r"clip_cov: high: got 1, want > low"),
         (lambda: hl.kl_cov(coefficient=-1), r"kl_cov: coefficient: got -1"),

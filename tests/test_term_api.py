@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -683,3 +685,17 @@ def test_a_term_may_not_fill_in_nan():
 def test_a_field_may_be_nan_where_the_term_says_so():
     term = hl.reinforce().corrected("token_truncate", max=2.0, live=True)
     assert "sampling_logps" in hl.check_term(term, sampling_logps=SAMPLED).fields
+
+
+IMMUTABLE = [
+    *(hl.grpo(), hl.grpo() + hl.kl(), hl.grpo().off_policy_masked(0.3).modifiers[0]),
+    *(hl.token_mean, hl.Options(), hl.Head(torch.zeros(3, 2)), Observed(torch.zeros(1))),
+]
+
+
+@pytest.mark.parametrize("one", IMMUTABLE, ids=lambda one: type(one).__name__)
+def test_what_a_call_is_made_of_cannot_be_changed(one):
+    """Plans and reads are kept by its value."""
+    for field in dataclasses.fields(one):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(one, field.name, None)

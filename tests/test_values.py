@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -134,6 +135,14 @@ def test_classification() -> None:
 def test_bad_input(call: Callable[[hl.Batch], Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(hl.Batch(torch.where(MASK, 0, -100)))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 5), (4, 3), (4, 5, 0), (4, 5, 1, 3)], ids=str)
+def test_logits_that_do_not_fit_the_labels(shape: tuple[int, ...]) -> None:
+    batch = hl.Batch(torch.where(MASK, 0, -100), labels=torch.zeros(4, 5).long())
+    message = f"classification: logits: got shape {shape}, want that of batch.labels, (4, 5)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        hl.classification(torch.zeros(shape), batch)
 
 
 def test_labels_outside_the_classes() -> None:

@@ -151,11 +151,10 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
     # What is no sample goes last on both sides, where it has no part.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
-    count = there.sum()
-    counted = torch.arange(len(there), device=there.device) < count
-    x = how.beta * torch.where(counted, upper - lower, 0)
+    counted = (upper != last) | (lower != last)  # NaN, which is sorted behind them, counts
+    x = how.beta * (upper - lower)
     values = torch.where(counted, how(x, torch.zeros_like(x)), 0)
-    return spread((values.sum() / count.clamp_min(1)).expand_as(x), batch)
+    return spread((values.sum() / there.sum().clamp_min(1)).expand_as(x), batch)
 
 
 @factory

@@ -131,7 +131,7 @@ def classification(
     labels = batch.fields.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         raise ValueError("classification: batch.labels: want [..] or [S] integers")
-    if logits.dim() < 2 or logits.shape[:-1] != labels.shape or not logits.shape[-1]:
+    if logits.shape[:-1] != labels.shape or not logits.shape[-1]:
         raise ValueError(
             f"classification: logits: got shape {tuple(logits.shape)}, want that of batch.labels, "
             f"{tuple(labels.shape)}, and the classes"
