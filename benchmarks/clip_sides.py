@@ -296,7 +296,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--logits", nargs="+", type=float, default=[20, 30, 40, 60])
+    parser.add_argument(
+        "--logits", nargs="+", type=float, default=[5, 10, 15, 20, 40],
+        help="the largest, before the training that raises them",
+    )  # fmt: skip
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-7, 1e-6, 1e-5])
     parser.add_argument("--models", type=Path, default=Path("runs/spelling"))
     parser.add_argument("--quick", action="store_true", help="a small model of one size of logits")

@@ -371,7 +371,6 @@ def main(argv: list[str] | None = None) -> int:
         size, prompts, seeds = spelling.SMALL, 2, 1
         steps = arguments.steps or 8
     rates = {"grpo": arguments.rate_grpo, "gspo": arguments.rate_gspo}
-    policy = spelling.saved(arguments.models, size, arguments.logits, device)
 
     def run_of(algorithm: str, stack: str, seed: int) -> Run:
         rate = rates[algorithm]
@@ -379,6 +378,8 @@ def main(argv: list[str] | None = None) -> int:
             algorithm=algorithm, stack=stack, seed=seed, steps=steps, rate=rate, prompts=prompts
         )
 
+    if arguments.read is None:
+        policy = spelling.saved(arguments.models, size, arguments.logits, device)
     if arguments.one:
         algorithm, stack, seed = arguments.one
         run = run_of(algorithm, stack, int(seed))

@@ -18,6 +18,9 @@ from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.losses.catalogue import modifier_table, table
 from headloss.options import Options
 
+sys.path.insert(0, str(Path(__file__).parent))  # where this file is loaded by its path
+import studies
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = RESULTS / "cpu_memory.json"
@@ -261,6 +264,7 @@ def _few_steps(bench: Any, found: dict) -> str:
         if tokens == most:
             best = min(row["ms"] for row in group)
             rows.append((model, work, *(bench._cell(of.get(name), best) for name in DEFAULTS)))
+    rows.append(studies.replay_row(DEFAULTS))
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nBeside *Transformers* headloss takes {min(less):.0f} to "
@@ -326,6 +330,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
+    "clip-sides": studies.clip_sides,
+    "training": studies.training,
+    "sampling": studies.sampling,
+    "replay": studies.replay,
 }
 
 PLACES: dict[str, tuple[str, ...]] = {
@@ -333,6 +341,8 @@ PLACES: dict[str, tuple[str, ...]] = {
     "docs/concepts.md": ("logits", "invariance-cost"),
     "docs/candidates.md": ("candidates",),
     "docs/support.md": ("support",),
+    "docs/does-it-matter.md": ("clip-sides", "training", "sampling"),
+    "docs/replay.md": ("replay",),
     "docs/terms.md": ("terms", "modifiers"),
     "benchmarks/README.md": (
         "steps",

@@ -1,0 +1,161 @@
+"""What the training studies found, as tables: parts of the pages that `readme.py` fills in."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+STACKS = {"stock": "TRL, bf16", "cast": "TRL, float32 cast", "headloss": "headloss"}
+SAMPLING = {"sets": "replayed sets", "whole": "whole vocabulary"}
+RATES = {"grpo": 1e-5, "gspo": 1e-6}  # of the moves that are shown
+GIB = 1 << 30
+
+
+def clip_sides() -> str:
+    """Wrong sides of the clip and the gradient's error, at one rate for each loss."""
+    found = _read("clip_sides")
+    rows = [("loss", "largest logit", "steps", "clipped", *STACKS.values())]
+    rows.append(("---", *("---:",) * (len(rows[0]) - 1)))
+    chosen = [row for row in found["rows"] if row["rate"] == RATES[row["work"]]]
+    chosen.sort(key=lambda row: (row["work"], row["largest"], row["steps"]))
+    for row in chosen:
+        if row["stack"] != "stock":
+            continue
+        move = ("work", "largest", "steps")
+        same = {r["stack"]: r for r in chosen if all(r[k] == row[k] for k in move)}
+        of = [same[stack] for stack in STACKS]
+        cells = (f"{_percent(r['wrong'])}; {_percent(r['error'])}" for r in of)
+        shown = row["work"].upper(), f"{row['largest']:.0f}", str(row["steps"])
+        rows.append((*shown, _percent(row["clipped"]), *cells))
+    return f"{_machine(found)}\n\n{_markdown(rows)}"
+
+
+def training() -> str:
+    """What the three stacks have learned at the end, and on the way there."""
+    heads = ("loss, rate", "stack", "solved", "reward at the end", "wrong side", "clipped")
+    heads = (*heads, "gradient's norm")
+    rows = [heads, ("---", "---", *("---:",) * (len(heads) - 2))]
+    names = ("stacks", "stacks_fast")
+    for name in names:
+        runs = _read(name)["runs"]
+        for algorithm in ("grpo", "gspo"):
+            for stack, title in STACKS.items():
+                of = _runs(runs, algorithm, stack)
+                if of:
+                    loss = f"{algorithm.upper()}, {of[0]['rate']:g}"
+                    shares = (_mean(of, _over(curve), 100, " %") for curve in ("wrong", "clipped"))
+                    ends = _mean(of, _after, 100, " %"), _mean(of, _reward)
+                    rows.append((loss, title, *ends, *shares, _mean(of, _over("grad_norm"))))
+    return f"{_machine(_read(names[0]))}\n\n{_markdown(rows)}"
+
+
+def sampling() -> str:
+    """With the sampler's sets and without."""
+    heads = ("loss", "log-probs over", "solved", "reward at the end", "first ratio", "mean ratio")
+    heads = (*heads, "mismatch KL")
+    rows = [heads, ("---", "---", *("---:",) * (len(heads) - 2))]
+    found = _read("replay_curves")
+    for algorithm in ("grpo", "gspo"):
+        for stack, title in SAMPLING.items():
+            of = _runs(found["runs"], algorithm, stack)
+            ends = _mean(of, _after, 100, " %"), _mean(of, _reward)
+            ratios = (_mean(of, v, digits=4) for v in (_first_ratio, _over("ratio")))
+            mismatch = _mean(of, _over("mismatch"), digits=5)
+            rows.append((algorithm.upper(), title, *ends, *ratios, mismatch))
+    return f"{_machine(found)}\n\n{_markdown(rows)}"
+
+
+def replay() -> str:
+    """A GRPO step over sets and beside them, generation, and where the whole softmax is as fast."""
+    found = _read("replay")
+    names = list(dict.fromkeys(row["contestant"] for row in found["step"]))
+    rows = [("mean number of ids", *names), ("---:",) * (1 + len(names))]
+    for mean in dict.fromkeys(row["mean"] for row in found["step"]):
+        of = {row["contestant"]: row for row in found["step"] if row["mean"] == mean}
+        rows.append((str(mean), *(_cell(of[name]) for name in names)))
+    said = [
+        f"under {row['filter']} (a mean of {row['kept']:.0f} ids) {row['on_ms_a_token']:.1f} ms "
+        f"with the recorder and {row['off_ms_a_token']:.1f} ms without"
+        for row in found["generation"]
+    ]
+    count, crossing = found["generation"][0]["rows"], found["crossing"]
+    return (
+        f"{_markdown(rows)}\n\n"
+        f"Generation of {count} rows takes, for each token, {'; '.join(said)}. The loss alone takes "
+        f"{crossing['whole_ms']:.1f} ms over the whole vocabulary, "
+        f"{crossing['points'][0]['ms']:.1f} ms over sets of 8 ids, and as long over sets of "
+        f"{crossing['level_at']:.0f}.\n{found['model']}, 16384 tokens, bfloat16. {_machine(found)}"
+    )
+
+
+def replay_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
+    """A GRPO step over a sampler's sets of a mean of 8 ids, for a table of steps; plain
+    Transformers masks its logits, and nobody else has it."""
+    found = _read("replay")
+    names = {"masked logits": "Transformers", "headloss, the sets": "headloss"}
+    of = {names.get(row["contestant"]): row for row in found["step"] if row["mean"] == 8}
+    best = min(of[name]["ms"] for name in names.values())
+    cells = []
+    for name in contestants:
+        row = of.get(name)
+        bold = "**" if row and row["ms"] == best else ""
+        cells.append(f"{bold}{_cell(row, bold)}" if row else "-")
+    return (found["model"], "GRPO over a sampler's sets", *cells)
+
+
+def _cell(row: dict[str, Any], after: str = "") -> str:
+    return f"{row['ms']:.0f}{after} ms, {row['peak_bytes'] / GIB:.1f} GiB"
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _runs(runs: list[dict], algorithm: str, stack: str) -> list[dict]:
+    return [run for run in runs if (run["algorithm"], run["stack"]) == (algorithm, stack)]
+
+
+def _after(run: dict) -> float:
+    return run["after"]
+
+
+def _first_ratio(run: dict) -> float:
+    return run["ratio"][0]
+
+
+def _reward(run: dict) -> float:
+    return statistics.fmean(run["reward"][-5:])
+
+
+def _over(curve: str) -> Callable[[dict], float]:
+    return lambda run: statistics.fmean(run[curve])
+
+
+def _mean(
+    runs: list[dict], value: Callable[[dict], float], scale: int = 1, unit: str = "",
+    digits: int | None = None
+) -> str:  # fmt: skip
+    """With the standard error of the mean over seeds."""
+    values = [scale * value(run) for run in runs]
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    digits = digits or (1 if scale > 1 else 3)
+    return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}{unit}"
+
+
+def _percent(value: float | None) -> str:
+    """None: nothing has a gradient there."""
+    return "-" if value is None else f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
+
+
+def _machine(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"{found['machine']}; {versions}; commit {found['commit']}."
+
+
+def _markdown(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
