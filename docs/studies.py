@@ -86,8 +86,8 @@ def replay() -> str:
     count, crossing = found["generation"][0]["rows"], found["crossing"]
     return (
         f"{_markdown(rows)}\n\n"
-        f"Generation of {count} rows takes, for each token, {'; '.join(said)}. The loss alone takes "
-        f"{crossing['whole_ms']:.1f} ms over the whole vocabulary, "
+        f"Generation of {count} rows takes, for each token, {'; '.join(said)}. The loss alone "
+        f"takes {crossing['whole_ms']:.1f} ms over the whole vocabulary, "
         f"{crossing['points'][0]['ms']:.1f} ms over sets of 8 ids, and as long over sets of "
         f"{crossing['level_at']:.0f}.\n{found['model']}, 16384 tokens, bfloat16. {_machine(found)}"
     )
