@@ -639,6 +639,11 @@ def test_auto_serves_what_an_explicit_choice_could_not():
             lambda: hl.head_stats(hidden(), hl.Head(weight()), targets(0, 1, 2, 3, 4)),
         ),
         (
+            ValueError,
+            r"targets: got shape \(7,\), want hidden's \(6,\)",
+            lambda: hl.head_stats(hidden(), hl.Head(weight()), targets(*range(7))),
+        ),
+        (
             TypeError,
             "targets: got torch.float32",
             lambda: hl.head_stats(hidden(), hl.Head(weight()), torch.zeros(T)),

@@ -162,7 +162,13 @@ def test_plan_counts_candidates() -> None:
     batch = hl.Batch(torch.zeros(64).long(), candidate_ids=ids, scores=torch.zeros(64))
     hidden, head = torch.zeros(64, 4), hl.Head(torch.zeros(97, 4))
     assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
-    assert "candidates" not in hl.plan(hidden, head, batch, hl.cross_entropy()).bytes
+    plan = hl.plan(hidden, head, batch, hl.cross_entropy())
+    assert "candidates" not in plan.bytes and plan.bytes["logits"] == 64 * 97 * 4
+    # Beside a teacher, one part of the gradient is apart from the logits.
+    batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-torch.ones(64, 16))
+    plan = hl.plan(hidden, head, batch, hl.distillation() + yes_or_no())
+    assert plan.bytes["candidates"] == 2 * 64 * 16 * 24
+    assert plan.bytes["logits"] == 2 * 64 * 97 * 4
 
 
 @hl.term(scope="batch")

@@ -208,6 +208,22 @@ def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
     assert peak(4) - peak(1) <= 3 * T * (64 + 4 * H) * FLOAT < 3 * T * V * FLOAT / 2
 
 
+@pytest.mark.parametrize(
+    ("schedule", "tokens", "vocabulary", "support"),
+    [("one_pass", 512, 16, False), ("recompute", 8, 1024, False), ("recompute", 8, 1024, True)],
+)
+def test_a_product_that_is_a_gradient_has_no_copy(schedule, tokens, vocabulary, support):
+    """The hidden gradient of many tokens in one block, or dW of a wide head in one tile. (Of pairs
+    the reference makes a product before it puts it into its place.)"""
+    hidden, weight, targets = trained_looking(tokens, 64, vocabulary)
+    batch = hl.Batch(targets, support_ids=targets.unsqueeze(1) if support else None)
+    head = hl.Head(weight.requires_grad_())
+    options = hl.Options(schedule=schedule, metrics=False)
+    live, _ = measured(hidden.requires_grad_(), head, batch, hl.cross_entropy(), options)
+    returned = (hidden.numel() + weight.numel()) * FLOAT
+    assert live.peak <= (1.5 + support) * returned
+
+
 def test_memory_does_not_grow_with_the_number_of_terms():
     hidden, head, batch = problem()
     options = hl.Options(chunk_tokens=CHUNK)

@@ -13,6 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import headloss as hl
+from headloss import kernels
+from headloss.engine.call import linear_plan
+from headloss.engine.checks import Arguments
 from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
 from headloss.engine.plan_inputs import PlanInputs
 from headloss.logits.linear import PARTS
@@ -69,6 +72,11 @@ def test_chunks_fill_the_waves_of_a_gpu(width, vocabulary, budget, rows):
         memory_budget=budget * MIB,
     )
     assert plan.chunk_tokens == rows
+
+
+def test_chunks_within_a_budget_are_equal():
+    plan = planned({"tokens": 1793}, memory_budget=row(1000))
+    assert [chunk.stop - chunk.start for chunk in plan.chunks] == [640, 640, 513]
 
 
 lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
@@ -345,6 +353,13 @@ def test_ranks_plan_for_the_smallest_gpu():
     theirs = {fact: [value] * 2 for fact, value in own.items()} | {"memory": [140 << 30, 79 << 30]}
     found = layout.VocabLayout.of(object(), theirs)
     assert found.memory == 79 << 30 and found.sizes == (5, 5)
+    head, batch = hl.Head(torch.zeros(10, 3)), hl.Batch(torch.arange(4))
+    arguments = torch.zeros(4, 3), head, batch, hl.cross_entropy(), hl.Options()
+    call = linear_plan(Arguments.of_head("plan", *arguments))
+    inputs = dataclasses.replace(call.requirements.inputs, on_gpu=True, memory=140 << 30)
+    needs = dataclasses.replace(call.requirements, inputs=inputs)
+    for places, gib in ((call.layout, 140), (found, 79)):  # 64 times a plan's budget
+        assert needs.plan(call.options, call.scored, places).budget[0] == gib << 24
 
 
 # ---------------------------------------------------------------------- bytes
@@ -404,14 +419,15 @@ def test_a_tile_holds_no_more_than_a_chunk(tokens, vocabulary, chunk):
 
 
 def test_str():
-    text = str(planned({"element_size": 2, "weight_size": 2}, chunk_tokens=256))
-    lines = text.splitlines()
+    plan = planned({"element_size": 2, "weight_size": 2}, chunk_tokens=256)
+    lines = str(plan).splitlines()
     assert lines[0] == "schedule   one_pass: token-scoped"
     assert lines[1] == "backend    reference"
     assert lines[2] == "steps      4 chunks of at most 256 tokens"
     assert any("logits" in line and "4.9 MiB" in line for line in lines)
-    assert any(line.startswith("total") for line in lines)
-    assert any(line.startswith("plain") for line in lines)
+    sizes = {"total": plan.total_bytes, "peak": plan.peak_bytes, "plain": plan.plain_bytes}
+    want = [f"{name} {size / MIB:.1f} MiB" for name, size in sizes.items()]
+    assert [" ".join(line.split()[:3]) for line in lines[-3:]] == want
     assert "chunks=" not in repr(planned(chunk_tokens=1))  # of a long call there are many
     sweep = str(planned(schedule="recompute"))
     assert "tiles of" in sweep and "asked for" in sweep
@@ -440,6 +456,17 @@ def test_given_logits_beside_a_teacher_take_no_more_than_a_chunk_of_both():
     options = hl.Options(schedule="recompute", chunk_tokens=7)
     plan = hl.logits_loss(logits, batch, hl.distillation(), options=options).plan
     assert plan.bytes["logits"] == 7 * 300 * 4 * 2
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("adapters", [0, 1])
+def test_softmax_terms_are_of_one_product_that_nothing_rounds(monkeypatch, adapters, rounded):
+    monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
+    lora = (hl.Lora(a=torch.zeros(2, 3), b=torch.zeros(9, 2), scaling=1.0),) * adapters
+    head = hl.Head(torch.zeros(9, 3), lora=lora)
+    options = hl.Options(logits_dtype=torch.bfloat16 if rounded else None)
+    plan = hl.plan(torch.zeros(4, 3), head, hl.Batch(torch.arange(4)), hl.cross_entropy(), options)
+    assert plan.exp_tiles is not (rounded or adapters > 0)
 
 
 def test_plan_of_shipped_objectives():
@@ -502,6 +529,8 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     assert max(rows) * 128256 * 8 <= plan.total_bytes
     long = make_plan(dataclasses.replace(p, tokens=32768, lengths=None), options, "triton")
     assert long.tile.columns == 4096  # of fewer, adding to dX takes as long as the product
+    small = dataclasses.replace(p, tokens=1024, vocabulary=8192, lengths=[1024])
+    assert make_plan(small, options, "triton").tile == (1024, 8192)  # less than half a wave
 
 
 def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeypatch):

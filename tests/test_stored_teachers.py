@@ -278,15 +278,15 @@ def test_what_a_sampled_tail_reports() -> None:
 
 def test_a_target_of_any_probability() -> None:
     """p_y = 0 or 1, q_y = 0: numbers, with a gradient that is one."""
-    ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
+    ids, logps = torch.tensor([[[3, 5]]]), torch.tensor([[[0.25, 0.5]]]).log()
     for size, y, log_q in ((2000.0, 7, -1.0), (-2000.0, 7, -math.inf), (0.0, 7, -800.0)):
-        hidden = torch.zeros(1, V)
-        hidden[0, 3] = size
+        hidden = torch.zeros(1, 1, V)
+        hidden[..., 3] = size
         batch = hl.Batch(
-            torch.tensor([y]),
+            torch.tensor([[y]]),
             teacher_topk_ids=ids,
             teacher_topk_logps=logps,
-            teacher_logps=torch.tensor([log_q]),
+            teacher_logps=torch.tensor([[log_q]]),
         )
         head = hl.Head(torch.eye(V))
         out = hl.head_loss(hidden.requires_grad_(), head, batch, of_samples(1.0))

@@ -135,9 +135,11 @@ def test_one_column_has_probability_one():
 def test_nothing_scored_and_nobody_restricted():
     inputs = cases.inputs("padded")
     none = torch.full((cases.TOKENS, 3), -1)
-    free = inputs.batch.with_fields(support_ids=none)
-    plan = hl.plan(inputs.hidden, inputs.head, free, inputs.objective)
-    assert plan.restricted == 0 and "support" not in plan.bytes
+    flat = torch.zeros(0, dtype=torch.int64), torch.zeros(cases.TOKENS + 1, dtype=torch.int64)
+    for ids in (none, flat):
+        free = inputs.batch.with_fields(support_ids=ids)
+        plan = hl.plan(inputs.hidden, inputs.head, free, inputs.objective)
+        assert plan.restricted == 0 and "support" not in plan.bytes
     batch = hl.Batch(torch.full((4,), hl.batch.batch.IGNORE), support_ids=none[:4])
     out = hl.head_loss(inputs.hidden[:4], inputs.head, batch, hl.cross_entropy())
     gradients = torch.autograd.grad(out.loss, list(inputs.leaves().values()))

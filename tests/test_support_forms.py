@@ -198,9 +198,9 @@ BAD: tuple[tuple[Any, type[Exception], str], ...] = (
         "counts: got -1",
     ),
     (
-        lambda: hl.support_from_counts(np.array([[4, 5]]), np.array([3])),
+        lambda: hl.support_from_counts(np.array([[[4, 5]]]), np.array([[3]])),
         ValueError,
-        "counts: got 3",
+        "counts: got 3, want numbers <= K = 2",
     ),
     (
         lambda: hl.support_from_counts(np.ones((2, 2), int), np.array([3])),

@@ -175,11 +175,15 @@ def test_candidates_count_in_the_mass() -> None:
     assert 0 < (found[1] - truth[1]).norm() <= mass * hidden.norm(dim=1).max()
 
 
-def test_a_frozen_head_leaves_nothing_out() -> None:
+@pytest.mark.parametrize("schedule", ["frozen", "one_pass"])
+def test_a_frozen_head_and_supports_leave_nothing_out(schedule: Any) -> None:
     hidden, head, batch = setting()
-    frozen = hl.Head(head.weight.detach())
+    if schedule == "frozen":
+        head = hl.Head(head.weight.detach())
+    else:
+        batch = batch.with_fields(support_ids=(batch.targets[:, None] + torch.arange(4)) % V)
     exact, found = (
-        hl.head_loss(hidden, frozen, batch, hl.grpo(), hl.Options(schedule="frozen", **given))
+        hl.head_loss(hidden, head, batch, hl.grpo(), hl.Options(schedule=schedule, **given))
         for given in ({}, {"gradient_tolerance": 0.3})
     )
     assert float(found.metrics["skipped_rows"]) == 0

@@ -58,16 +58,21 @@ def test_logits_loss(dtype, objective, inplace):
     assert logits.grad[unscored].eq(0).all()
 
 
-def test_inplace_writes_into_the_logits():
+@pytest.mark.parametrize("objective", [hl.cross_entropy(), hl.grpo()])
+def test_inplace_writes_into_the_logits(objective):
+    """Also where a token carries no gradient."""
     hidden, weight, batch = problem(torch.float32)
+    advantages = batch.advantages.clone()
+    advantages[1] = 0
+    batch = batch.with_fields(advantages=advantages)
     leaf = hidden.requires_grad_()
     logits = leaf @ weight.T
     address = logits.data_ptr()
     seen = []
     logits.register_hook(lambda g: seen.append(g.data_ptr()))
-    hl.logits_loss(logits, batch, hl.cross_entropy(), inplace=True).loss.backward()
+    hl.logits_loss(logits, batch, objective, inplace=True).loss.backward()
     assert seen == [address]
-    want = plain(hidden, hl.Head(weight), batch, hl.cross_entropy())
+    want = plain(hidden, hl.Head(weight), batch, objective)
     assert within_budget(hidden.grad, want.gradients["hidden"], want.gradients["hidden"].float())
 
 

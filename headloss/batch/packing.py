@@ -255,13 +255,13 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
     return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
-def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 1) -> Packing:
+def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packing:
     """Where the tokens of a batch go; from what the batch knows already, if that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.
-        static: nothing is read, checked or dropped; unscored positions go last, into `unit`
-            segments of their own.
+        unit: with static shapes the number of segments of their own that unscored positions go
+            into, at the end; nothing is read, checked or dropped then.
 
     Raises:
         ValueError: a target outside the vocabulary; at a scored position, a segment id outside
@@ -270,7 +270,7 @@ def packing_of(batch: Batch, vocabulary: int, static: bool = False, unit: int = 
         RuntimeError: the batch was changed in place since it was made.
     """
     support = batch.support
-    if static:
+    if unit is not None:
         if support is not None:
             _check_static(batch)
         return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
@@ -304,7 +304,7 @@ class Packed(NamedTuple):
     packing: Packing
 
 
-def pack(batch: Batch, vocabulary: int, dtype: torch.dtype, unit: int = 1) -> Packed:
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> Packed:
     """A batch in its packed form, with float vectors in `dtype`."""
-    packing = packing_of(batch, vocabulary, unit=unit)
+    packing = packing_of(batch, vocabulary)
     return Packed(packing.view(batch, dtype), packing)

@@ -320,8 +320,8 @@ def _planned(
     requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
-    unit = requirements.inputs.segments_per_unit
-    scored = packing_of(batch, layout.vocabulary, options.static, unit)
+    unit = requirements.inputs.segments_per_unit if options.static else None
+    scored = packing_of(batch, layout.vocabulary, unit)
     layout.check_batch(batch, options.sequence_parallel)
     if requirements.masks and not options.static:
         check_masks(batch, requirements.masks, scored.view(batch, requirements.wide))

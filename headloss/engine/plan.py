@@ -67,11 +67,11 @@ class Plan:
     reason: str
     budget: tuple[int, str]
     chunks: tuple[Chunk, ...] = field(repr=False)
-    tokens: int = field(repr=False, default=0)
-    skip_rows: bool = field(repr=False, default=False)
-    single_block: bool = field(repr=False, default=False)
-    support: int = 0
-    restricted: int = 0
+    tokens: int = field(repr=False)
+    skip_rows: bool = field(repr=False)
+    single_block: bool = field(repr=False)
+    support: int
+    restricted: int
 
     @property
     def keeps_tiles(self) -> bool:

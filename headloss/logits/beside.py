@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     ) -> SoftmaxState:
         """Of all columns but `without` [n, K], and of those that gave `onto`."""
         if without is not None:
-            without = in_slab(without, self.first)
+            without = without - self.first
         forward = Forward(None, 0, transform, NOTHING)
         return self.acts.partials(self.raw, forward, onto, without)
 
@@ -57,7 +57,7 @@ class Product(NamedTuple):
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
         """As of a tile; there is no state without the tile."""
         biased = replace(transform, bias=self.bias)
-        return self.acts.chosen_logits(self.x, self.weight, in_slab(ids, self.first), biased)
+        return self.acts.chosen_logits(self.x, self.weight, ids - self.first, biased)
 
 
 class Pairs(NamedTuple):
@@ -104,12 +104,6 @@ class Pairs(NamedTuple):
         others = torch.cat([support.ids, at.new_zeros(1)])
         others[torch.where(present, pairs, count)] = -1
         return pairs, present, support._replace(ids=others[:-1])
-
-
-def in_slab(ids: Tensor, first: int) -> Tensor:
-    """Columns of the whole vocabulary as those of a slab, outside of which other columns and empty
-    slots lie."""
-    return torch.where(ids < 0, -1, ids - first)
 
 
 class SquaredSum:
@@ -183,7 +177,7 @@ class Candidates:
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
-        return in_slab(self._ids(rows), self.shard.first + (columns.start or 0))
+        return self._ids(rows) - (self.shard.first + (columns.start or 0))
 
     def add(self, rows: Rows, logits: Tile | Product | Pairs) -> None:
         """Take some of the logits of some tokens; the rest is not measured of a product."""

@@ -75,7 +75,7 @@ def plain(
         for name, t in parameters(hidden, head).items()
     }
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    packed = pack(batch, head.vocabulary, wide, unit=objective.segments_per_unit)
+    packed = pack(batch, head.vocabulary, wide)
     packing = packed.packing
     index = slice(None) if packing.index is None else packing.index
     with torch.enable_grad():
