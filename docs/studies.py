@@ -19,8 +19,8 @@ GIB = 1 << 30
 def clip_sides() -> str:
     """Wrong sides of the clip and the gradient's error, at one rate for each loss."""
     found = _read("clip_sides")
-    rows = [("loss", "largest logit", "steps", "clipped", *STACKS.values())]
-    rows.append(("---", *("---:",) * (len(rows[0]) - 1)))
+    heads = ("loss", "largest logit", "steps", "clipped", *STACKS.values())
+    rows = [heads, ("---", *("---:",) * (len(heads) - 1))]
     chosen = [row for row in found["rows"] if row["rate"] == RATES[row["work"]]]
     chosen.sort(key=lambda row: (row["work"], row["largest"], row["steps"]))
     for row in chosen:
