@@ -21,7 +21,7 @@ from test_train_runs import RL, SMALL, metrics, run, weights
 from worlds import script_on
 
 CASES = ("grpo", "sft", "dpo", "sft_totals", "dpo_totals", "ppo")
-CASES += ("replay", "fsdp2", "fsdp2_head", "fsdp2_lone_head")
+CASES += ("replay", "fsdp2", "fsdp2_head", "fsdp2_lone_head", "orpo", "cpo", "fsdp2_log_probs")
 FORWARDS = ("sharded", "sharded, float32 out", "sharded head")
 MIXED = (*FORWARDS, "sft", "dpo", "grpo_trainer", "grpo", "gspo", "cispo", "ppo", "reinforce")
 MIXED += ("float32", "replay", "replay, lora")

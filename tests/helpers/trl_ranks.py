@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_rl as algorithms
 import test_trl_grpo as grpo
+import test_trl_orpo as orpo
 import test_trl_replay as replay
 import test_trl_sft_dpo as others
 import test_trl_totals as totals
@@ -20,6 +21,7 @@ from trl_case import load, saved
 import headloss as hl
 from headloss import rl
 from headloss.integrations.trl.forward import Request, add_head
+from headloss.integrations.trl.orpo import LogProbs
 
 
 def same_ppo() -> list[float]:
@@ -30,18 +32,19 @@ def same_ppo() -> list[float]:
     return got
 
 
-def same_sharded(head_alone: bool) -> list[float]:
+def same_sharded(head_alone: bool, kind: type = Request, result: str = "loss") -> list[float]:
     """A model that FSDP2 shards has the mean of the ranks' gradients."""
     plain, sharded = load(saved("llama")), load(saved("llama"))
     rank = torch.distributed.get_rank()
     ids = torch.randint(100, (2, 7), generator=torch.Generator().manual_seed(rank))
-    request = Request(batch=hl.Batch(ids[:, 1:]), objective=hl.cross_entropy() + hl.z_loss())
+    request = kind(batch=hl.Batch(ids[:, 1:]), objective=hl.cross_entropy() + hl.z_loss())
     mesh = init_device_mesh("cpu", (2,))
     for model in (plain, sharded):
         add_head(model)
     for module in [*sharded.model.layers, *([sharded.lm_head] if head_alone else []), sharded]:
         fully_shard(module, mesh=mesh)
-    losses = [model(input_ids=ids, headloss=request).loss for model in (plain, sharded)]
+    outputs = [model(input_ids=ids, headloss=request) for model in (plain, sharded)]
+    losses = [getattr(output, result).sum() for output in outputs]
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0])
@@ -66,6 +69,12 @@ def same_lone_head() -> list[float]:
     torch.distributed.all_reduce(want)
     torch.testing.assert_close(sharded.lm_head.weight.grad.full_tensor(), want / 2)
     return [1.0]
+
+
+def same_orpo(name: str) -> list[float]:
+    apart = orpo.largest_difference(name, gradient_accumulation_steps=2)
+    assert apart < 1e-5
+    return [apart]
 
 
 def same_replay() -> list[float]:
@@ -96,10 +105,13 @@ CASES: dict[str, Any] = {
     "dpo": others.same_dpo,
     "sft_totals": lambda: totals.same_as_large_batch(others.sft, 2, ranks=2),
     "dpo_totals": lambda: totals.same_as_large_batch(others.dpo, 3, ranks=2),
+    "orpo": lambda: same_orpo("ORPO"),
+    "cpo": lambda: same_orpo("CPO"),
     "ppo": same_ppo,
     "fsdp2": lambda: same_sharded(head_alone=False),
     "fsdp2_head": lambda: same_sharded(head_alone=True),
     "fsdp2_lone_head": same_lone_head,
+    "fsdp2_log_probs": lambda: same_sharded(head_alone=True, kind=LogProbs, result="log_probs"),
 }
 
 

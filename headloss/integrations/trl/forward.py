@@ -81,11 +81,16 @@ class Request:
         """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
         passed, found = model(**inputs, headloss=self), self.found
         assert found is not None
-        for name in ("loss", "aux_loss", "critic"):
+        for name in ("loss", "log_probs", "aux_loss", "critic"):
             exact = getattr(found, name)
             if exact is not None and exact.requires_grad:
                 setattr(found, name, hooked(exact, getattr(passed, name)))
         return found
+
+    def at_head(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadOutput:
+        """What a forward without the logits returns."""
+        out = head_loss(hidden, head, batch, self.objective, options)
+        return _output(out, batch, self)
 
 
 @dataclass
@@ -191,8 +196,7 @@ class Path:
         dtype = _compute_dtype(hidden)
         if not self.exact and dtype.itemsize == 2:
             options = replace(options, logits_dtype=dtype)
-        out = head_loss(hidden, head, batch, request.objective, options)
-        return _output(out, batch, request)
+        return request.at_head(hidden, head, batch, options)
 
     def of_logits(
         self, logits: Tensor, temperature: float | Tensor, batch: Batch, request: Request

@@ -1,0 +1,142 @@
+"""TRL's experimental trainers on preferences without a reference, their log-probs from headloss.
+
+B pairs, L tokens of the longest row, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.experimental.cpo import cpo_trainer
+from trl.experimental.orpo import orpo_trainer
+
+from ...batch.batch import IGNORE, Batch
+from ...head.head import Head
+from ...head_stats import head_stats
+from ...options import Options
+from ..seams import announce
+from .common import CHECKED, refuse, refuse_common, require
+from .forward import HeadOutput, Request, add_head
+
+
+class LogProbs(Request):
+    """Log-probs [B, C] that carry a gradient, and mean logits [B] that do not.
+
+    Args:
+        positions: those of each row that the mean is over.
+    """
+
+    def __init__(self, positions: slice = slice(None), **request: Any) -> None:
+        super().__init__(**request)
+        self.positions = positions
+
+    def at_head(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadOutput:
+        logps = head_stats(hidden, head, batch, options, gradients=("logp",)).logp
+        means = mean_logits(hidden[:, self.positions], head)
+        return HeadOutput(log_probs=logps, mean_logits=means)
+
+
+@torch.no_grad()
+def mean_logits(hidden: Tensor, head: Head) -> Tensor:
+    """[B, L, H] to [B]: the mean of a row's logits [L, V], from the mean of its hidden states and
+    that of the head's rows; before a soft cap, and without the dropout of adapters."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+
+    def mean(rows: Tensor) -> Tensor:
+        return rows[: head.vocabulary].mean(0, keepdim=True, dtype=dtype)
+
+    bias = None if head.bias is None else mean(head.bias)
+    lora = tuple(replace(x, a=x.a.to(dtype), b=mean(x.b), dropout=0.0) for x in head.lora)
+    row = replace(head, weight=mean(head.weight), bias=bias, lora=lora, softcap=None, vocab_size=1)
+    return row.logits(hidden.mean(1, dtype=dtype)).squeeze(-1)
+
+
+class WithoutLogits:
+    """What the two trainers share: their scores and likelihoods, by one call of `head_stats`."""
+
+    options: Options = Options()
+    theirs: type
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs = self.theirs
+        require(theirs, "concatenated_inputs", "get_batch_loss_metrics")
+        require(theirs, "concatenated_forward", ours=type(self))
+        super().__init__(*args, **kwargs)  # type: ignore[misc]
+        stock = f"{theirs.__module__}.{theirs.__name__}"
+        refuse_common(self, stock)
+        refuse(self, is_encoder_decoder=(self.is_encoder_decoder, f"use {stock}"))
+        model = self.model
+        add_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+        announce("trl", CHECKED)
+
+    def _forward(
+        self: Any, model: Any, batch: dict[str, Any], *, padding: int, average: bool,
+        prompts: bool, likelihood: bool, positions: slice,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """What TRL's `concatenated_forward` gives: of chosen and of rejected answers the sums or
+        averages of their log-probs [B], and in place of the logits of their `positions` the mean
+        of these [B]; the mean negative log-likelihood [] of chosen answers, with their `prompts` or
+        without, or 0; and the routers' auxiliary loss [], where it is on."""
+        device = self.accelerator.device
+        rows = self.concatenated_inputs(batch, padding_value=padding, device=device)
+        names = "input_ids", "attention_mask", "labels"
+        ids, attention, labels = (rows[f"concatenated_{name}"] for name in names)
+        targets = labels.clone()
+        chosen, rejected = slice(len(labels) // 2), slice(len(labels) // 2, None)
+        if prompts:
+            targets[chosen] = ids[chosen].masked_fill(attention[chosen] != 1, IGNORE)
+        router = {"output_router_logits": True} if self.aux_loss_enabled else {}
+        request = LogProbs(positions, batch=Batch(_shifted(targets)), options=self.options)
+        out: Any = request.of(model, input_ids=ids, attention_mask=attention, **router)
+        answers = _shifted(labels) != IGNORE
+        scores = (out.log_probs * answers).sum(1)
+        if average:
+            scores = scores / answers.sum(1)
+        nll = scores.new_zeros(())
+        if likelihood:
+            nll = -out.log_probs[chosen].sum() / (_shifted(targets[chosen]) != IGNORE).sum()
+        means = out.mean_logits
+        parts = scores[chosen], scores[rejected], means[chosen], means[rejected], nll
+        return (*parts, out.aux_loss) if self.aux_loss_enabled else parts
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    """[.., L] the label after each token; the last position is there for its mean logit alone."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
+    """`trl.experimental.orpo.ORPOTrainer` without the logits.
+
+    Arguments, configuration, loss, gradients and metrics are TRL's, from float32 log-probs; set
+    `options` for memory and schedule. `logits/chosen` and `logits/rejected` are means over padding
+    too, as in TRL; where a model has a soft cap, of the logits before it. Labels are to be the
+    tokens themselves or -100, as TRL's collator has them.
+
+    Raises:
+        ValueError: a configuration that is not supported, by the option's name.
+    """
+
+    theirs = orpo_trainer.ORPOTrainer
+
+    def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> Any:
+        return self._forward(
+            model, batch, padding=self.padding_value, average=True, prompts=True, likelihood=True,
+            positions=slice(-1),
+        )  # fmt: skip
+
+
+class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
+    """`trl.experimental.cpo.CPOTrainer` without the logits, in each loss; else as `ORPOTrainer`."""
+
+    theirs = cpo_trainer.CPOTrainer
+
+    def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> Any:
+        average = self.loss_type in ("ipo", "simpo")
+        return self._forward(
+            model, batch, padding=self.pad_token_id, average=average, prompts=False,
+            likelihood=self.cpo_alpha != 0, positions=slice(None),
+        )  # fmt: skip
