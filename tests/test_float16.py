@@ -8,6 +8,7 @@ from test_edges import SCHEDULES, options
 from triton_cases import DEVICE
 
 import headloss as hl
+from headloss.objective.weighted import power_of_two
 from headloss.testing import error, plain, trained_looking, within_budget
 
 STEEP = {
@@ -272,3 +273,17 @@ def test_the_weight_gradient_is_summed_in_any_dtype(dtype, sums, chunk_tokens):
     hl.head_loss(hidden, head, batch, hl.cross_entropy(), how).loss.backward()
     exact = plain(hidden, head, batch, hl.cross_entropy()).gradients["weight"]
     assert error(weight.grad, exact) < 2 * max(torch.finfo(t).eps for t in (dtype, sums))
+
+
+@pytest.mark.parametrize("verb", ["head_loss", "head_stats"])
+def test_nothing_scored_in_float16(verb):
+    """There is no coefficient to scale by; on a GPU a number that stayed on the CPU raised."""
+    hidden, weight, _ = (tensor.to(DEVICE) for tensor in trained_looking(12, 32, 75, torch.float16))
+    targets = torch.full((12,), -100, device=DEVICE)
+    hidden, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())
+    if verb == "head_stats":
+        hl.head_stats(hidden, head, targets).logp.sum().backward()
+    else:
+        hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy()).loss.backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+    assert power_of_two([hidden[:0]], torch.device("meta")).device.type == "meta"

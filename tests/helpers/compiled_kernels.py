@@ -234,6 +234,10 @@ class Form:
                     self.raw, Divergence(self.raw, p, some(N), some(N)), **more
                 ),
             )
+        column = some(N, 1)  # of the last slab, perhaps, whose rows are one number apart
+        one = Divergence(column, pair, some(N), some(N))
+        last = more | {"extra": self.if_full(column)}
+        yield "one column, gradient", lambda: acts.part_gradient_(column, one, **last)
 
     def support(self) -> Iterator[tuple[str, Call]]:
         count = N * K

@@ -447,6 +447,7 @@ class Built:
     objective: Any
     options: Any
     leaves: dict[str, Tensor]
+    logits: Any = None  # raw, of a call on logits
 
 
 def segments_of(call: Call) -> Any:
@@ -513,6 +514,7 @@ def build(call: Call) -> Built:
         objective=objective,
         options=hl.Options(**given),
         leaves=leaves,
+        logits=logits_of(call) if call.verb == "logits_loss" else None,
     )
 
 
@@ -528,7 +530,8 @@ def run(call: Call) -> dict[str, Any]:
 def plainly(call: Call) -> dict[str, Any]:
     """What a call gives in this process."""
     try:
-        return on(_run(call, build(on_device(call))), "cpu")
+        placed = on_device(call)
+        return on(_run(placed, build(placed)), "cpu")
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "kind": type(error)}
 
@@ -638,12 +641,13 @@ def _arguments(built: Built) -> tuple[Any, ...]:
 
 
 def logits_of(call: Call) -> Tensor:
-    """[.., V], the raw logits that a call of `logits_loss` is given."""
-    return call.hidden.float() @ call.head["weight"].float().t()
+    """[.., V], the raw logits that a call of `logits_loss` is given: the same on every device."""
+    hidden, weight = call.hidden.cpu().float(), call.head["weight"].cpu().float()
+    return (hidden @ weight.t()).to(call.hidden.device, DTYPES[call.dtype])
 
 
 def _logits_loss(call: Call, built: Built) -> Any:
-    logits = logits_of(call).to(DTYPES[call.dtype])
+    logits = built.logits.clone()
     built.leaves.clear()
     if call.grad in ("train", "frozen", "weight"):
         built.leaves["hidden"] = logits.requires_grad_()

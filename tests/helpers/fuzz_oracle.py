@@ -82,7 +82,7 @@ def _oracle(call: fuzz.Call, built: fuzz.Built, mode: Any, upstream: float) -> P
         if "candidate_ids" in call.batch:
             objective = objective + of_candidates()
     if call.verb == "logits_loss":
-        hidden = fuzz.logits_of(call).to(fuzz.DTYPES[call.dtype]).requires_grad_()
+        hidden = fuzz.logits_of(call).requires_grad_()
         identity = torch.eye(hidden.shape[-1], dtype=hidden.dtype)
         head = replace(head, weight=identity, bias=None, lora=(), vocab_size=None)
     return plain(hidden, head, built.batch, objective, mode, upstream)
