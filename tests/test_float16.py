@@ -286,4 +286,4 @@ def test_nothing_scored_in_float16(verb):
     else:
         hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy()).loss.backward()
     assert not hidden.grad.any() and not weight.grad.any()
-    assert power_of_two([hidden[:0]], torch.device("meta")).device.type == "meta"
+    assert power_of_two([torch.empty(0, device="meta")]).device.type == "meta"

@@ -39,6 +39,12 @@ def test_logits_keep_the_shape_of_the_tokens():
     assert head.vocabulary == V
     torch.testing.assert_close(head.logits(hidden), hidden @ WEIGHT.T / 2)
     torch.testing.assert_close(Head(WEIGHT).logits(hidden[0, 0]), hidden[0, 0] @ WEIGHT.T)
+    adapted, rows = Head(WEIGHT, lora=(LORA,)), hidden.view(6, H)
+    torch.testing.assert_close(adapted.logits(hidden).view(6, V), adapted.logits(rows))
+    torch.testing.assert_close(adapted.logits(rows[0]), adapted.logits(rows)[0])
+    (gradient,) = torch.autograd.grad(adapted.logits(hidden.requires_grad_()).sum(), hidden)
+    want = (WEIGHT + LORA.scaling * LORA.b @ LORA.a).sum(0)
+    torch.testing.assert_close(gradient, want.expand_as(hidden))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

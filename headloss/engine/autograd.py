@@ -125,8 +125,7 @@ def backward_of_slopes(
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.inputs.rescaled and not call.options.batch_invariant:
         # Its weights are not known here: the largest slope, of any row, stands for them.
-        sizes = [g.t() * slope_of(call.transform) for g in slopes.values()]
-        scale = power_of_two(sizes, call.scored.targets.device)
+        scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
         coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
     with inside(call.scored.targets.device.type, *call.groups):
         return backward(call, source, result, coefficients, factor)

@@ -197,8 +197,9 @@ class Head:
         rows = slice(self.vocabulary)
         z = hidden.new_zeros((), dtype=dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            for features, weight in self.factors(hidden):
+            for features, weight in self.factors(hidden.reshape(-1, hidden.shape[-1])):
                 z = z + F.linear(features.to(dtype), weight[rows].to(dtype))
+        z = z.view(*hidden.shape[:-1], self.vocabulary)
         if self.bias is not None:
             z = z + self.bias[rows].to(dtype)
         z = z * self.logit_scale

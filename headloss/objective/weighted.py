@@ -237,7 +237,7 @@ class WeightedObjective:
         """
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)  # no copy waits
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
-        return replace(self, scale=power_of_two(sizes, device))
+        return replace(self, scale=power_of_two(sizes))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
@@ -249,10 +249,10 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
     return rates
 
 
-def power_of_two(coefficients: list[Tensor], device: torch.device) -> Tensor:
+def power_of_two(coefficients: list[Tensor]) -> Tensor:
     """[] the power of two, at most 2^61, that brings the largest coefficient to between 1 and 2."""
     sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
-    largest = torch.stack(sizes).max() if sizes else torch.zeros((), device=device)
+    largest = torch.stack(sizes).max() if sizes else coefficients[0].new_zeros(())
     return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
 
 

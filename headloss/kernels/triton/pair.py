@@ -47,8 +47,7 @@ class Part(NamedTuple):
     teacher_tile: Matrix | None = None
     stored: BlockedColumns | None = None
     slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
-    extra: Tensor | None = None  # [n, v], another part of the gradient
-    extra_stride: int = 0  # beside it: Triton 3.6 compares no record that has a stride of 1
+    extra: Tensor | None = None  # [n, v], contiguous: another part of the gradient
 
 
 @triton.jit
@@ -229,7 +228,7 @@ def pair_gradient_kernel(
             g += h * factor
         g = under_cap(g, value, p_z)
         if d.extra is not None:
-            g += tl.load(d.extra + row * d.extra_stride + columns, mask=inside, other=0.0)
+            g += tl.load(d.extra + row * v + columns, mask=inside, other=0.0)
         if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
             tl.debug_barrier()
         tl.store(out + columns, g.to(to.data.dtype.element_ty), mask=inside)
@@ -260,8 +259,7 @@ def part_gradient_(
         of = Part(softmax(student), mean_slope, weight, beta)
         other = records.check_tile("raw_teacher", teacher)
         of = of._replace(teacher=softmax(side), teacher_tile=other)
-    if extra is not None:
-        of = of._replace(extra=extra, extra_stride=extra.stride(0))
+    of = of._replace(extra=extra)
     has_others = others is not None and others.coefficients.tensors()
     a, first = (records.gradient_inputs(others), others.first) if has_others else (NO_INPUTS, 0)
     tiles = records.matrix_of(raw), records.matrix_of(out)
