@@ -25,6 +25,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ def step_rows(model: Any, batch: Batch, mean: int, device: torch.device) -> list
 
 
 def first_rows(batch: Batch, count: int) -> Batch:
-    parts = (t[:count] for t in (batch.ids, batch.labels, batch.advantages))
-    return Batch(**dict(zip(("ids", "labels", "advantages"), parts, strict=True)), probability=0)
+    of_rows = {name: t[:count] for name, t in vars(batch).items() if isinstance(t, Tensor)}
+    return replace(batch, **of_rows)
 
 
 def first_pairs(pairs: Pairs, tokens: int) -> Pairs:
