@@ -24,7 +24,7 @@ import headloss as hl
 BLOCK = 50
 
 
-def check(first: int, count: int, **drawn: bool) -> Counter[str]:
+def check(first: int, count: int, **drawn: Any) -> Counter[str]:
     """Calls of consecutive seeds; how many ended in which way."""
     wrong, kinds = [], Counter()
     for seed in range(first, first + count):
@@ -50,6 +50,14 @@ def test_random_calls(first: int) -> None:
 @pytest.mark.parametrize("first", range(500, 10_000, 10 * BLOCK))
 def test_more_random_calls(first: int) -> None:
     check(first, 10 * BLOCK)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("first", range(20_000, 20_500, BLOCK))
+def test_random_calls_on_a_gpu(first: int) -> None:
+    """Larger ones than on a CPU, some of them captured, by the backend that a GPU chooses."""
+    kinds = check(first, BLOCK, device="cuda")
+    assert kinds["served"] > BLOCK / 2, kinds
 
 
 def test_random_calls_of_triton() -> None:
