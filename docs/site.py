@@ -39,6 +39,13 @@ LINK = re.compile(
 )
 
 
+# In a page's HTML: code of a line, options in it, words in a column of numbers, our figures.
+INLINE = re.compile(r"(?<!<pre>)<code>[^<]*</code>")
+OPTION = re.compile(r"(?<![\w-])-{1,2}[a-z][\w-]*")
+WORDS = re.compile(r'<td (style="text-align: right;">[^<]{25,}</td>)')
+FIGURE = re.compile(r'<img [^>]*src="((?!https?:)[^"]+\.(?:png|svg))"[^>]*>')
+
+
 class Examples(Extension):
     """Doctests of docstrings in a fence: Markdown takes their prompts for quotations."""
 
@@ -90,6 +97,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{text}]({os.path.relpath(name, PurePosixPath(uri).parent)}{anchor})"
 
     return LINK.sub(mended, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Options in code stay whole, words between numbers wrap, and a figure links to its file."""
+    option = r'<span class="option">\g<0></span>'
+    html = INLINE.sub(lambda code: OPTION.sub(option, code[0]), html)
+    html = WORDS.sub(r'<td class="words" \1', html)
+    return FIGURE.sub(r'<a class="figure" href="\1">\g<0></a>', html)
 
 
 def _function(directive: re.Match[str]) -> str:
