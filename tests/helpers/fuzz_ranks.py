@@ -32,7 +32,7 @@ def draw_place(call: Any, rng: random.Random) -> None:
     the order of a segment's tokens is lost among ranks."""
     if call.verb not in VERBS:
         return
-    places = ["vocabulary", "vocabulary", "spread"] if call.verb != "head_topk" else ["vocabulary"]
+    places = ["vocabulary", "vocabulary", "spread"] if call.verb == "head_loss" else ["vocabulary"]
     flat = isinstance(call.batch.get("support_ids"), tuple)
     names = {name for _, r in call.terms for name in (r["name"], *dict(r["modifiers"]))}
     scoped = bool(names & WHOLE)
