@@ -14,7 +14,8 @@ others at cross-entropy over slices of the vocabulary, each behind the loss and 
 "slice by itself" is the slowest rank's time, in a row, where each rank's slice is all there is.
 "timeline" prints rank 0's calls in a row, of the first objective, and times of their products.
 "grid" is two rows of ranks with other tokens of the same sequences, over slices of the vocabulary.
-`--against OLD` races two versions over slices of the vocabulary instead: OLD holds a headloss/.
+`--against OLD` races two versions instead, over slices of the vocabulary and, on four ranks, on a
+grid: OLD holds a headloss/.
 
 T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
 vocabulary.
@@ -26,6 +27,7 @@ import argparse
 import functools
 import itertools
 import json
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ from parallel_peers import agree, contestants, ours
 from parallel_timeline import products, timeline
 from ranks import Ranks, counted, middle, shares
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from works import WORKS, Inputs, Setting, make_inputs
 
@@ -178,35 +180,49 @@ def vocabulary_parallel(
     return rows
 
 
+def race(ranks: Ranks, steps: dict[str, Step], name: str, tokens: int, pairs: int) -> Row:
+    """The ratio of two versions' times, in a row, on the slowest rank, pair by pair."""
+    times: dict[str, list[float]] = {version: [] for version in steps}
+    with ranks.step(f"two versions, {name}"):
+        for turn in range(pairs + 1):
+            for version in list(steps)[:: 1 - 2 * (turn % 2)]:
+                (ms,) = ranks.milliseconds(steps[version], 1, 0 if turn else 1, IN_A_ROW)
+                times[version].append(ranks.most(ms))
+    ratios = [old / new for old, new in zip(times["old"][1:], times["new"][1:], strict=True)]
+    bar = LEAST_OF_FEW if tokens < 4096 else LEAST_OF_MANY
+    ms = {version: statistics.median(all_ms[1:]) for version, all_ms in times.items()}
+    row = {"name": name, "theirs": "old", "bar": bar, "pairs": pairs, "ms": ms}
+    return row | against.judged(ratios, bar)
+
+
 def versions(
     ranks: Ranks, sizes: Sizes, shape: tuple[int, int, int], before: ModuleType, pairs: int
 ) -> list[Row]:
-    """Ratios of the times of two versions, in a row, on the slowest rank, pair by pair."""
-    rows = []
+    """Two versions, over slices of the vocabulary, and on four ranks on a grid."""
+    rows, packages = [], {"old": before, "new": hl}
+    size = f"N={shape[0]} H={shape[1]}"
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
         shard = inputs.weight.detach().tensor_split(ranks.size)[ranks.rank].clone()
         shard.requires_grad_()
     for name in AGAINST:
         steps: dict[str, Step] = {}
-        for version, package in (("old", before), ("new", hl)):
+        for version, package in packages.items():
             with against.using(package):
                 objective, batch = WORKS[name].objective(inputs), WORKS[name].batch(inputs)
             head = package.Head(shard, vocab_group=ranks.group)
             options = package.Options(metrics=False, memory_budget=against.MEMORY)
             given = (inputs.hidden, head, batch, objective, options, package.head_loss)
             steps[version] = loss_step(*given)
-        ratios = []
-        with ranks.step(f"two versions {shape} {name}, {ranks.size} ranks"):
-            for turn in range(pairs + 1):
-                ms = {}
-                for version in list(steps)[:: 1 - 2 * (turn % 2)]:
-                    (own,) = ranks.milliseconds(steps[version], 1, 0 if turn else 1, IN_A_ROW)
-                    ms[version] = ranks.most(own)
-                ratios.append(ms["old"] / ms["new"])
-        bar = LEAST_OF_FEW if shape[0] < 4096 else LEAST_OF_MANY
-        row = {"name": f"{ranks.size} ranks, {name} N={shape[0]} H={shape[1]}", "theirs": "old"}
-        rows.append(row | {"bar": bar, "pairs": pairs} | against.judged(ratios[1:], bar))
+        rows.append(race(ranks, steps, f"{ranks.size} ranks, {name} {size}", shape[0], pairs))
+    if on_a_grid(ranks):
+        mesh = two_rows(ranks)
+        steps = {
+            version: grid_step(mesh, inputs, package, memory_budget=against.MEMORY)
+            for version, package in packages.items()
+        }
+        name = f"2 x {ranks.size // 2} ranks, gspo {size}"
+        rows.append(race(ranks, steps, name, shape[0], pairs))
     return rows
 
 
@@ -242,40 +258,54 @@ def peers(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
     return rows
 
 
-def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
-    """GSPO on two rows of ranks that hold half of each sequence, and slices across each row; the
-    weight's gradient is summed over the rows, as data parallelism does."""
-    ranks = clock.ranks
-    if ranks.size < 4 or ranks.size % 2:
-        return []
-    with ranks.step(f"inputs {shape}"):
-        inputs = sizes.inputs(shape, ranks)
-        mesh = init_device_mesh(
-            ranks.device.type, (2, ranks.size // 2), mesh_dim_names=("data", "vocabulary")
-        )
-        data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
-        row_of, column = mesh.get_coordinate() or (0, 0)
-        shard = inputs.weight.detach().tensor_split(ranks.size // 2)[column].clone()
-        shard.requires_grad_()
-        batch = WORKS["gspo"].batch(inputs)
-        mine = torch.arange(shape[0], device=ranks.device) % 2 == row_of
-        segments = hl.Segments.from_ids(inputs.ids[mine], count=len(inputs.lengths), group=data)
-        fields = {n: x[mine] if batch.per_token(n) else x for n, x in batch.fields.items()}  # type: ignore[index]
-        part = hl.Batch(batch.targets[mine], segments, **fields)  # type: ignore[arg-type]
-        hidden = inputs.hidden.detach()[mine].requires_grad_()
-    objective, options = WORKS["gspo"].objective(inputs), hl.Options(metrics=False)
-    row = {"work": "grid", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
-    step = loss_step(inputs.hidden, hl.Head(inputs.weight), batch, objective, options)
-    row["alone"] = clock.here(step, shape, "gspo")
-    head = hl.Head(shard, vocab_group=slices)
+def on_a_grid(ranks: Ranks) -> bool:
+    return ranks.size >= 4 and ranks.size % 2 == 0
 
-    def act() -> None:
-        out = hl.head_loss(hidden, head, part, objective, options)
+
+def two_rows(ranks: Ranks) -> DeviceMesh:
+    names = ("data", "vocabulary")
+    return init_device_mesh(ranks.device.type, (2, ranks.size // 2), mesh_dim_names=names)
+
+
+def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
+    """GSPO where each row of ranks holds half of each sequence, and slices across the row; the
+    weight's gradient is summed over the rows, as data parallelism does."""
+    data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
+    row_of, column = mesh.get_coordinate() or (0, 0)
+    shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()
+    with against.using(package):
+        batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
+    mine = torch.arange(len(inputs.targets), device=inputs.targets.device) % 2 == row_of
+    ids, count = inputs.ids[mine], len(inputs.lengths)
+    segments = package.Segments.from_ids(ids, count=count, group=data)
+    fields = {n: x[mine] if batch.per_token(n) else x for n, x in batch.fields.items()}  # type: ignore[index]
+    part = package.Batch(batch.targets[mine], segments, **fields)
+    hidden = inputs.hidden.detach()[mine].requires_grad_()
+    head, plain = package.Head(shard, vocab_group=slices), package.Options(metrics=False, **options)
+
+    def step() -> None:
+        out = package.head_loss(hidden, head, part, objective, plain)
         _, of_shard = torch.autograd.grad(out.loss, (hidden, shard))
         torch.distributed.all_reduce(of_shard, group=data)
 
+    return step
+
+
+def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
+    """GSPO on two rows of ranks."""
+    ranks = clock.ranks
+    if not on_a_grid(ranks):
+        return []
+    with ranks.step(f"inputs {shape}"):
+        inputs = sizes.inputs(shape, ranks)
+        on_ranks = grid_step(two_rows(ranks), inputs)
+    batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
+    row = {"work": "grid", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
+    plain = hl.Options(metrics=False)
+    step = loss_step(inputs.hidden, hl.Head(inputs.weight), batch, objective, plain)
+    row["alone"] = clock.here(step, shape, "gspo")
     with ranks.step(f"grid {shape} gspo, 2 x {ranks.size // 2} ranks"):
-        return [row | clock.everywhere(act, shape[0])]
+        return [row | clock.everywhere(on_ranks, shape[0])]
 
 
 def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:

@@ -30,7 +30,7 @@ def share_a_gpu(rank: int) -> None:
 
 
 class Ranks:
-    """This process among all of them, on NCCL with a GPU each, or on gloo without.
+    """This process among all of them, on NCCL and gloo with a GPU each, or on gloo without.
 
     Args:
         quick: on the CPU, whatever the machine has.
@@ -44,7 +44,8 @@ class Ranks:
         self.rank = int(os.environ["RANK"])
         with self.step("join the process group"):
             if not quick:
-                self.device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "nccl"
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+                backend = "cpu:gloo,cuda:nccl"  # the first exchanges records without the GPU
                 torch.cuda.set_device(self.device)
                 options["device_id"] = self.device  # communicators are made here, not at first use
             distributed.init_process_group(backend, **options)

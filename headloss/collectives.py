@@ -8,6 +8,7 @@ came to, and its next one would meet the wrong one of theirs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -53,10 +54,10 @@ def check_group(name: str, group: object) -> None:
 
 
 def device_of(group: distributed.ProcessGroup | None) -> torch.device:
-    """Where a group can send from."""
-    if "nccl" in str(distributed.get_backend_config(group)):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Where a group exchanges what the host knows: on the CPU if it can, which waits for no GPU."""
+    if re.search("cpu:(?!nccl)", str(distributed.get_backend_config(group))):  # as in "cpu:gloo"
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def summed(what: str, values: Tensor, group: distributed.ProcessGroup | None) -> Tensor:

@@ -18,6 +18,7 @@ from parallel_cases import Cut
 from worlds import World, world_of
 
 import headloss as hl
+from headloss import collectives
 
 CUTS = {
     2: [Cut(vocabulary=2), Cut(data=2), Cut(vocabulary=2, spread=True)],
@@ -30,6 +31,23 @@ CUTS = {
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     with world_of(request.param) as made:
         yield made
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl,cpu:gloo", "cpu"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:mpi", "cpu"),
+        ("cuda:nccl", "cuda:1"),
+        ("cpu:nccl,cuda:nccl", "cuda:1"),
+    ],
+)
+def test_what_the_host_knows_waits_for_no_gpu_if_it_can(monkeypatch, backends, device):
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert collectives.device_of(None) == torch.device(device)
 
 
 def fits(row: dict[str, str], cut: Cut) -> bool:

@@ -160,7 +160,10 @@ def _compared(
 ) -> Exception | None:
     """What is wrong with tensors and texts, if anything: their checksums are gathered."""
     names = sorted(values)  # of a set, which has another order on each rank
-    numbers, error = attempt(None, lambda: [_number(values[name]) for name in names])
+    numbers, error = attempt(
+        None,
+        lambda: [_checksum(v) if isinstance(v := values[n], str) else checksum(v) for n in names],
+    )
     numbers = [0, *numbers] if error is None else [1] * (1 + len(names))
     sums = zip(*_gathered(group, numbers), strict=True)
     if error is not None:
@@ -169,10 +172,6 @@ def _compared(
         if len(set(of_ranks)) > 1:
             return _differs(role, group, what, of_ranks)
     return None
-
-
-def _number(value: Sequence[Tensor] | str) -> int:
-    return _checksum(value) if isinstance(value, str) else checksum(value)
 
 
 def _differs(
