@@ -87,7 +87,7 @@ def behind(results: dict) -> str:
     lines = []
     for found, ours, peers in _sides(results):
         fastest, least = max(ours, key=lambda r: r["of_limit"]), min(ours, key=_beyond)
-        faster = [r for r in peers if r["of_limit"] > fastest["of_limit"]]
+        faster = [r for r in peers if _ahead(r, fastest["of_limit"])]
         faster.sort(key=lambda r: -r["of_limit"])
         less = sorted((r for r in peers if _beyond(r) < _beyond(least)), key=_beyond)
         said = []
@@ -102,12 +102,17 @@ def behind(results: dict) -> str:
     return "\n".join(lines) or "Nobody, in any row."
 
 
+def _ahead(row: Row, share: float) -> bool:
+    """To the digits that are shown."""
+    return round(row["of_limit"], 2) > round(share, 2)
+
+
 def losing(results: dict) -> str:
     """The same in short, with small calls."""
     said, less = [], set()
     for found, ours, peers in _sides(results):
         best, least = max(r["of_limit"] for r in ours), min(map(_beyond, ours))
-        ahead = sorted((r for r in peers if r["of_limit"] > best), key=lambda r: -r["of_limit"])
+        ahead = sorted((r for r in peers if _ahead(r, best)), key=lambda r: -r["of_limit"])
         shares = [f"{r['contestant']} {r['of_limit']:.2f}" for r in ahead]
         sizes = f"H = {found[0]['width']}, V = {found[0]['vocabulary']}"
         if shares:
@@ -186,7 +191,7 @@ def _returned_weight(row: Row) -> int:
 
 
 FEW = ("GRPO", "GSPO, ragged", "cross-entropy", "log-prob and entropy, no gradient")
-OURS = ("headloss", "headloss, 5 GiB", "headloss, 1200 MiB", "headloss, recompute")
+OURS = ("headloss", "headloss, 5 GiB", "headloss, recompute")
 PEERS = ("torch.compile", "TRL", "Liger", "QuACK", "CCE")
 TIE = 0.02  # two runs of one thing differ by as much
 

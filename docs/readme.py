@@ -139,13 +139,14 @@ def losing() -> str:
 
 
 def losing_large() -> str:
-    """The same in three lines, whose last speaks of all small calls."""
+    """The same in four lines, whose last speaks of all small calls."""
     lines = [line.removeprefix("- ") for line in losing().splitlines()]
     memory = "less memory than any setting in some row: "
     ahead = [line for line in lines if not line.startswith(("small calls", memory))]
     alone = "no gradient, "
     shares = [x.partition(alone)[2].replace("; ", ", ") for x in ahead if alone in x]
-    said = [f"*{line}*" for line in ahead if alone not in line]
+    others = [line.replace(", H", " at H") for line in ahead if alone not in line]
+    said = [f"*Shares of the limit*: {'. '.join(others)}."] if others else []
     if shares:
         said.append(f"*Log-probs without a gradient*, shares of one limit: {'; '.join(shares)}.")
     for line in lines:
@@ -222,14 +223,15 @@ def invariance_cost() -> str:
 
 def candidates() -> str:
     """What 64 candidates cost GRPO, in a sentence."""
-    rows = json.loads((RESULTS / "table.json").read_text())["rows"]
-    rows = [row for row in rows if row["row"] == "GRPO and 64 candidates" and "ms" in row]
+    found = json.loads((RESULTS / "table.json").read_text())
+    rows = [r for r in found["rows"] if r["row"] == "GRPO and 64 candidates" and "ms" in r]
     ms = {(row["work"], row["contestant"]): row["ms"] for row in rows}
     one, two = "headloss", "headloss, recompute"
     chosen, rest = "grpo+candidates", "grpo+candidates+rest"
+    name = found["runs"][0]["machine"].split(",")[0]
     return (
-        "On an H200, 16384 tokens (H = 4096, V = 128256, bfloat16), GRPO forward and backward takes"
-        f" {ms['grpo', one]:.1f} ms,\nwith a term over 64 candidates {ms[chosen, one]:.1f} ms, "
+        f"On an {name}, 16384 tokens (H = 4096, V = 128256, bfloat16), GRPO forward and backward "
+        f"takes {ms['grpo', one]:.1f} ms,\nwith a term over 64 candidates {ms[chosen, one]:.1f} ms, "
         f"over these and the rest {ms[rest, one]:.1f} ms;\nin recompute {ms['grpo', two]:.1f}, "
         f"{ms[chosen, two]:.1f} and {ms[rest, two]:.1f} ms."
     )

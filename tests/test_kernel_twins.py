@@ -103,6 +103,7 @@ def test_there_are_acts_to_look_at():
 # ---------------------------------------------------------------------- products and held terms
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize(("n", "v"), [(0, 97), (1, 97), (6, 97), (5, 300)])
 def test_products_and_held_terms(n, v, name):

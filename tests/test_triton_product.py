@@ -104,6 +104,7 @@ def test_product_of_no_tokens():
     assert all(value.shape == (0,) for value in found if value is not None)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "tpu"])
 def test_held_gradient(which, name):
