@@ -231,7 +231,7 @@ def candidates() -> str:
     name = found["runs"][0]["machine"].split(",")[0]
     return (
         f"On an {name}, 16384 tokens (H = 4096, V = 128256, bfloat16), GRPO forward and backward "
-        f"takes {ms['grpo', one]:.1f} ms,\nwith a term over 64 candidates {ms[chosen, one]:.1f} ms, "
+        f"takes\n{ms['grpo', one]:.1f} ms, with a term over 64 candidates {ms[chosen, one]:.1f}, "
         f"over these and the rest {ms[rest, one]:.1f} ms;\nin recompute {ms['grpo', two]:.1f}, "
         f"{ms[chosen, two]:.1f} and {ms[rest, two]:.1f} ms."
     )
