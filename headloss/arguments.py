@@ -74,8 +74,8 @@ def check_number(
     finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
-    number = plain_number(value)
-    if not (math.isfinite(as_float(number)) and accept(as_float(number))):
+    number = as_float(value)
+    if not (math.isfinite(number) and accept(number)):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 

@@ -202,8 +202,9 @@ class Batch:
         columns = () if support is None else support.tensors
         tensors = self.targets, self.segments.ids, *ids.values(), *columns
         if survey is None or not survey.is_of(tensors):
-            more = None if support is None else support.survey(self.targets)
-            survey = self._last_survey = Survey(self.targets, self.segments, ids, more, tensors)
+            of_support = support and support.survey(self.targets)
+            survey = Survey(self.targets, self.segments, ids, of_support, tensors)
+            self._last_survey = survey
         elif survey.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
@@ -288,11 +289,8 @@ class Batch:
 ID_FIELDS = ("teacher_topk_ids", "candidate_ids")  # of columns, each once at a position
 MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
-RESERVED = frozenset(
-    {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
-    | {"wide", "index", "stats", "as_given", "with_fields", "to", "per_token"}
-    | {"from_labels", "support", "support_ids"}
-)
+RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}
+RESERVED |= {"get", "live", "on", "slice", "replacing", "wide", "index", "stats", "as_given"}
 
 
 def _check_targets(targets: object, name: str = "targets") -> None:

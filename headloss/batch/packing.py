@@ -20,7 +20,7 @@ from .support import Packed as PackedSupport
 from .survey import IGNORE, Order, static_order
 
 NOT_GIVEN = "which was not given"
-ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
+ALL = slice(None)
 
 
 class MissingField(ValueError):
@@ -217,28 +217,23 @@ class Packing:
             per_segment = frozenset([n for n in batch.fields if not batch.per_token(n)])
         fields, rank = dict(batch.fields), batch.targets.dim()
         for name, value in batch.fields.items():
-            if isinstance(value, Tensor) and (name in per_segment or value.dim() == rank):
-                fields[name] = value.reshape(-1).contiguous()
-            elif isinstance(value, Tensor):
-                fields[name] = value.reshape(-1, *value.shape[rank:])
+            if isinstance(value, Tensor):
+                value = value.reshape(-1, *value.shape[1 if name in per_segment else rank :])
+                fields[name] = value.contiguous() if value.dim() == 1 else value
         return PackedBatch(
             self.targets, self.segments, fields, self.live, index=self.index,
             per_segment=per_segment, dtype=dtype, count=self.count,
         )  # fmt: skip
 
-    def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:
-        """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory, then
-        also of the tokens `rows`, with 0 at all others."""
-        shape = *self.shape, *values.shape[1:]
+    def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
+        """Values of the tokens `rows`, [n, ..], in the caller's shape and in new memory; 0 at all
+        other positions."""
         if self.live is not None:
             values = values.masked_fill(~as_wide(self.live[rows], values), 0)
-        if self.index is None and rows is ALL:
-            full = values.reshape(shape)
-            return full.clone() if alone else full
-        full = values.new_zeros(shape)
+        full = values.new_zeros(*self.shape, *values.shape[1:])
         flat = full.flatten(0, len(self.shape) - 1)
         if self.index is None:
-            flat[rows].copy_(values)
+            flat[rows] = values
         else:
             flat.index_copy_(0, self.index[rows], values)
         return full
@@ -273,12 +268,12 @@ def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packin
     if unit is not None:
         if support is not None:
             _check_static(batch)
-        return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
+        return Packing(batch, static_order(batch.targets, batch.segments, unit))
     survey = batch._survey().check(vocabulary)
     if support is not None:
-        support.check(survey.numbers[survey.size :], batch.targets, vocabulary)
+        support.check(survey.numbers[2], batch.targets, vocabulary)
     if survey.packing is None:
-        restricted = None if support is None else survey.numbers[-1]
+        restricted = support and survey.numbers[2][-1]
         survey.packing = Packing(batch, survey.order(), restricted)
     return survey.packing
 

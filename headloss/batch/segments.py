@@ -164,8 +164,7 @@ class Segments:
     def _local_counts(self) -> Tensor:
         if self._counts is not None:
             return self._counts
-        bins = self._bins.reshape(-1)
-        return count_in(bins, self.count + 1, bins < self.count)[: self.count]
+        return count_in(self.bins, self.count + 1, self.bins < self.count)[: self.count]
 
     @cached_property
     def _offsets(self) -> Tensor:
@@ -173,16 +172,16 @@ class Segments:
         return torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
 
     @property
-    def _bins(self) -> Tensor:
-        """Ids, and S for tokens that are in no segment."""
-        ids = self.ids
+    def bins(self) -> Tensor:
+        """[N] int64 ids, and S for tokens that are in no segment."""
+        ids = self.ids.reshape(-1).long()
         return ids.where((ids >= 0) & (ids < self.count), self.count)
 
     def _at_tokens(self, values: Tensor) -> Tensor:
         """[S] to [T]; 0 at tokens that are in none."""
         if self._sorted:
             return values[self.ids]
-        return torch.cat([values, values.new_zeros(1)])[self._bins]
+        return torch.cat([values, values.new_zeros(1)])[self.bins.view(self.ids.shape)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
         """[S] float64 sums of this rank's tokens."""
@@ -190,7 +189,7 @@ class Segments:
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
-            values = values[self._bins.reshape(-1).argsort(stable=True)]
+            values = values[self.bins.argsort(stable=True)]
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}

@@ -5,6 +5,7 @@ N positions, T of them scored, P pairs of a token and a column, K the most that 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -117,7 +118,7 @@ class Support:
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             pairs = Packed(ids.reshape(-1), width=self.width)
         if restricted is not None and restricted < len(pairs):
-            pairs.free = (pairs.counts == 0).cpu()
+            pairs.free = (pairs.counts == 0).nonzero().squeeze(1)
         return pairs
 
 
@@ -128,8 +129,7 @@ class Packed:
         ids: [P] int64; below 0: an empty slot.
         offsets: [T + 1] int64.
         width: pairs of each token, where all have as many.
-        free: [T] bool on the host: tokens without ids, whose softmax runs over all columns; None:
-            there are none.
+        free: [m] tokens without ids, whose softmax runs over all columns; None: there are none.
     """
 
     free: Tensor | None = None
@@ -141,7 +141,6 @@ class Packed:
         if offsets is None:
             offsets = torch.arange(0, len(ids) + 1, width or 1, device=ids.device)
         self.offsets = offsets
-        self._free: dict[tuple[int | None, int | None], Tensor] = {}
         self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -158,15 +157,18 @@ class Packed:
         """The tokens of some pairs, of all by default; wrong offsets do no harm here."""
         if pairs is None:
             pairs = torch.arange(len(self.ids), device=self.ids.device)
-        if self.width is not None:
-            return pairs // self.width
         ends = self.offsets[1:]
         return torch.searchsorted(ends, pairs, right=True).clamp_max(len(ends) - 1)
 
     @property
     def restricted(self) -> int:
         """How many tokens have ids."""
-        return len(self) if self.free is None else int((~self.free).sum())
+        return len(self) - (0 if self.free is None else len(self.free))
+
+    @cached_property
+    def _free(self) -> list[int]:
+        """On the host."""
+        return [] if self.free is None else self.free.tolist()
 
     @cached_property
     def _ends(self) -> Sequence[int]:
@@ -185,13 +187,8 @@ class Packed:
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""
-        if self.free is None:
-            return None
-        key = rows.start, rows.stop
-        if key not in self._free:  # a copy to the device
-            self._free[key] = self.free[rows].nonzero().squeeze(1).to(self.ids.device)
-        index = self._free[key]
-        return index if len(index) else None
+        first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
+        return None if first == last or self.free is None else self.free[first:last] - rows.start
 
     def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Window]:
         """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
@@ -216,5 +213,5 @@ class Packed:
             places = torch.arange(len(shift), device=shift.device) + shift
             taken = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
         if self.free is not None:
-            taken.free = self.free[index.cpu()]
+            taken.free = torch.isin(index, self.free).nonzero().squeeze(1)
         return taken

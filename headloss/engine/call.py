@@ -254,7 +254,7 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
         x = shard.gathered(x)
     if scored.index is not None:
         by_position = x.view(*scored.shape, x.shape[1])
-        x = Linear.apply(scored.gather, partial(scored.scatter, alone=True), by_position)
+        x = Linear.apply(scored.gather, scored.scatter, by_position)
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
     assert head is not None
