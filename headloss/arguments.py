@@ -66,6 +66,14 @@ def is_integers(value: object) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
+def check_integers(name: str, value: object, want: str = "integers") -> Tensor:
+    """The value; TypeError for anything but a dense tensor of integers."""
+    if not isinstance(value, Tensor) or not is_integers(value):
+        raise TypeError(f"{name}: got {getattr(value, 'dtype', type(value).__name__)}, want {want}")
+    check_dense(name, value)
+    return value
+
+
 def check_number(
     name: str, value: Any, kind: str, want: str,
     accept: Callable[[float], bool] = lambda x: True, of: type = Real

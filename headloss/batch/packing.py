@@ -16,8 +16,8 @@ from torch import Tensor
 from ..statistics.softmax import Statistics
 from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
-from .support import Packed as PackedSupport
-from .survey import IGNORE, Order, static_order
+from .support import SupportPairs
+from .survey import IGNORE, TokenOrder, static_order
 
 NOT_GIVEN = "which was not given"
 ALL = slice(None)
@@ -129,7 +129,7 @@ class PackedBatch:
             return None
         twin = copy(self)
         twin.targets = self.targets.clone()
-        twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments._counts)
+        twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments.local_counts)
         twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
         twin._read = {}
         return twin
@@ -181,18 +181,18 @@ class Packing:
     Attributes:
         targets: [T].
         segments: sorted.
-        index, live, lengths: see `Order`.
+        index, live, lengths: see `TokenOrder`.
         shape: of the targets as given.
         count: S as given.
         support: the columns of each token; None where all have the whole vocabulary.
     """
 
-    def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
+    def __init__(self, batch: Batch, order: TokenOrder, restricted: int | None = None) -> None:
         index, live = order.index, order.live
         targets = batch.targets.reshape(-1).long()
         targets = targets.contiguous() if index is None else targets.index_select(0, index)
         targets = outside_inference(targets)
-        self.support: PackedSupport | None = None
+        self.support: SupportPairs | None = None
         if batch.support is not None and restricted != 0:
             self.support = batch.support.pack(index, live, restricted)
             self.support.ids = outside_inference(self.support.ids)

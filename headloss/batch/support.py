@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, check_dense, check_device, is_integers
-from ..kernels.interface import Support as Window
+from ..kernels.interface import Support
 
 HIGH = 1 << 32
 
 
-class Support:
+class SupportIds:
     """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
@@ -46,10 +46,10 @@ class Support:
             )
 
     @property
-    def _pairs(self) -> Packed:
+    def _pairs(self) -> SupportPairs:
         """Of all positions."""
         ids, *offsets = (t.reshape(-1).long() for t in self.tensors)
-        return Packed(ids, width=self.width, offsets=next(iter(offsets), None))
+        return SupportPairs(ids, width=self.width, offsets=next(iter(offsets), None))
 
     def survey(self, targets: Tensor) -> Tensor:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
@@ -102,7 +102,9 @@ class Support:
                 continue
             raise ValueError(f"support_ids: got {got} at position {position}, want {want}")
 
-    def pack(self, index: Tensor | None, live: Tensor | None, restricted: int | None) -> Packed:
+    def pack(
+        self, index: Tensor | None, live: Tensor | None, restricted: int | None
+    ) -> SupportPairs:
         """The pairs of the packed tokens.
 
         Args:
@@ -116,13 +118,13 @@ class Support:
         if live is not None:  # unscored tokens get one column, whichever
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
-            pairs = Packed(ids.reshape(-1), width=self.width)
+            pairs = SupportPairs(ids.reshape(-1), width=self.width)
         if restricted is not None and restricted < len(pairs):
             pairs.free = (pairs.counts == 0).nonzero().squeeze(1)
         return pairs
 
 
-class Packed:
+class SupportPairs:
     """The pairs of T packed tokens, one token's after another's.
 
     Attributes:
@@ -176,21 +178,21 @@ class Packed:
         width = self.width
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
-    def window(self, rows: slice, first: int, size: int) -> Window:
+    def window(self, rows: slice, first: int, size: int) -> Support:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
         begin, end = self._ends[rows.start], self._ends[rows.stop]
         offsets = self.offsets[rows.start : rows.stop + 1]
         ids = self.ids[begin:end]
         if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
-        return Window(ids, offsets - begin if begin else offsets, first, size)
+        return Support(ids, offsets - begin if begin else offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""
         first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 
-    def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Window]:
+    def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Support]:
         """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
@@ -200,18 +202,20 @@ class Packed:
             self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
         pairs, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
-        return pairs, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
+        offsets = torch.searchsorted(columns, bounds)
+        return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
-    def take(self, index: Tensor) -> Packed:
+    def take(self, index: Tensor) -> SupportPairs:
         """The pairs of some of the tokens."""
         if self.width is not None:
-            taken = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
+            ids = self.ids.view(-1, self.width)[index]
+            taken = SupportPairs(ids.reshape(-1), width=self.width)
         else:
             counts = self.offsets.diff()[index]
             ends = counts.cumsum(0)
             shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            taken = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
+            taken = SupportPairs(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
         if self.free is not None:
             taken.free = torch.isin(index, self.free).nonzero().squeeze(1)
         return taken

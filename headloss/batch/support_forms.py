@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import INT64, check_dense, check_device, check_number, is_integers
+from ..arguments import INT64, check_dense, check_device, check_integers, check_number
 
 
 def support_from_scores(scores: Tensor) -> Tensor:
@@ -164,11 +164,7 @@ def _integers(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) and hasattr(value, "dtype"):
         with contextlib.suppress(TypeError):  # of an array of objects
             value = torch.as_tensor(value.copy(), device="cpu")  # whatever its strides are
-    if not is_integers(value):
-        got = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{name}: got {got}, want integers, as a tensor or a NumPy array")
-    check_dense(name, value)
-    return value.long()
+    return check_integers(name, value, "integers, as a tensor or a NumPy array").long()
 
 
 def _offsets(counts: Tensor) -> Tensor:

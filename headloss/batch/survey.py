@@ -17,7 +17,7 @@ from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """The position that each packed token comes from."""
 
     index: Tensor | None  # [T], None: all N in order
@@ -42,7 +42,7 @@ class Survey:
         packing: `packing.Packing`, once a call has made it; other batches of these tokens share it.
 
     Args:
-        of_support: `Support.survey`, read with the other numbers.
+        of_support: `SupportIds.survey`, read with the other numbers.
     """
 
     packing: Any = None
@@ -123,15 +123,15 @@ class Survey:
         got = value[position].tolist()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
-    def order(self) -> Order:
+    def order(self) -> TokenOrder:
         """The scored positions by segment."""
         (descents, *_), (*lengths, _, unscored), _ = self.numbers
         ids = self.segments.ids.reshape(-1)
         if not (descents or unscored) or not len(ids):
-            return Order(None, ids.contiguous(), self.counts, lengths)
+            return TokenOrder(None, ids.contiguous(), self.counts, lengths)
         order = _argsort(self.bins, self.segments.count)
         index, left = order.split([len(ids) - unscored, unscored])
-        return Order(index, ids[index], self.counts, lengths, left)
+        return TokenOrder(index, ids[index], self.counts, lengths, left)
 
 
 def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
@@ -145,7 +145,7 @@ def _repeated(ids: Tensor) -> Tensor:
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
 
 
-def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
+def static_order(targets: Tensor, segments: Segments, unit: int) -> TokenOrder:
     """All positions, the scored ones first, without a read: unscored ones and those with bad ids go
     last, into `unit` segments of their own."""
     count = segments.count
@@ -154,7 +154,7 @@ def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
     ids = bins[index]
     # Where each segment begins: a GPU adds ones to few counts one after another.
     ends = torch.searchsorted(ids, torch.arange(count + unit + 1, device=ids.device))
-    return Order(index, ids, ends.diff(), live=ids < count)
+    return TokenOrder(index, ids, ends.diff(), live=ids < count)
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:

@@ -12,7 +12,7 @@ from .head import GATHER, Head
 def local_head(head: Head) -> Head:
     """A head of DTensors as this rank's rows and their group, any other head as it is; raises for
     placements other than rows sharded over one mesh dimension."""
-    if not hasattr(head.weight, "device_mesh"):
+    if not is_dtensor(head.weight):
         if head.vocab_mesh_dim is not None:
             raise ValueError(
                 f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "
