@@ -118,7 +118,7 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        packed = pack(batch, VOCABULARY, torch.float64).batch
+        packed = pack(batch, VOCABULARY, torch.float64)
         try:
             sample = packed.kinds(), torch.float64, targets.device
             return packed, reads(term._objective(), *sample, observe=False)[term.name]
@@ -174,8 +174,7 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
     if (prompts := batch.as_given("prompts")) is not None:
         fields["prompts"] = prompts[turned]  # the same when it is turned back
     packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
-    index = packed.packing.index
-    return slice(None) if index is None else index, packed.batch
+    return slice(None) if packed.index is None else packed.index, packed
 
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -292,14 +292,6 @@ def _check_static(batch: Batch) -> None:
         )
 
 
-class Packed(NamedTuple):
-    """A batch as terms see it, and where in the batch its tokens are."""
-
-    batch: PackedBatch
-    packing: Packing
-
-
-def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> Packed:
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> PackedBatch:
     """A batch in its packed form, with float vectors in `dtype`."""
-    packing = packing_of(batch, vocabulary)
-    return Packed(packing.view(batch, dtype), packing)
+    return packing_of(batch, vocabulary).view(batch, dtype)
