@@ -57,7 +57,6 @@ class PackedBatch:
         count: S, without what static shapes add for unscored tokens.
     """
 
-    _stats: Statistics | None = None  # this call's, for CURRENT
     _cut_of: tuple[PackedBatch, slice] | None = None
 
     def __init__(
@@ -86,19 +85,15 @@ class PackedBatch:
             raise AttributeError(name)
         if name not in self:
             raise MissingField(f"reads {missing(name, self.kinds())}")
-        value = self._read.get(name, self._fields.get(name))
-        if isinstance(value, Current):
-            assert self._stats is not None
-            return self._stats.logp.detach()
         if name not in self._read:
-            self._read[name] = self._gathered(name, value)
+            self._read[name] = self._gathered(name)
         return self._read[name]
 
-    def _gathered(self, name: str, value: Any) -> Tensor:
+    def _gathered(self, name: str) -> Tensor:
         if self._cut_of is not None:
             batch, tokens = self._cut_of
             return getattr(batch, name)[tokens]
-        live = self.live
+        live, value = self.live, self.as_given(name)
         if name in self._per_segment:
             if live is not None:  # of the segments that are not scored
                 value = torch.cat([value, value.new_zeros(1)])
@@ -136,13 +131,11 @@ class PackedBatch:
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics, where a field is CURRENT."""
-        if self._fields.get("old_logps") is not CURRENT:
+        if self.as_given("old_logps") is not CURRENT:
             return self
-        twin = copy(self)
-        twin._stats = stats
-        return twin
+        return self.replacing({"old_logps": stats.logp.detach()})
 
-    def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
+    def replacing(self, fields: Mapping[str, Tensor]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
         twin = copy(self)
         twin._read = {**self._read, **fields}
