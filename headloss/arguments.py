@@ -93,11 +93,10 @@ def plain_number(value: Any) -> Any:
     to name."""
     if not isinstance(value, Real):
         return value
-    size: Any = abs(value)
-    if isinstance(value, int | float) and size < INT64:
-        return value
+    if isinstance(value, Integral) and -INT64 < value < INT64:
+        return value if isinstance(value, int) else int(value)
     try:
-        return int(value) if isinstance(value, Integral) and size < INT64 else float(value)
+        return float(value)
     except OverflowError:
         return value
 

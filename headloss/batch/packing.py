@@ -181,19 +181,15 @@ class Packing:
     """
 
     def __init__(self, batch: Batch, order: TokenOrder, restricted: int | None = None) -> None:
-        index, live = order.index, order.live
-        targets = batch.targets.reshape(-1).long()
-        targets = targets.contiguous() if index is None else targets.index_select(0, index)
-        targets = outside_inference(targets)
+        self.order, self.index, self.live = order, order.index, order.live
+        self.lengths, self.shape = order.lengths, batch.targets.shape
+        self.count, group = batch.segments.count, batch.segments.group
+        self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
+        self.targets = outside_inference(self.gather(batch.targets.long()))
         self.support: SupportPairs | None = None
         if batch.support is not None and restricted != 0:
-            self.support = batch.support.pack(index, live, restricted)
+            self.support = batch.support.pack(self.index, self.live, restricted)
             self.support.ids = outside_inference(self.support.ids)
-        self.targets = targets if live is None else targets.masked_fill(~live, 0)
-        group = batch.segments.group
-        self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
-        self.order, self.index, self.live, self.lengths = order, index, live, order.lengths
-        self.shape, self.count = batch.targets.shape, batch.segments.count
 
     def __len__(self) -> int:
         return self.targets.shape[0]

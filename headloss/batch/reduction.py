@@ -66,9 +66,9 @@ class Totals:
         if not hasattr(batch, "targets"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
-        masks = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
-        rank = batch.targets.dim()  # a field with more values at each token keeps or drops none
-        masks = {n: v for n, v in masks.items() if v.dim() <= rank}
+        bools = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
+        # A field with more values at each token keeps or drops none.
+        masks = {n: v for n, v in bools.items() if v.dim() <= batch.targets.dim()}
         prompts, groups = None, batch.fields.get("prompts")
         if groups is not None:
             groups, prompts = numbered(groups)

@@ -5,7 +5,6 @@ N positions, T of them scored, S segments.
 
 from __future__ import annotations
 
-import operator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ class Survey:
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the tensors, and can tell when they change."""
-        same = len(self.tensors) == len(tensors) and all(map(operator.is_, self.tensors, tensors))
+        same = list(map(id, self.tensors)) == list(map(id, tensors))
         return same and self.versions is not None
 
     @cached_property

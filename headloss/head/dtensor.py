@@ -27,7 +27,7 @@ def local_head(head: Head) -> Head:
 
     def local(what: str, value: Any, sharded: bool) -> Any:
         if not is_dtensor(value):
-            if sharded:
+            if sharded and value is not None:
                 raise TypeError(
                     f"{what}: got a plain tensor beside a DTensor weight, want a DTensor that is "
                     "sharded alike"
@@ -43,7 +43,7 @@ def local_head(head: Head) -> Head:
     return replace(
         head,
         weight=local("weight", weight, True),
-        bias=None if head.bias is None else local("bias", head.bias, True),
+        bias=local("bias", head.bias, True),
         lora=tuple(
             replace(x, a=local("lora.a", x.a, False), b=local("lora.b", x.b, True))
             for x in head.lora
