@@ -93,7 +93,8 @@ def plain_number(value: Any) -> Any:
     to name."""
     if not isinstance(value, Real):
         return value
-    if isinstance(value, Integral) and -INT64 < value < INT64:
+    number: Any = value
+    if isinstance(value, Integral) and -INT64 < number < INT64:
         return value if isinstance(value, int) else int(value)
     try:
         return float(value)

@@ -124,7 +124,8 @@ class PackedBatch:
             return None
         twin = copy(self)
         twin.targets = self.targets.clone()
-        twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments.local_counts)
+        counts = segments._local_counts
+        twin.segments = Segments(segments.ids.clone(), segments.count, counts=counts)
         twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
         twin._read = {}
         return twin

@@ -77,7 +77,8 @@ class Totals:
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
 
         def kept_of(mask: Tensor, against: bool = False) -> Tensor:
-            """[S + 1] scored tokens of each segment that a mask keeps, and a vote against it."""
+            """[S + 1] scored tokens of each segment that a mask keeps, and whether this rank votes
+            against values per token."""
             counts = count_in(ids, segments.count, scored & mask)
             return torch.cat([counts, ids.new_full((1,), against)])
 

@@ -55,7 +55,7 @@ class Segments:
         self.ids, self.count, self.group = ids, count, group
         self._sorted = counts is not None  # by segment; only then are this rank's tokens known
         if counts is not None:
-            self.local_counts = counts
+            self._local_counts = counts
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -122,7 +122,7 @@ class Segments:
     @cached_property
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
-        return self._over_ranks(self.local_counts)
+        return self._over_ranks(self._local_counts)
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
@@ -151,7 +151,7 @@ class Segments:
     def slice(self, chunk: Chunk) -> Segments:
         """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
         start, stop, first, last = chunk
-        ids, counts = self.ids[start:stop] - first, self.local_counts[first:last]
+        ids, counts = self.ids[start:stop] - first, self._local_counts[first:last]
         part = Segments(ids, last - first, self.group, counts=counts)
         part.lengths = self.lengths[first:last]
         return part
@@ -159,17 +159,17 @@ class Segments:
     # ------------------------------------------------------------------ how
 
     @cached_property
-    def local_counts(self) -> Tensor:
+    def _local_counts(self) -> Tensor:
         """[S] this rank's tokens in each segment."""
-        return count_in(self.bins, self.count + 1, self.bins < self.count)[: self.count]
+        return count_in(self._bins, self.count + 1, self._bins < self.count)[: self.count]
 
     @cached_property
     def _offsets(self) -> Tensor:
         """[S + 1] where each segment of the sorted tokens begins, and where the last ends."""
-        return torch.cat([self.local_counts.new_zeros(1), self.local_counts.cumsum(0)])
+        return offsets_of(self._local_counts)
 
     @property
-    def bins(self) -> Tensor:
+    def _bins(self) -> Tensor:
         """[N] int64 ids, and S for tokens that are in no segment."""
         ids = self.ids.reshape(-1).long()
         return ids.where((ids >= 0) & (ids < self.count), self.count)
@@ -178,7 +178,7 @@ class Segments:
         """[S] to [T]; 0 at tokens that are in none."""
         if self._sorted:
             return values[self.ids]
-        return torch.cat([values, values.new_zeros(1)])[self.bins.view(self.ids.shape)]
+        return torch.cat([values, values.new_zeros(1)])[self._bins.view(self.ids.shape)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
         """[S] float64 sums of this rank's tokens."""
@@ -186,7 +186,7 @@ class Segments:
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
-            values = values[self.bins.argsort(stable=True)]
+            values = values[self._bins.argsort(stable=True)]
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}
@@ -232,6 +232,11 @@ def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
     """[count] int64, how often each id stands where `included` ([n] bool) says so."""
     counts = ids.new_zeros(count)  # of none where no token is scored
     return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """[n + 1] where each of n pieces of these sizes begins, and where the last one ends."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:

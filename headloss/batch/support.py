@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
+from .segments import count_in, offsets_of
 
 HIGH = 1 << 32
 
@@ -68,10 +69,8 @@ class SupportIds:
         # One number for each position and id; those that do not count differ from all.
         alone = ~torch.arange(len(ids), device=ids.device)
         key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
-        counts = ids.new_zeros(2, n)
-        counts[0].index_add_(0, at, counted.long())
-        counts[1].index_add_(0, at, (counted & (ids == targets[at])).long())
-        has, hit = counts > 0
+        has = count_in(at, n, counted) > 0
+        hit = count_in(at, n, counted & (ids == targets[at])) > 0
         repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
@@ -212,10 +211,10 @@ class SupportPairs:
             taken = SupportPairs(ids.reshape(-1), width=self.width)
         else:
             counts = self.offsets.diff()[index]
-            ends = counts.cumsum(0)
-            shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
+            offsets = offsets_of(counts)
+            shift = (self.offsets[index] - offsets[:-1]).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            taken = SupportPairs(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
+            taken = SupportPairs(self.ids[places], offsets=offsets)
         if self.free is not None:
             taken.free = torch.isin(index, self.free).nonzero().squeeze(1)
         return taken

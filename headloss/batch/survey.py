@@ -55,7 +55,7 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         unscored, count = self.targets == IGNORE, segments.count
         # [N] the segment of each scored position, S where it is in none; S + 1: not scored.
-        self.bins = segments.bins.masked_fill(unscored, count + 1)
+        self.bins = segments._bins.masked_fill(unscored, count + 1)
         counts = count_in(self.bins, count + 2, torch.ones_like(self.bins))
         self.counts = counts[:count]
         numbers = [self._extremes(unscored), counts]
@@ -148,7 +148,7 @@ def static_order(targets: Tensor, segments: Segments, unit: int) -> TokenOrder:
     """All positions, the scored ones first, without a read: unscored ones and those with bad ids go
     last, into `unit` segments of their own."""
     count = segments.count
-    bins = segments.bins.masked_fill(targets.reshape(-1) == IGNORE, count)
+    bins = segments._bins.masked_fill(targets.reshape(-1) == IGNORE, count)
     index = _argsort(bins, count)
     ids = bins[index]
     # Where each segment begins: a GPU adds ones to few counts one after another.
