@@ -26,7 +26,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss import kernels
-from headloss.batch.support import Packed
+from headloss.batch.support import SupportPairs
 from headloss.testing import trained_looking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +139,7 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
     """Each gathering kernel alone: milliseconds, and TB/s of the rows that it gathers."""
     n, v = len(hidden), len(weight)
     backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
-    pairs = Packed(ids.reshape(-1), width=ids.shape[1])
+    pairs = SupportPairs(ids.reshape(-1), width=ids.shape[1])
     support, by = pairs.window(slice(0, n), 0, v), pairs.by_column(slice(0, n), 0, v)
     x, w = hidden.detach(), weight.detach()
     values = torch.randn(len(support.ids), device=DEVICE)
@@ -148,7 +148,7 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
         "logits": lambda: backend.support_logits(x, w, support),
         "hidden gradient": lambda: backend.support_sums(values, w, support, dx),
         "weight gradient": lambda: backend.support_sums(values[by[0]], x, by[1], dw, uneven=True),
-        "sort": lambda: Packed(ids.reshape(-1), width=ids.shape[1]).by_column(slice(0, n), 0, v),
+        "sort": lambda: SupportPairs(pairs.ids, width=pairs.width).by_column(slice(0, n), 0, v),
     }
     moved = int((ids >= 0).sum()) * x.shape[1] * x.element_size()
     found = {}

@@ -66,6 +66,14 @@ def is_integers(value: object) -> bool:
     return not (value.is_floating_point() or value.is_complex())
 
 
+def check_integers(name: str, value: object, want: str = "integers") -> Tensor:
+    """The value; TypeError for anything but a dense tensor of integers."""
+    if not isinstance(value, Tensor) or not is_integers(value):
+        raise TypeError(f"{name}: got {getattr(value, 'dtype', type(value).__name__)}, want {want}")
+    check_dense(name, value)
+    return value
+
+
 def check_number(
     name: str, value: Any, kind: str, want: str,
     accept: Callable[[float], bool] = lambda x: True, of: type = Real
@@ -74,8 +82,8 @@ def check_number(
     finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
-    number = plain_number(value)
-    if not (math.isfinite(as_float(number)) and accept(as_float(number))):
+    number = as_float(value)
+    if not (math.isfinite(number) and accept(number)):
         raise ValueError(f"{name}: got {value!r}, want {want}")
 
 
@@ -85,11 +93,11 @@ def plain_number(value: Any) -> Any:
     to name."""
     if not isinstance(value, Real):
         return value
-    size: Any = abs(value)
-    if isinstance(value, int | float) and size < INT64:
-        return value
+    number: Any = value
+    if isinstance(value, Integral) and -INT64 < number < INT64:
+        return value if isinstance(value, int) else int(value)
     try:
-        return int(value) if isinstance(value, Integral) and size < INT64 else float(value)
+        return float(value)
     except OverflowError:
         return value
 

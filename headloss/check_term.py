@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -110,24 +111,24 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.kept_field is not None:
         restricted = torch.rand(tokens, generator=generator, device="cpu") > 0.3
         fields.setdefault(term.kept_field, restricted)
+    integers = {
+        "candidate_ids": torch.arange(4, device="cpu").expand(tokens, 4),
+        "prompts": torch.arange(len(lengths), device="cpu") % 2,
+    }
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        packed = pack(batch, VOCABULARY, torch.float64).batch
+        packed = pack(batch, VOCABULARY, torch.float64)
         try:
             sample = packed.kinds(), torch.float64, targets.device
             return packed, reads(term._objective(), *sample, observe=False)[term.name]
         except ValueError as error:
-            text = str(error)
-            if "batch.candidate_ids" in text and "candidate_ids" not in fields:
-                fields["candidate_ids"] = torch.arange(4, device="cpu").expand(tokens, 4)
-                continue
-            if "batch.prompts" in text and "prompts" not in fields:
-                fields["prompts"] = torch.arange(len(lengths), device="cpu") % 2
-                continue
-            name = text.partition("reads batch.")[2].partition(",")[0]
-            if not name:
+            absent = re.search(r"batch\.(\w+),? (which )?was not given", str(error))
+            if absent is None:
                 raise
+            if (name := absent[1]) in integers:
+                fields[name] = integers[name]
+                continue
             values = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
             fields[name] = -values.abs() if name.endswith("logps") else values
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
@@ -173,8 +174,7 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
     if (prompts := batch.as_given("prompts")) is not None:
         fields["prompts"] = prompts[turned]  # the same when it is turned back
     packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
-    index = packed.packing.index
-    return slice(None) if index is None else index, packed.batch
+    return slice(None) if packed.index is None else packed.index, packed
 
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:

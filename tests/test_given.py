@@ -219,7 +219,7 @@ def packed(dtype=torch.float64):
         w=torch.rand(T, dtype=dtype),
         keep=torch.rand(T) > 0.3,
     )
-    return batch, pack(batch, 10, dtype).batch
+    return batch, pack(batch, 10, dtype)
 
 
 CONSTANT = [

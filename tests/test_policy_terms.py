@@ -399,6 +399,6 @@ def test_advantages_may_be_given_either_way() -> None:
     for advantages in (torch.tensor([1.0, -2.0]), torch.tensor([1.0, -2.0, -2.0, -2.0])):
         batch = Batch(targets, segments, advantages=advantages, old_logps=torch.full((4,), -1.1))
         values.append(
-            reduced(h.gspo(), stats, pack(batch, vocabulary=1, dtype=torch.float32).batch)
+            reduced(h.gspo(), stats, pack(batch, vocabulary=1, dtype=torch.float32))
         )
     assert_same([values[0]], [values[1]])

@@ -458,6 +458,6 @@ def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
     """A nearly certain token has log-probs finer than 1 - epsilon; r is below 1, and A too."""
     logp = torch.tensor([-1e-12, -5.0])
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
-    packed = pack(batch, vocabulary=1, dtype=torch.float32).batch
+    packed = pack(batch, vocabulary=1, dtype=torch.float32)
     values = hl.vaco(delta=0.3)(Statistics(logp=logp), packed)
     assert values.tolist() == [0, 0]  # the sequence is far, and both would move further

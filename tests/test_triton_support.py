@@ -12,7 +12,7 @@ import torch
 from triton_cases import DEVICE, EPS, NEEDS, coefficients_of, in_float64, transforms
 
 import headloss as hl
-from headloss.batch.support import Packed
+from headloss.batch.support import SupportPairs
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
@@ -24,7 +24,7 @@ BACKENDS = {"reference": reference, "triton": triton_backend}
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
-def pairs_of(n: int, v: int, most: int, ragged: bool = False, seed: int = 0) -> Packed:
+def pairs_of(n: int, v: int, most: int, ragged: bool = False, seed: int = 0) -> SupportPairs:
     """Distinct ids of n tokens, none of some; slots that are empty lie anywhere."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most + 1, (n,), generator=generator).tolist()
@@ -32,11 +32,11 @@ def pairs_of(n: int, v: int, most: int, ragged: bool = False, seed: int = 0) -> 
     if ragged:
         offsets = torch.tensor([0, *counts]).cumsum(0)
         ids = torch.cat([*rows, torch.zeros(0).long()])
-        return Packed(ids.to(DEVICE), offsets=offsets.to(DEVICE))
+        return SupportPairs(ids.to(DEVICE), offsets=offsets.to(DEVICE))
     ids = torch.full((n, most), -1)
     for row, own in zip(ids, rows, strict=True):
         row[torch.randperm(most, generator=generator)[: len(own)]] = own
-    return Packed(ids.reshape(-1).to(DEVICE), width=most)
+    return SupportPairs(ids.reshape(-1).to(DEVICE), width=most)
 
 
 def operands(n: int, v: int, h: int, dtype: torch.dtype, transposed: bool = False):
@@ -152,7 +152,7 @@ def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
     n, v, h = 40, 12, 40
     ids = torch.full((n, 3), -1)
     ids[:, 0], ids[:, 1], ids[::7, 2] = 4, 9, 11
-    pairs = Packed(ids.reshape(-1).to(DEVICE), width=3)
+    pairs = SupportPairs(ids.reshape(-1).to(DEVICE), width=3)
     x = torch.randn(n, h, device=DEVICE)
     values = torch.randn(3 * n, device=DEVICE)
     order, by = pairs.by_column(slice(0, n), 0, v)

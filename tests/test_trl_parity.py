@@ -142,7 +142,7 @@ def packed(step: dict[str, Tensor], **more: Tensor) -> tuple[Statistics, PackedB
         logp=step["logps"][scored].requires_grad_(),
         entropy=step["entropies"][scored].requires_grad_(),
     )
-    return stats, pack(batch, vocabulary=1, dtype=torch.float64).batch
+    return stats, pack(batch, vocabulary=1, dtype=torch.float64)
 
 
 def ours(objective: Term | Objective, step: dict[str, Tensor], **more: Tensor) -> list[Tensor]:

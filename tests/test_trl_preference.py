@@ -65,7 +65,7 @@ class Step:
             targets = targets[self.mask]
             fields["ref_logps"] = self.ref[self.mask]
         made = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        return pack(made, vocabulary=1, dtype=self.logps.dtype).batch
+        return pack(made, vocabulary=1, dtype=self.logps.dtype)
 
     def ours(self, objective: Term | Objective, packed: bool = False, **fields) -> list[Tensor]:
         leaf = self.logps[self.mask].clone().requires_grad_()

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import IGNORE, INT64, brief, check_dense, check_device, is_integers
+from ..arguments import IGNORE, INT64, brief, check_dense, check_device, check_integers, is_integers
 from .reduction import Totals
 from .segments import Segments, check_ids_and_count
-from .support import Support
+from .support import SupportIds
 from .survey import Survey, versions
 
 
@@ -116,7 +116,7 @@ class Batch:
         if totals is not None and not isinstance(totals, Totals):
             raise TypeError(f"totals: got {type(totals).__name__}, want headloss.Totals")
         self.totals = totals
-        self.support: Support | None = None
+        self.support: SupportIds | None = None
         self.fields: dict[str, Tensor | Current] = {}
         named = {
             "support_ids": support_ids, "advantages": advantages, "old_logps": old_logps,
@@ -160,7 +160,7 @@ class Batch:
         """Check and take fields; None leaves one out."""
         for name, value in fields.items():
             if name == "support_ids":
-                self.support = None if value is None else Support(value, self.targets)
+                self.support = None if value is None else SupportIds(value, self.targets)
             elif value is not None:
                 self.fields[name] = value
                 self._check_field(name, value)
@@ -202,8 +202,9 @@ class Batch:
         columns = () if support is None else support.tensors
         tensors = self.targets, self.segments.ids, *ids.values(), *columns
         if survey is None or not survey.is_of(tensors):
-            more = None if support is None else support.survey(self.targets)
-            survey = self._last_survey = Survey(self.targets, self.segments, ids, more, tensors)
+            of_support = support and support.survey(self.targets)
+            survey = Survey(self.targets, self.segments, ids, of_support, tensors)
+            self._last_survey = survey
         elif survey.versions != versions(tensors):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
@@ -250,8 +251,8 @@ class Batch:
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         check_device(name, value, self.targets)
-        if name == "prompts" and not is_integers(value):
-            raise TypeError(f"prompts: got {value.dtype}, want integers")
+        if name == "prompts":
+            check_integers(name, value)
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
         shape = tuple(self.targets.shape)
@@ -288,11 +289,8 @@ class Batch:
 ID_FIELDS = ("teacher_topk_ids", "candidate_ids")  # of columns, each once at a position
 MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
-RESERVED = frozenset(
-    {"targets", "segments", "totals", "fields", "get", "live", "on", "slice", "replacing", "kinds"}
-    | {"wide", "index", "stats", "as_given", "with_fields", "to", "per_token"}
-    | {"from_labels", "support", "support_ids"}
-)
+RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}
+RESERVED |= {"get", "live", "on", "slice", "replacing", "wide", "index", "stats", "as_given"}
 
 
 def _check_targets(targets: object, name: str = "targets") -> None:
@@ -326,8 +324,7 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
     if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
         want = f"{(*shape, 'K')} with {'K >= 1' if most is None else f'1 <= K <= {most}'}"
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
-    if not is_integers(ids):
-        raise TypeError(f"{name}: got {ids.dtype}, want integers")
+    check_integers(name, ids)
 
 
 def _may_ask_device() -> bool:

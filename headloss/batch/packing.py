@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ from torch import Tensor
 from ..statistics.softmax import Statistics
 from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
-from .support import Packed as PackedSupport
-from .survey import IGNORE, Order, static_order
+from .support import SupportPairs
+from .survey import IGNORE, TokenOrder, static_order
 
 NOT_GIVEN = "which was not given"
-ALL = slice(None)  # compared by `is`: such rows are not cut, since a slice is an operation
+ALL = slice(None)
 
 
 class MissingField(ValueError):
@@ -57,7 +57,6 @@ class PackedBatch:
         count: S, without what static shapes add for unscored tokens.
     """
 
-    _stats: Statistics | None = None  # this call's, for CURRENT
     _cut_of: tuple[PackedBatch, slice] | None = None
 
     def __init__(
@@ -86,19 +85,15 @@ class PackedBatch:
             raise AttributeError(name)
         if name not in self:
             raise MissingField(f"reads {missing(name, self.kinds())}")
-        value = self._read.get(name, self._fields.get(name))
-        if isinstance(value, Current):
-            assert self._stats is not None
-            return self._stats.logp.detach()
         if name not in self._read:
-            self._read[name] = self._gathered(name, value)
+            self._read[name] = self._gathered(name)
         return self._read[name]
 
-    def _gathered(self, name: str, value: Any) -> Tensor:
+    def _gathered(self, name: str) -> Tensor:
         if self._cut_of is not None:
             batch, tokens = self._cut_of
             return getattr(batch, name)[tokens]
-        live = self.live
+        live, value = self.live, self.as_given(name)
         if name in self._per_segment:
             if live is not None:  # of the segments that are not scored
                 value = torch.cat([value, value.new_zeros(1)])
@@ -129,20 +124,19 @@ class PackedBatch:
             return None
         twin = copy(self)
         twin.targets = self.targets.clone()
-        twin.segments = Segments(segments.ids.clone(), segments.count, counts=segments._counts)
+        counts = segments._local_counts
+        twin.segments = Segments(segments.ids.clone(), segments.count, counts=counts)
         twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
         twin._read = {}
         return twin
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics, where a field is CURRENT."""
-        if self._fields.get("old_logps") is not CURRENT:
+        if self.as_given("old_logps") is not CURRENT:
             return self
-        twin = copy(self)
-        twin._stats = stats
-        return twin
+        return self.replacing({"old_logps": stats.logp.detach()})
 
-    def replacing(self, fields: Mapping[str, Tensor | Current]) -> PackedBatch:
+    def replacing(self, fields: Mapping[str, Tensor]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
         twin = copy(self)
         twin._read = {**self._read, **fields}
@@ -181,26 +175,22 @@ class Packing:
     Attributes:
         targets: [T].
         segments: sorted.
-        index, live, lengths: see `Order`.
+        index, live, lengths: see `TokenOrder`.
         shape: of the targets as given.
         count: S as given.
         support: the columns of each token; None where all have the whole vocabulary.
     """
 
-    def __init__(self, batch: Batch, order: Order, restricted: int | None = None) -> None:
-        index, live = order.index, order.live
-        targets = batch.targets.reshape(-1).long()
-        targets = targets.contiguous() if index is None else targets.index_select(0, index)
-        targets = outside_inference(targets)
-        self.support: PackedSupport | None = None
-        if batch.support is not None and restricted != 0:
-            self.support = batch.support.pack(index, live, restricted)
-            self.support.ids = outside_inference(self.support.ids)
-        self.targets = targets if live is None else targets.masked_fill(~live, 0)
-        group = batch.segments.group
+    def __init__(self, batch: Batch, order: TokenOrder, restricted: int | None = None) -> None:
+        self.order, self.index, self.live = order, order.index, order.live
+        self.lengths, self.shape = order.lengths, batch.targets.shape
+        self.count, group = batch.segments.count, batch.segments.group
         self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
-        self.order, self.index, self.live, self.lengths = order, index, live, order.lengths
-        self.shape, self.count = batch.targets.shape, batch.segments.count
+        self.targets = outside_inference(self.gather(batch.targets.long()))
+        self.support: SupportPairs | None = None
+        if batch.support is not None and restricted != 0:
+            self.support = batch.support.pack(self.index, self.live, restricted)
+            self.support.ids = outside_inference(self.support.ids)
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -217,28 +207,23 @@ class Packing:
             per_segment = frozenset([n for n in batch.fields if not batch.per_token(n)])
         fields, rank = dict(batch.fields), batch.targets.dim()
         for name, value in batch.fields.items():
-            if isinstance(value, Tensor) and (name in per_segment or value.dim() == rank):
-                fields[name] = value.reshape(-1).contiguous()
-            elif isinstance(value, Tensor):
-                fields[name] = value.reshape(-1, *value.shape[rank:])
+            if isinstance(value, Tensor):
+                value = value.reshape(-1, *value.shape[1 if name in per_segment else rank :])
+                fields[name] = value.contiguous() if value.dim() == 1 else value
         return PackedBatch(
             self.targets, self.segments, fields, self.live, index=self.index,
             per_segment=per_segment, dtype=dtype, count=self.count,
         )  # fmt: skip
 
-    def scatter(self, values: Tensor, alone: bool = False, rows: slice = ALL) -> Tensor:
-        """[T, ..] back to the caller's shape, 0 at unscored positions; `alone`: in new memory, then
-        also of the tokens `rows`, with 0 at all others."""
-        shape = *self.shape, *values.shape[1:]
+    def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
+        """Values of the tokens `rows`, [n, ..], in the caller's shape and in new memory; 0 at all
+        other positions."""
         if self.live is not None:
             values = values.masked_fill(~as_wide(self.live[rows], values), 0)
-        if self.index is None and rows is ALL:
-            full = values.reshape(shape)
-            return full.clone() if alone else full
-        full = values.new_zeros(shape)
+        full = values.new_zeros(*self.shape, *values.shape[1:])
         flat = full.flatten(0, len(self.shape) - 1)
         if self.index is None:
-            flat[rows].copy_(values)
+            flat[rows] = values
         else:
             flat.index_copy_(0, self.index[rows], values)
         return full
@@ -273,12 +258,12 @@ def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packin
     if unit is not None:
         if support is not None:
             _check_static(batch)
-        return Packing(batch, static_order(batch.targets.reshape(-1), batch.segments, unit))
+        return Packing(batch, static_order(batch.targets, batch.segments, unit))
     survey = batch._survey().check(vocabulary)
     if support is not None:
-        support.check(survey.numbers[survey.size :], batch.targets, vocabulary)
+        support.check(survey.numbers[2], batch.targets, vocabulary)
     if survey.packing is None:
-        restricted = None if support is None else survey.numbers[-1]
+        restricted = support and survey.numbers[2][-1]
         survey.packing = Packing(batch, survey.order(), restricted)
     return survey.packing
 
@@ -297,14 +282,6 @@ def _check_static(batch: Batch) -> None:
         )
 
 
-class Packed(NamedTuple):
-    """A batch as terms see it, and where in the batch its tokens are."""
-
-    batch: PackedBatch
-    packing: Packing
-
-
-def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> Packed:
+def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> PackedBatch:
     """A batch in its packed form, with float vectors in `dtype`."""
-    packing = packing_of(batch, vocabulary)
-    return Packed(packing.view(batch, dtype), packing)
+    return packing_of(batch, vocabulary).view(batch, dtype)

@@ -66,35 +66,37 @@ class Totals:
         if not hasattr(batch, "targets"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
-        masks = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
-        rank = batch.targets.dim()  # a field with more values at each token keeps or drops none
-        masks = {n: v for n, v in masks.items() if v.dim() <= rank}
+        bools = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
+        # A field with more values at each token keeps or drops none.
+        masks = {n: v for n, v in bools.items() if v.dim() <= batch.targets.dim()}
         prompts, groups = None, batch.fields.get("prompts")
         if groups is not None:
             groups, prompts = numbered(groups)
         if not masks and segments.group is None and segments.count:
             return cls(scored.sum(), segments.count, prompts)
         ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
-        masked, against, nothing = [scored], [], torch.zeros_like(scored)
+
+        def kept_of(mask: Tensor, against: bool = False) -> Tensor:
+            """[S + 1] scored tokens of each segment that a mask keeps, and whether this rank votes
+            against values per token."""
+            counts = count_in(ids, segments.count, scored & mask)
+            return torch.cat([counts, ids.new_full((1,), against)])
+
+        rows = [kept_of(scored)]
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)
-            masked.append(scored & mask.reshape(-1) if as_token else nothing)
-            masked.append(scored & mask[ids] if as_segment else nothing)
-            against.append(ids.new_full((1,), not as_token))
-        # [1 + 2 masks, S] kept tokens per segment, joined over the ranks that share the segments.
-        counts = torch.stack([count_in(ids, segments.count, one) for one in masked])
+            rows.append(kept_of(mask.reshape(-1) if as_token else ~scored, not as_token))
+            rows.append(kept_of(mask[ids] if as_segment else ~scored))
+        joined = torch.stack(rows)  # over the ranks that share the segments
         if segments.group is not None:
-            joined = torch.cat([counts.reshape(-1), *against])
             summed("the count of tokens in segments", joined, segments.group)
-            counts, votes = joined.split([counts.numel(), len(masks)])
-            counts, against = counts.view(len(masked), segments.count), list(votes)
-        kept, forms = {}, zip(masks.items(), counts[1::2], counts[2::2], against, strict=True)
-        for (name, mask), by_token, by_segment, vote in forms:
-            as_token = vote.view(()) == 0
+        counts, votes, kept = joined[:, :-1], joined[:, -1], {}
+        for i, (name, mask) in enumerate(masks.items()):
+            by_token, by_segment = counts[2 * i + 1 : 2 * i + 3]
+            as_token = votes[2 * i + 1] == 0
             of_segments = mask if mask.shape == by_token.shape else by_token > 0
             of_segments = torch.where(as_token, by_token > 0, of_segments)
-            tokens = torch.where(as_token, by_token.sum(), by_segment.sum())
-            kept[name] = tokens, of_segments.sum()
+            kept[name] = torch.where(as_token, by_token, by_segment).sum(), of_segments.sum()
             if groups is not None:
                 kept[name] += ((count_in(groups, segments.count, of_segments) > 0).sum(),)
         return cls(counts[0].sum(), segments.count, prompts, kept)

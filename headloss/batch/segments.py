@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, distributed
 
-from ..arguments import INT64, check_dense, check_device, is_integers
+from ..arguments import INT64, check_dense, check_device, check_integers, is_integers
 from ..collectives import summed
 
 
@@ -53,9 +53,9 @@ class Segments:
         counts: Tensor | None = None
     ) -> None:
         self.ids, self.count, self.group = ids, count, group
-        # This rank's tokens per segment; given only for a vector that is sorted by segment.
-        self._counts, self._sorted = counts, counts is not None
-        self._lengths: Tensor | None = None
+        self._sorted = counts is not None  # by segment; only then are this rank's tokens known
+        if counts is not None:
+            self._local_counts = counts
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
@@ -119,12 +119,10 @@ class Segments:
 
     # ------------------------------------------------------------------ using them
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
-        if self._lengths is None:
-            self._lengths = self._over_ranks(self._local_counts)
-        return self._lengths
+        return self._over_ranks(self._local_counts)
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
@@ -155,34 +153,32 @@ class Segments:
         start, stop, first, last = chunk
         ids, counts = self.ids[start:stop] - first, self._local_counts[first:last]
         part = Segments(ids, last - first, self.group, counts=counts)
-        part._lengths = self.lengths[first:last]
+        part.lengths = self.lengths[first:last]
         return part
 
     # ------------------------------------------------------------------ how
 
     @cached_property
     def _local_counts(self) -> Tensor:
-        if self._counts is not None:
-            return self._counts
-        bins = self._bins.reshape(-1)
-        return count_in(bins, self.count + 1, bins < self.count)[: self.count]
+        """[S] this rank's tokens in each segment."""
+        return count_in(self._bins, self.count + 1, self._bins < self.count)[: self.count]
 
     @cached_property
     def _offsets(self) -> Tensor:
         """[S + 1] where each segment of the sorted tokens begins, and where the last ends."""
-        return torch.cat([self._local_counts.new_zeros(1), self._local_counts.cumsum(0)])
+        return offsets_of(self._local_counts)
 
     @property
     def _bins(self) -> Tensor:
-        """Ids, and S for tokens that are in no segment."""
-        ids = self.ids
+        """[N] int64 ids, and S for tokens that are in no segment."""
+        ids = self.ids.reshape(-1).long()
         return ids.where((ids >= 0) & (ids < self.count), self.count)
 
     def _at_tokens(self, values: Tensor) -> Tensor:
         """[S] to [T]; 0 at tokens that are in none."""
         if self._sorted:
             return values[self.ids]
-        return torch.cat([values, values.new_zeros(1)])[self._bins]
+        return torch.cat([values, values.new_zeros(1)])[self._bins.view(self.ids.shape)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
         """[S] float64 sums of this rank's tokens."""
@@ -190,7 +186,7 @@ class Segments:
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
-            values = values[self._bins.reshape(-1).argsort(stable=True)]
+            values = values[self._bins.argsort(stable=True)]
         # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
         # whose parts on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}
@@ -238,23 +234,24 @@ def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
     return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
 
 
+def offsets_of(counts: Tensor) -> Tensor:
+    """[n + 1] where each of n pieces of these sizes begins, and where the last one ends."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
     """[n] the number of each value among the distinct ones, from 0 in ascending order, and how many
     of these there are, []; without a read of the device."""
     ordered, places = values.sort()
-    steps = (ordered[1:] != ordered[:-1]).cumsum(0)
-    numbers = torch.cat([steps.new_zeros(min(len(values), 1)), steps])
-    count = torch.cat([steps.new_zeros(1), numbers + 1])[-1]
-    return torch.empty_like(numbers).scatter_(0, places, numbers), count
+    firsts = torch.ones_like(places)  # 1 where a value stands for the first time
+    firsts[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(places).scatter_(0, places, firsts.cumsum(0) - 1), firsts.sum()
 
 
 def check_ids_and_count(segments: Segments) -> None:
     """TypeError or ValueError where segments were made of other ids or another count than integers
     (a constructor that each cut of a batch calls checks nothing)."""
-    if not is_integers(ids := segments.ids):
-        got = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"segments.ids: got {got}, want an integer tensor")
-    check_dense("segments.ids", ids)
+    check_integers("segments.ids", segments.ids, "an integer tensor")
     _integer("segments.count", segments.count, 0)
 
 

@@ -5,6 +5,7 @@ N positions, T of them scored, P pairs of a token and a column, K the most that 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, check_dense, check_device, is_integers
-from ..kernels.interface import Support as Window
+from ..kernels.interface import Support
+from .segments import count_in, offsets_of
 
 HIGH = 1 << 32
 
 
-class Support:
+class SupportIds:
     """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
@@ -45,10 +47,10 @@ class Support:
             )
 
     @property
-    def _pairs(self) -> Packed:
+    def _pairs(self) -> SupportPairs:
         """Of all positions."""
         ids, *offsets = (t.reshape(-1).long() for t in self.tensors)
-        return Packed(ids, width=self.width, offsets=next(iter(offsets), None))
+        return SupportPairs(ids, width=self.width, offsets=next(iter(offsets), None))
 
     def survey(self, targets: Tensor) -> Tensor:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
@@ -67,10 +69,8 @@ class Support:
         # One number for each position and id; those that do not count differ from all.
         alone = ~torch.arange(len(ids), device=ids.device)
         key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
-        counts = ids.new_zeros(2, n)
-        counts[0].index_add_(0, at, counted.long())
-        counts[1].index_add_(0, at, (counted & (ids == targets[at])).long())
-        has, hit = counts > 0
+        has = count_in(at, n, counted) > 0
+        hit = count_in(at, n, counted & (ids == targets[at])) > 0
         repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
@@ -101,7 +101,9 @@ class Support:
                 continue
             raise ValueError(f"support_ids: got {got} at position {position}, want {want}")
 
-    def pack(self, index: Tensor | None, live: Tensor | None, restricted: int | None) -> Packed:
+    def pack(
+        self, index: Tensor | None, live: Tensor | None, restricted: int | None
+    ) -> SupportPairs:
         """The pairs of the packed tokens.
 
         Args:
@@ -115,21 +117,20 @@ class Support:
         if live is not None:  # unscored tokens get one column, whichever
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
-            pairs = Packed(ids.reshape(-1), width=self.width)
+            pairs = SupportPairs(ids.reshape(-1), width=self.width)
         if restricted is not None and restricted < len(pairs):
-            pairs.free = (pairs.counts == 0).cpu()
+            pairs.free = (pairs.counts == 0).nonzero().squeeze(1)
         return pairs
 
 
-class Packed:
+class SupportPairs:
     """The pairs of T packed tokens, one token's after another's.
 
     Attributes:
         ids: [P] int64; below 0: an empty slot.
         offsets: [T + 1] int64.
         width: pairs of each token, where all have as many.
-        free: [T] bool on the host: tokens without ids, whose softmax runs over all columns; None:
-            there are none.
+        free: [m] tokens without ids, whose softmax runs over all columns; None: there are none.
     """
 
     free: Tensor | None = None
@@ -141,7 +142,6 @@ class Packed:
         if offsets is None:
             offsets = torch.arange(0, len(ids) + 1, width or 1, device=ids.device)
         self.offsets = offsets
-        self._free: dict[tuple[int | None, int | None], Tensor] = {}
         self._sorted: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
     def __len__(self) -> int:
@@ -158,15 +158,18 @@ class Packed:
         """The tokens of some pairs, of all by default; wrong offsets do no harm here."""
         if pairs is None:
             pairs = torch.arange(len(self.ids), device=self.ids.device)
-        if self.width is not None:
-            return pairs // self.width
         ends = self.offsets[1:]
         return torch.searchsorted(ends, pairs, right=True).clamp_max(len(ends) - 1)
 
     @property
     def restricted(self) -> int:
         """How many tokens have ids."""
-        return len(self) if self.free is None else int((~self.free).sum())
+        return len(self) - (0 if self.free is None else len(self.free))
+
+    @cached_property
+    def _free(self) -> list[int]:
+        """On the host."""
+        return [] if self.free is None else self.free.tolist()
 
     @cached_property
     def _ends(self) -> Sequence[int]:
@@ -174,26 +177,21 @@ class Packed:
         width = self.width
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
-    def window(self, rows: slice, first: int, size: int) -> Window:
+    def window(self, rows: slice, first: int, size: int) -> Support:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
         begin, end = self._ends[rows.start], self._ends[rows.stop]
         offsets = self.offsets[rows.start : rows.stop + 1]
         ids = self.ids[begin:end]
         if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
-        return Window(ids, offsets - begin if begin else offsets, first, size)
+        return Support(ids, offsets - begin if begin else offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""
-        if self.free is None:
-            return None
-        key = rows.start, rows.stop
-        if key not in self._free:  # a copy to the device
-            self._free[key] = self.free[rows].nonzero().squeeze(1).to(self.ids.device)
-        index = self._free[key]
-        return index if len(index) else None
+        first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
+        return None if first == last or self.free is None else self.free[first:last] - rows.start
 
-    def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Window]:
+    def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Support]:
         """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
@@ -203,18 +201,20 @@ class Packed:
             self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
         pairs, tokens, columns = self._sorted[key]
         bounds = torch.arange(first, first + size + 1, device=columns.device, dtype=columns.dtype)
-        return pairs, Window(tokens, torch.searchsorted(columns, bounds), 0, rows.stop - rows.start)
+        offsets = torch.searchsorted(columns, bounds)
+        return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
-    def take(self, index: Tensor) -> Packed:
+    def take(self, index: Tensor) -> SupportPairs:
         """The pairs of some of the tokens."""
         if self.width is not None:
-            taken = Packed(self.ids.view(-1, self.width)[index].reshape(-1), width=self.width)
+            ids = self.ids.view(-1, self.width)[index]
+            taken = SupportPairs(ids.reshape(-1), width=self.width)
         else:
             counts = self.offsets.diff()[index]
-            ends = counts.cumsum(0)
-            shift = (self.offsets[index] - (ends - counts)).repeat_interleave(counts)
+            offsets = offsets_of(counts)
+            shift = (self.offsets[index] - offsets[:-1]).repeat_interleave(counts)
             places = torch.arange(len(shift), device=shift.device) + shift
-            taken = Packed(self.ids[places], offsets=torch.cat([ends.new_zeros(1), ends]))
+            taken = SupportPairs(self.ids[places], offsets=offsets)
         if self.free is not None:
-            taken.free = self.free[index.cpu()]
+            taken.free = torch.isin(index, self.free).nonzero().squeeze(1)
         return taken

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import INT64, check_dense, check_device, check_number, is_integers
+from ..arguments import INT64, check_dense, check_device, check_integers, check_number
+from .segments import offsets_of
 
 
 def support_from_scores(scores: Tensor) -> Tensor:
@@ -96,7 +97,7 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
         counts += [*map(len, tokens), *[0] * (columns - len(tokens))]
         flat += chain.from_iterable(tokens)
     ids = torch.tensor(flat, dtype=torch.int64, device="cpu")
-    return ids, _offsets(torch.tensor(counts, dtype=torch.int64, device="cpu"))
+    return ids, offsets_of(torch.tensor(counts, dtype=torch.int64, device="cpu"))
 
 
 def _listed(value: Any, name: str) -> Sequence[Any]:
@@ -156,7 +157,7 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
         ids = ids.reshape(slots.shape)[slots]
     elif (total := int(counts.sum())) != len(ids):
         raise ValueError(f"counts: got {total} in all, want as many as flat ids, {len(ids)}")
-    return ids, _offsets(counts)
+    return ids, offsets_of(counts)
 
 
 def _integers(name: str, value: Any) -> Tensor:
@@ -164,12 +165,4 @@ def _integers(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) and hasattr(value, "dtype"):
         with contextlib.suppress(TypeError):  # of an array of objects
             value = torch.as_tensor(value.copy(), device="cpu")  # whatever its strides are
-    if not is_integers(value):
-        got = getattr(value, "dtype", type(value).__name__)
-        raise TypeError(f"{name}: got {got}, want integers, as a tensor or a NumPy array")
-    check_dense(name, value)
-    return value.long()
-
-
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return check_integers(name, value, "integers, as a tensor or a NumPy array").long()

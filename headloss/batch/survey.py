@@ -5,7 +5,6 @@ N positions, T of them scored, S segments.
 
 from __future__ import annotations
 
-import operator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
 
-class Order(NamedTuple):
+class TokenOrder(NamedTuple):
     """The position that each packed token comes from."""
 
     index: Tensor | None  # [T], None: all N in order
@@ -38,47 +37,38 @@ class Survey:
         id_fields: [N, K] each (given as [.., K]), whose values are columns of the vocabulary where
             they are not < 0.
         counts: [S] scored positions of each segment, on the device.
-        size: how many numbers are read before the further ones.
         tensors, versions: all that was looked at, as it was then.
         packing: `packing.Packing`, once a call has made it; other batches of these tokens share it.
 
     Args:
-        more: further numbers, int64, that are read with the others.
+        of_support: `SupportIds.survey`, read with the other numbers.
     """
 
     packing: Any = None
 
     def __init__(
         self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor],
-        more: Tensor | None = None, tensors: tuple[Tensor, ...] = ()
+        of_support: Tensor | None, tensors: tuple[Tensor, ...]
     ) -> None:
         self.tensors, self.versions = tensors, versions(tensors)
-        self.targets, self.segments = targets, segments
-        self.id_fields = id_fields and {n: t.flatten(0, -2) for n, t in id_fields.items()}
-        unscored, count = targets.reshape(-1) == IGNORE, segments.count
-        extremes, self.bins = self._extremes(unscored), self._bins(unscored)
-        bins = count_in(self.bins, count + 3, torch.ones_like(self.bins))
-        self.counts = bins[1 : count + 1]
-        numbers = [extremes, bins] if more is None else [extremes, bins, more]
-        self.size = len(extremes) + len(bins)
-        self._copy = HostCopy(torch.cat(numbers))
-
-    def _bins(self, unscored: Tensor) -> Tensor:
-        """[N] int64: 0 for scored positions with an id below 0, one for each segment, one for ids
-        beyond, and the last for what is not scored."""
-        ids, count = self.segments.ids.reshape(-1), self.segments.count
-        bins = ids.long().clamp(-1, count).add_(1)
-        return bins.masked_fill_(unscored, count + 2)
+        self.targets, self.segments = targets.reshape(-1), segments
+        self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
+        unscored, count = self.targets == IGNORE, segments.count
+        # [N] the segment of each scored position, S where it is in none; S + 1: not scored.
+        self.bins = segments._bins.masked_fill(unscored, count + 1)
+        counts = count_in(self.bins, count + 2, torch.ones_like(self.bins))
+        self.counts = counts[:count]
+        numbers = [self._extremes(unscored), counts]
+        self._copy = HostCopy(torch.cat(numbers if of_support is None else [*numbers, of_support]))
 
     def _extremes(self, unscored: Tensor) -> Tensor:
         """How often a segment's id is followed by a lower one; the smallest target and the largest,
         and the largest of each of id_fields, 0 standing for what is not scored; for each of these
         fields, at how many scored positions an id stands twice."""
-        targets, ids = self.targets.reshape(-1), self.segments.ids.reshape(-1)
-        fields = list(self.id_fields.values())
-        if not len(targets):
-            return targets.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
-        values = [targets, *(field.amax(1) for field in fields)]
+        ids, fields = self.segments.ids.reshape(-1), list(self.id_fields.values())
+        if not len(ids):
+            return ids.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
+        values = [self.targets, *(field.amax(1) for field in fields)]
         scored = [value.masked_fill(unscored, 0).long() for value in values]
         numbers = [(ids[1:] < ids[:-1]).sum(), *scored[0].aminmax()]
         numbers += [value.amax() for value in scored[1:]]
@@ -87,64 +77,60 @@ class Survey:
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the tensors, and can tell when they change."""
-        same = len(self.tensors) == len(tensors) and all(map(operator.is_, self.tensors, tensors))
+        same = list(map(id, self.tensors)) == list(map(id, tensors))
         return same and self.versions is not None
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """On the host, and from `size` on the further ones."""
-        return self._copy.tolist()
+    def numbers(self) -> tuple[list[int], list[int], list[int]]:
+        """On the host: the extremes, how many positions are in each bin, and the support's."""
+        numbers, extremes = self._copy.tolist(), 3 + 2 * len(self.id_fields)
+        counts = extremes + self.segments.count + 2
+        return numbers[:extremes], numbers[extremes:counts], numbers[counts:]
 
     @property
     def lengths(self) -> list[int]:
         """Scored tokens of each segment."""
-        return self.numbers[self.size - self.segments.count - 2 : self.size - 2]
+        return self.numbers[1][:-2]
 
     @property
     def highest(self) -> int:
         """The largest of all scored targets and ids of columns."""
-        return max(self.numbers[2 : 3 + len(self.id_fields)])
+        return max(self.numbers[0][2 : 3 + len(self.id_fields)])
 
     def check(self, vocabulary: int) -> Survey:
         """The same; ValueError for a bad target, segment or id field, where it is scored."""
-        fields = len(self.id_fields)
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
-        _, lowest, highest, *others = self.numbers[: self.size]
-        largest, repeated, bins = others[:fields], others[fields : 2 * fields], others[2 * fields :]
+        (_, lowest, highest, *of_fields), (*_, nowhere, _), _ = self.numbers
         if lowest < 0 or highest >= vocabulary:
-            value = self.targets.reshape(-1)
-            bad = (value < 0) | (value >= vocabulary)
-            self._refuse("targets", value, bad, f"-100 or 0 <= target < {vocabulary}")
-        for (name, ids), most, twice in zip(self.id_fields.items(), largest, repeated, strict=True):
-            if most >= vocabulary:
+            bad = (self.targets < 0) | (self.targets >= vocabulary)
+            self._refuse("targets", self.targets, bad, f"-100 or 0 <= target < {vocabulary}")
+        for at, (name, ids) in enumerate(self.id_fields.items()):
+            if of_fields[at] >= vocabulary:
                 value = ids.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-            if twice:
+            if of_fields[len(self.id_fields) + at]:
                 self._refuse(name, ids, _repeated(ids), "distinct ids")
-        below, *_, beyond, _ = bins
-        if below or beyond:
-            ids = self.segments.ids.reshape(-1)
-            bad = (ids < 0) | (ids >= self.segments.count)
-            want = f"0 <= id < {self.segments.count} at a scored position"
-            self._refuse("segments", ids, bad, want)
+        if nowhere:
+            count = self.segments.count
+            want = f"0 <= id < {count} at a scored position"
+            self._refuse("segments", self.segments.ids.reshape(-1), self.bins == count, want)
         return self
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
-        position = int((bad & (self.targets.reshape(-1) != IGNORE)).nonzero()[0])
+        position = int((bad & (self.targets != IGNORE)).nonzero()[0])
         got = value[position].tolist()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
-    def order(self) -> Order:
+    def order(self) -> TokenOrder:
         """The scored positions by segment."""
-        descents, *_, unscored = self.numbers[: self.size]
-        lengths = self.lengths
+        (descents, *_), (*lengths, _, unscored), _ = self.numbers
         ids = self.segments.ids.reshape(-1)
         if not (descents or unscored) or not len(ids):
-            return Order(None, ids.contiguous(), self.counts, lengths)
+            return TokenOrder(None, ids.contiguous(), self.counts, lengths)
         order = _argsort(self.bins, self.segments.count)
         index, left = order.split([len(ids) - unscored, unscored])
-        return Order(index, ids[index], self.counts, lengths, left)
+        return TokenOrder(index, ids[index], self.counts, lengths, left)
 
 
 def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
@@ -158,17 +144,16 @@ def _repeated(ids: Tensor) -> Tensor:
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
 
 
-def static_order(targets: Tensor, segments: Segments, unit: int) -> Order:
+def static_order(targets: Tensor, segments: Segments, unit: int) -> TokenOrder:
     """All positions, the scored ones first, without a read: unscored ones and those with bad ids go
     last, into `unit` segments of their own."""
-    ids, count = segments.ids.reshape(-1), segments.count
-    bad = (ids < 0) | (ids >= count) | (targets == IGNORE)
-    ids = ids.masked_fill(bad, count)
-    index = _argsort(ids, count)
-    ids = ids[index]
+    count = segments.count
+    bins = segments._bins.masked_fill(targets.reshape(-1) == IGNORE, count)
+    index = _argsort(bins, count)
+    ids = bins[index]
     # Where each segment begins: a GPU adds ones to few counts one after another.
     ends = torch.searchsorted(ids, torch.arange(count + unit + 1, device=ids.device))
-    return Order(index, ids, ends.diff(), live=ids < count)
+    return TokenOrder(index, ids, ends.diff(), live=ids < count)
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:

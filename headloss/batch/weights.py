@@ -5,13 +5,14 @@ T scored tokens, S segments.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .packing import PackedBatch, answers
-from .reduction import Reduction, StandardWeight, Totals
+from .reduction import Number, Reduction, StandardWeight, Totals
 
 
 def token_weights(
@@ -27,24 +28,20 @@ def token_weights(
     """
     segments, counts = batch.segments, totals._counts
     standard = reduction.weigh if isinstance(reduction.weigh, StandardWeight) else None
-    by_prompt = standard is not None and standard.of == "prompts"
     by_length = standard is None or standard.by_length
-    reads_lengths = by_length or segments.group is not None  # then all ranks sum them here
-    included: Any = None
-    lengths: Any = segments.lengths if reads_lengths else None
+    grouped, included = segments.group is not None, None  # then all ranks sum lengths here
+    lengths: Any = segments.lengths if by_length or grouped else None
     if field is not None:
         included, counts = getattr(batch, field), totals.kept[field]
-        lengths = segments.sum(included.to(dtype)) if reads_lengths else None
-    if by_prompt:  # of a token's prompt
-        prompts = answers(batch)
-        lengths = prompts.expand(prompts.sum(lengths))
-    numbers = counts[0], counts[2 if by_prompt else 1]
-    of_all: Any = [_at_least_one(n, batch.targets.device, standard is not None) for n in numbers]
+        lengths = lengths if lengths is None else segments.sum(included.to(dtype))
+    tokens, groups = counts[:2]
+    if standard is not None and standard.of == "prompts":
+        prompts, groups = answers(batch), counts[2]
+        lengths = prompts.expand(prompts.sum(lengths))  # of a token's prompt
+    of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
     of_tokens: Any = segments.expand(lengths.to(dtype).clamp_min(1)) if by_length else None
-    if standard is None:
-        weights = _of_users(reduction, of_tokens, *of_all)
-    else:
-        weights = standard(of_tokens, *of_all)
+    weigh = partial(_of_users, reduction) if standard is None else standard
+    weights = weigh(of_tokens, *of_all)
     if isinstance(weights, Tensor):
         weights = weights.to(dtype)
     scored = batch.live if included is None else included
@@ -54,9 +51,10 @@ def token_weights(
 
 
 @torch.enable_grad()
-def _of_users(reduction: Reduction, lengths: Tensor, *totals: Tensor) -> Tensor:
-    """The weights of a reduction that is not the library's, checked."""
-    weights: object = reduction.weigh(lengths, *totals)
+def _of_users(reduction: Reduction, lengths: Tensor, *totals: Number) -> Tensor:
+    """The weights of a reduction that is not the library's, checked; it is given tensors."""
+    zero = lengths.new_zeros((), dtype=torch.float64)
+    weights: object = reduction.weigh(lengths, *(zero + total for total in totals))
     want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"
     if not isinstance(weights, Tensor):
         raise TypeError(f"reduction {reduction.name}: returned {weights!r}, {want}")
@@ -66,12 +64,9 @@ def _of_users(reduction: Reduction, lengths: Tensor, *totals: Tensor) -> Tensor:
     return weights
 
 
-def _at_least_one(
-    count: float | Tensor, device: torch.device, as_number: bool
-) -> float | Tensor:  # fmt: skip
-    """A total as a float64 scalar, or a number `as_number`; a zero total acts as one."""
+def _at_least_one(count: Number, device: torch.device) -> Number:
+    """A total, of a tensor in float64; zero acts as one."""
     if not isinstance(count, Tensor):
-        number = float(count) or 1.0
-        return number if as_number else torch.full((), number, dtype=torch.float64, device=device)
+        return float(count) or 1.0
     count = count.to(device, torch.float64)
     return count.masked_fill(count == 0, 1.0)

@@ -78,7 +78,7 @@ class HeadStatistics(torch.autograd.Function):
         outputs = {n: getattr(stats, n) for n in READ}
         if CANDIDATES in stats.extras:
             outputs[CANDIDATES] = stats.extras[CANDIDATES]
-        outputs = {n: scatter(t, alone=True) for n, t in outputs.items()}
+        outputs = {n: scatter(t) for n, t in outputs.items()}
         carry = {BESIDE.get(name, name) for name in gradients}
         ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
         ctx.set_materialize_grads(False)

@@ -49,7 +49,7 @@ class Call:
         batch: by position.
         layout: this rank's rows of the whole vocabulary, and the other ranks'.
         scored: the scored tokens, and where in the batch they are.
-        per_segment: fields of the batch with one value per segment.
+        per_segment: fields of the batch with one value per segment; None: by their shapes.
         transform: of raw logits; its temperature is a number or [T].
         loss_fn: somebody else's loss of log-probs and entropies, in place of the objective's.
     """
@@ -60,7 +60,7 @@ class Call:
     layout: VocabLayout
     scored: Packing
     plan: Plan
-    per_segment: frozenset[str]
+    per_segment: frozenset[str] | None
     transform: Transform
     loss_fn: Callable[..., Any] | None = None
 
@@ -254,7 +254,7 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
         x = shard.gathered(x)
     if scored.index is not None:
         by_position = x.view(*scored.shape, x.shape[1])
-        x = Linear.apply(scored.gather, partial(scored.scatter, alone=True), by_position)
+        x = Linear.apply(scored.gather, scored.scatter, by_position)
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
     assert head is not None
@@ -307,7 +307,7 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
         layout=layout,
         scored=scored,
         plan=plan,
-        per_segment=requirements.per_segment if fields is None else fields,
+        per_segment=fields,
         transform=transform,
         loss_fn=a.loss_fn,
     )

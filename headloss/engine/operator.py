@@ -146,7 +146,7 @@ def _head_stats(
     outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
     for part in call.context.beside:
         outputs += [measured.stats.extras[part.key], part.tail_normalizer.t()]
-    return [call.scored.scatter(t, alone=True) for t in outputs]
+    return [call.scored.scatter(t) for t in outputs]
 
 
 @_head_stats.register_fake

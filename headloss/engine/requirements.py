@@ -60,7 +60,6 @@ class Requirements:
         slopes: the objective's gradient can be known before the statistics.
         counted: the batch's totals are numbers of tokens and segments, on this rank alone.
         masks: fields of `MASKS`, and whether a term reads them.
-        per_segment: fields with one value per segment, by their shapes.
     """
 
     objective: Objective
@@ -74,7 +73,6 @@ class Requirements:
     slopes: bool
     counted: bool
     masks: Mapping[str, bool]
-    per_segment: frozenset[str]
 
     @property
     def kernels(self) -> Kernels:
@@ -258,7 +256,6 @@ def _required(
         slopes=slopes,
         counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
         masks=masks_of(kinds, objective, read),
-        per_segment=frozenset([name for name in kinds if not batch.per_token(name)]),
     )
 
 

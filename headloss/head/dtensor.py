@@ -12,7 +12,7 @@ from .head import GATHER, Head
 def local_head(head: Head) -> Head:
     """A head of DTensors as this rank's rows and their group, any other head as it is; raises for
     placements other than rows sharded over one mesh dimension."""
-    if not hasattr(head.weight, "device_mesh"):
+    if not is_dtensor(head.weight):
         if head.vocab_mesh_dim is not None:
             raise ValueError(
                 f"vocab_mesh_dim: got {head.vocab_mesh_dim!r} with a plain weight, want a DTensor; "
@@ -27,7 +27,7 @@ def local_head(head: Head) -> Head:
 
     def local(what: str, value: Any, sharded: bool) -> Any:
         if not is_dtensor(value):
-            if sharded:
+            if sharded and value is not None:
                 raise TypeError(
                     f"{what}: got a plain tensor beside a DTensor weight, want a DTensor that is "
                     "sharded alike"
@@ -43,7 +43,7 @@ def local_head(head: Head) -> Head:
     return replace(
         head,
         weight=local("weight", weight, True),
-        bias=None if head.bias is None else local("bias", head.bias, True),
+        bias=local("bias", head.bias, True),
         lora=tuple(
             replace(x, a=local("lora.a", x.a, False), b=local("lora.b", x.b, True))
             for x in head.lora

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from ..arguments import LARGEST, brief, check_dense, check_device, plain_numbers
+from ..arguments import LARGEST, brief, check_dense, check_device, is_dtensor, plain_numbers
 from ..kernels.transform import Transform
 from .products import Fixed, WideLinear
 from .reading import Fields, read_model, read_module
@@ -224,7 +224,7 @@ class Head:
             TypeError, ValueError: naming the argument, what it got and what it wanted.
         """
         for name, value in self._tensors():
-            if type(value).__name__ == "DTensor":
+            if is_dtensor(value):
                 raise TypeError(
                     f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
                     f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"

@@ -19,7 +19,7 @@ from .linear import LinearLogits
 from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, of_several
 
 if TYPE_CHECKING:
-    from ..batch.support import Packed
+    from ..batch.support import SupportPairs
 
 
 class SupportLogits(LinearLogits):
@@ -30,7 +30,7 @@ class SupportLogits(LinearLogits):
         support: the pairs of all tokens.
     """
 
-    def __init__(self, full: LinearLogits, support: Packed) -> None:
+    def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))
         self.full, self.support = full, support
         self.additions = 1 if support.free is None else 2

@@ -205,5 +205,5 @@ def sample() -> tuple[Statistics, PackedBatch]:
     vectors["logp"] = vector(-1.0).requires_grad_()
     beside: dict[object, Tensor] = {COLLISION: vector(0.8)}
     beside[CANDIDATES] = torch.full((4, 2), -1.0, requires_grad=True)
-    packed = pack(batch, vocabulary=1, dtype=torch.float32).batch
+    packed = pack(batch, vocabulary=1, dtype=torch.float32)
     return Statistics(**vectors, extras=beside), packed

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import Batch, Current
-from ..batch.packing import pack
+from ..batch.packing import packing_of
 from ..statistics.metrics import Observed
 from ..statistics.softmax import Statistics
 from .arguments import bounds, flags, naming, one_of, with_floats
@@ -177,5 +177,5 @@ def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
         raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")
     if isinstance(batch.fields.get("old_logps"), Current):
         raise ValueError(f"{name}: old_logps: got CURRENT, want the trainer's log-probs")
-    packed, packing = pack(batch, 1 << 62, torch.float64)
-    return packing.scatter(factor(Statistics(), packed)).bool()
+    packing = packing_of(batch, 1 << 62)
+    return packing.scatter(factor(Statistics(), packing.view(batch, torch.float64))).bool()

@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from ..arguments import check_dense, check_device
 from ..batch.batch import Batch
-from ..batch.packing import Packed, pack
+from ..batch.packing import PackedBatch, pack
 from ..batch.reduction import Reduction, Totals, as_reduction
 from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
@@ -52,11 +52,11 @@ def value_loss(
         with naming("value_loss"):
             non_negative(clip=clip)
     found, v = _at_tokens("value_loss", "values", values, batch)
-    error = (v - found.batch.returns).square()
+    error = (v - found.returns).square()
     if clip is not None:
-        old = found.batch.old_values
+        old = found.old_values
         near = torch.minimum(torch.maximum(v, old - clip), old + clip)
-        error = torch.maximum(error, (near - found.batch.returns).square())
+        error = torch.maximum(error, (near - found.returns).square())
     return _reduced(error / 2, found, batch, reduction)
 
 
@@ -142,10 +142,10 @@ def classification(
     found = pack(batch, ANY, _wide(logits.dtype))
     if per_token:
         flat = logits.reshape(-1, logits.shape[-1])
-        rows = flat if found.packing.index is None else flat[found.packing.index]
+        rows = flat if found.index is None else flat[found.index]
     else:
-        rows = logits[found.batch.segments.ids]
-    at = found.batch.labels.long()
+        rows = logits[found.segments.ids]
+    at = found.labels.long()
     if bool(((at < 0) | (at >= logits.shape[-1])).any()):
         raise ValueError(f"classification: labels: want integers in [0, {logits.shape[-1]})")
     losses = -rows.to(_wide(logits.dtype)).log_softmax(-1).gather(-1, at[:, None])[:, 0]
@@ -173,7 +173,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[Packed, Tensor]:
+def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[PackedBatch, Tensor]:
     """The packed batch, and what is given at each position at its tokens, [T]."""
     if values.shape != batch.targets.shape:
         raise ValueError(
@@ -183,7 +183,7 @@ def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[Pack
     dtype = _wide(values.dtype)
     found = pack(batch, ANY, dtype)
     flat = values.reshape(-1)
-    return found, (flat if found.packing.index is None else flat[found.packing.index]).to(dtype)
+    return found, (flat if found.index is None else flat[found.index]).to(dtype)
 
 
 def _at_segments(rewards: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -192,7 +192,7 @@ def _at_segments(rewards: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     if rewards.shape == (count,) and rewards.shape != batch.targets.shape:
         return rewards.to(_wide(rewards.dtype)), torch.ones_like(rewards, dtype=torch.bool)
     found, at_tokens = _at_tokens("bradley_terry", "rewards", rewards, batch)
-    lengths = found.batch.segments.lengths
+    lengths = found.segments.lengths
     there = lengths > 0
     last = (lengths.cumsum(0) - 1).clamp_min(0)
     padded = at_tokens if len(at_tokens) else at_tokens.new_zeros(1)
@@ -203,7 +203,7 @@ def _totals(batch: Batch) -> Totals:
     return batch.totals if batch.totals is not None else Totals.of(batch)
 
 
-def _reduced(losses: Tensor, found: Packed, batch: Batch, over: Reduction | str) -> Tensor:
+def _reduced(losses: Tensor, found: PackedBatch, batch: Batch, over: Reduction | str) -> Tensor:
     """sum_t w_t l_t, [], with the weights that any term would have."""
-    weights, _ = token_weights(found.batch, _totals(batch), losses.dtype, as_reduction(over))
+    weights, _ = token_weights(found, _totals(batch), losses.dtype, as_reduction(over))
     return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

@@ -88,7 +88,7 @@ class ExternalLoss:
             return Coefficients(SoftmaxCoefficients(), {}, value)
         leaves = {n: getattr(stats, n).detach().requires_grad_() for n in ("logp", "entropy")}
         with torch.enable_grad():
-            full = (self.packing.scatter(t, alone=True, rows=rows) for t in leaves.values())
+            full = (self.packing.scatter(t, rows) for t in leaves.values())
             loss = scalar(self.loss(*full))
             _check_leaves(loss, list(leaves.values()))
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
@@ -98,7 +98,7 @@ class ExternalLoss:
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
         with torch.no_grad():
-            full = (self.packing.scatter(t, alone=True) for t in (stats.logp, stats.entropy))
+            full = (self.packing.scatter(t) for t in (stats.logp, stats.entropy))
             return scalar(self.loss(*full))
 
 

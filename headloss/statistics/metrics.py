@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.functional import pad
 
 from ..collectives import check_group, together
 
@@ -177,24 +178,23 @@ def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
     """Fold many [N] vectors with the same live rows, in a few operations."""
-    metrics = Metrics()
+    groups: dict[Any, dict[str, Observed]] = {}  # of the same kind, over the same rows
     for name, o in observed.items():
-        if o.where is not None:
-            both = o.where if live is None else o.where & live
-            metrics |= fold_all({name: replace(o, where=None)}, both, share)
-    observed = {name: o for name, o in observed.items() if o.where is None}
-    sums = {n: o for n, o in observed.items() if not issubclass(o.kind, Max | Min)}
-    peaks = {n: o for n, o in observed.items() if n not in sums}
-    if sums:
-        rows = torch.stack([o.values for o in sums.values()]).double()
-        rows = rows if live is None else torch.where(live, rows, 0)
-        count = rows.new_full((), rows.shape[1]) if live is None else live.sum().double()
-        for (name, o), total in zip(sums.items(), (rows.sum(1) * share).unbind(), strict=True):
-            metrics[name] = Sum(total) if o.kind is Sum else o.kind(total, count * share)  # type: ignore[call-arg]
-    if peaks:
-        rows = torch.stack([o.values if o.kind is Max else -o.values for o in peaks.values()])
-        rows = rows.double() if live is None else torch.where(live, rows.double(), -math.inf)
-        rows = torch.cat([rows, rows.new_full((len(peaks), 1), -math.inf)], 1)
-        for (name, o), peak in zip(peaks.items(), rows.amax(1).unbind(), strict=True):
-            metrics[name] = o.kind(peak * o.kind.sign)  # type: ignore[call-arg]
+        rows = None if o.where is None else name
+        groups.setdefault((rows, issubclass(o.kind, Max | Min)), {})[name] = o
+    metrics = Metrics()
+    for (_, extreme), group in groups.items():
+        where = next(iter(group.values())).where
+        counted = where if live is None else live if where is None else where & live
+        values = torch.stack([o.values * o.kind.sign for o in group.values()]).double()
+        count = values.new_full((), values.shape[1]) if counted is None else counted.sum().double()
+        if counted is not None:
+            values = torch.where(counted, values, -math.inf if extreme else 0)
+        if extreme:
+            totals = pad(values, (0, 1), value=-math.inf).amax(1)
+        else:
+            totals = values.sum(1) * share
+        for (name, o), total in zip(group.items(), totals.unbind(), strict=True):
+            numbers = [total * o.kind.sign, count * share]
+            metrics[name] = o.kind(*numbers[: 2 if issubclass(o.kind, Mean) else 1])
     return metrics

@@ -250,6 +250,5 @@ class Slope(NamedTuple):
         """[n] its values at the tokens' log-probs."""
         if self.constant:
             return torch.zeros_like(logp).add_(self.rate)
-        plain, power = isinstance(self.sign, float) and self.sign == 1, logp - self.anchor
-        value = (power if plain else power * self.sign).exp_().mul_(self.rate)
+        value = ((logp - self.anchor) * self.sign).exp_().mul_(self.rate)
         return value.where((logp >= self.low).logical_and_(logp <= self.high), 0)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..batch.batch import Batch
-from ..batch.packing import PackedBatch, Packing, pack
+from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Totals
 from ..batch.segments import Segments
 from ..head.head import Head
@@ -75,8 +75,8 @@ def plain(
         for name, t in parameters(hidden, head).items()
     }
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    packed = pack(batch, head.vocabulary, wide)
-    packing = packed.packing
+    packing = packing_of(batch, head.vocabulary)
+    packed = packing.view(batch, wide)
     index = slice(None) if packing.index is None else packing.index
     with torch.enable_grad():
         x = leaves["hidden"].reshape(-1, hidden.shape[-1])[index]
@@ -85,14 +85,14 @@ def plain(
             temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
         capped = _logits(x, leaves, head, wide)
         rows = capped / temperature
-        ids = packed.batch.get("candidate_ids")
-        stats = _statistics(rows, packed.batch.targets, _supported(packing, rows), ids)
+        ids = packed.get("candidate_ids")
+        stats = _statistics(rows, packed.targets, _supported(packing, rows), ids)
         for teacher in objective.teachers:
-            stats.extras[teacher] = plain_divergence(capped, teacher, packed.batch)
-        check_weights(objective, packed.batch.kinds(), batch.totals)
+            stats.extras[teacher] = plain_divergence(capped, teacher, packed)
+        check_weights(objective, packed.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
-        bound = bind(objective, packed.batch, totals, head.vocabulary, wide)
-        shares = [part.share(stats, packed.batch) for part in bound.parts]
+        bound = bind(objective, packed, totals, head.vocabulary, wide)
+        shares = [part.share(stats, packed) for part in bound.parts]
         loss = sum(p.coefficient * s for p, s in zip(bound.parts, shares, strict=True))
         assert isinstance(loss, Tensor)
     wanted = {name: t for name, t in leaves.items() if t.requires_grad}

@@ -99,7 +99,7 @@ def ours(
 ) -> list[Tensor]:
     """Our loss, and its gradient at the scored tokens."""
     batch = batch_of(made, layout, totals, **more)
-    packed = pack(batch, 1, torch.float64).batch
+    packed = pack(batch, 1, torch.float64)
     stats = Statistics(logp=made["logp"][made["mask"]])
     bound = bind(Objective.of(objective), packed, totals or hl.Totals.of(batch), 1, torch.float64)
     found = bound.coefficients(stats, packed, None)
@@ -123,7 +123,7 @@ def compare(
 
 def measured(term: hl.Term, made: Step) -> dict[str, float]:
     """What our term reports."""
-    packed = pack(batch_of(made, "packed"), 1, torch.float64).batch
+    packed = pack(batch_of(made, "packed"), 1, torch.float64)
     assert term.observe is not None
     found = term.observe(Statistics(logp=made["logp"][made["mask"]]), packed)
     return {name: float(fold(seen).value) for name, seen in found.items()}

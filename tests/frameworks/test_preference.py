@@ -42,7 +42,7 @@ class Pairs:
             segments = None if keep is ... else hl.Segments.from_lengths(self.mask.sum(1))
             fields: dict[str, Any] = {"ref_logps": self.ref[keep], "chosen": chosen}
             batch = hl.Batch(torch.where(self.mask, 0, -100)[keep], segments, **fields)
-            packed = pack(batch, 1, torch.float64).batch
+            packed = pack(batch, 1, torch.float64)
             stats = Statistics(logp=self.leaf.detach()[self.mask])
             objective = hl.losses.Objective.of(objective)
             bound = bind(objective, packed, hl.Totals.of(batch), 1, torch.float64)

@@ -48,7 +48,7 @@ class Case:
     def batch(self) -> PackedBatch:
         targets = torch.zeros(len(self.logp), dtype=torch.int64)
         batch = Batch(targets, Segments.from_lengths(self.lengths), **self.fields)  # type: ignore[arg-type]
-        return pack(batch, vocabulary=1, dtype=self.dtype).batch
+        return pack(batch, vocabulary=1, dtype=self.dtype)
 
     def with_fields(self, **fields: Tensor) -> Case:
         return replace(self, fields={**self.fields, **fields})
