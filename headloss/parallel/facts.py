@@ -55,10 +55,13 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
         return compared
 
+    common: Any = {"numbers": numbers, "same": same, "values": values}
+    if options.static:
+        return Facts(check=options.check_ranks, **common)
     # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
-    highest = -1 if options.static else batch._survey().check(ANY_VOCABULARY).highest
-    common = {"values": values, "check": options.check_ranks, "highest": highest}
-    return Facts(numbers=numbers, same=same, counts=_counts(batch, options), **common)
+    survey = batch._survey().check(ANY_VOCABULARY)
+    common |= {"counts": survey.lengths, "highest": survey.highest}
+    return Facts(check=options.check_ranks, **common)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
@@ -67,8 +70,8 @@ def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     numbers |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
     same |= _of_transform(transform_of(head))
-    counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
-    return Facts(numbers=numbers, same=same, counts=counts, values=lambda _: sample, check=check)
+    sample = {"hidden: differs": [_sampled(hidden)]}
+    return Facts(numbers=numbers, same=same, values=lambda _: sample, check=check)
 
 
 def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
@@ -95,8 +98,7 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
         }
         return {**fields, **_text_of(objective, batch)}  # type: ignore[dict-item]
 
-    counts = {"check_ranks": [options.check_ranks]}
-    return Facts(numbers=forms, same=same, counts=counts, values=values, check=options.check_ranks)
+    return Facts(numbers=forms, same=same, values=values, check=options.check_ranks)
 
 
 def _form(batch: Batch, name: str) -> int:
@@ -120,11 +122,6 @@ def per_segment(said: OwnNumbers) -> frozenset[str]:
 
 
 # ---------------------------------------------------------------------- known to the host
-
-
-def _counts(batch: Batch, options: Options) -> dict[str, Sequence[int]]:
-    lengths = [] if options.static else batch._survey().lengths
-    return {"check_ranks": [options.check_ranks], "targets": lengths}
 
 
 def _of_batch(batch: Batch) -> dict[str, object]:
