@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_625, "core tokens": 75_830}
+MOST = {"core lines": 10_554, "core tokens": 75_274}
 MOST |= {"kernels lines": 4_051, "kernels tokens": 32_551, "files on top": 14}
 
 

@@ -32,7 +32,6 @@ from .checks import (
     Arguments,
     check_dead_rows,
     check_eager,
-    check_gradient,
     check_linear,
     check_objective,
     check_shape,
@@ -204,9 +203,13 @@ def _required(
     if options.static:
         check_dead_rows(objective, kinds, wide, device)
     warn_of_misspelt_fields(batch, read := fields_read(objective, traced))
-    if any(needs_grad.features) or needs_grad.any_weight:
-        check_gradient(objective, traced)
     needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
+    into_hidden, into_weight = any(needs_grad.features), needs_grad.any_weight
+    if (into_hidden or into_weight) and not gradients:
+        raise ValueError(
+            f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
+            "states or weights require one (is everything detached?); call it under torch.no_grad()"
+        )
     beside = needs & BESIDE.keys()
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
@@ -226,8 +229,8 @@ def _required(
     constant = slopes and not (restricted or any(term.fields for term in traced.values()))
     constant &= not any(term.weight_fields for _, term in objective.parts)
     inputs |= {
-        "hidden_gradient": any(needs_grad.features),
-        "weight_gradient": needs_grad.any_weight,
+        "hidden_gradient": into_hidden,
+        "weight_gradient": into_weight,
         "element_size": dtype.itemsize,
         "scope": objective.scope,
         "sparse": not constant or options.gradient_tolerance > 0,
