@@ -20,7 +20,7 @@ from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
 from .options import DEFAULT, Options
-from .parallel.layout import VocabLayout, layout_of_positions
+from .parallel.vocabulary import WholeVocabulary, shard_of_positions
 from .statistics.softmax import finish
 
 
@@ -65,20 +65,19 @@ def head_topk(
     head = local_head(head)
     compute = autocast_dtype(hidden)
     check = functools.partial(head.validate, hidden, compute_dtype=compute)
-    layout = layout_of_positions(head, hidden, check, k, options.check_ranks)
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= layout.vocabulary:
-        raise ValueError(f"k: got {k!r}, want an integer in 1..{layout.vocabulary}")
+    shard = shard_of_positions(head, hidden, check, k, options.check_ranks)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= shard.vocabulary:
+        raise ValueError(f"k: got {k!r}, want an integer in 1..{shard.vocabulary}")
     if isinstance(t := head.temperature, Tensor) and not options.static:
         check_temperatures(t.reshape(-1), None)
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
-        return _topk(hidden, head, k, options, layout, compute)
+        return _topk(hidden, head, k, options, shard, compute)
 
 
 def _topk(
-    hidden: Tensor, head: Head, k: int, options: Options, layout: VocabLayout,
+    hidden: Tensor, head: Head, k: int, options: Options, shard: WholeVocabulary,
     compute: torch.dtype | None
 ) -> HeadTopk:
-    shard = layout.shard()
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     factors = shard.factors(head, x)
     transform = transform_of(head)
@@ -88,14 +87,14 @@ def _topk(
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
         RowContext(
-            kernels.load("reference"), nowhere, transform, NOTHING, shard, layout.vocabulary
+            kernels.load("reference"), nowhere, transform, NOTHING, shard, shard.vocabulary
         ),
         compute_dtype=compute,
     )
     inputs = PlanInputs(
         tokens=len(x),
         width=x.shape[1],
-        vocabulary=layout.widest,
+        vocabulary=shard.widest,
         hidden_gradient=False,
         weight_gradient=False,
         element_size=x.element_size(),

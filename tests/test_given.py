@@ -37,7 +37,7 @@ from headloss.logits.linear import RowContext
 from headloss.losses.term import Objective
 from headloss.objective.reads import has_slopes
 from headloss.objective.weighted import bind
-from headloss.parallel.vocabulary import WHOLE
+from headloss.parallel.vocabulary import WholeVocabulary
 from headloss.statistics.softmax import (
     Normalizer,
     Slope,
@@ -564,7 +564,8 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     order = SimpleNamespace(live=None, unscored=None)
-    tokens = RowContext(acts, targets, Transform(), NEEDS, WHOLE, raw.shape[-1])
+    shard = WholeVocabulary(raw.shape[-1])
+    tokens = RowContext(acts, targets, Transform(), NEEDS, shard, shard.vocabulary)
     buffer = LogitsBuffer(order, overwrites=False)
     source = InPlaceLogits([raw], tokens, index=None, buffer=buffer)
     found, _ = source.partials(slice(None))

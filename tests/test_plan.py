@@ -19,7 +19,7 @@ from headloss.engine.checks import Arguments
 from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
 from headloss.engine.plan_inputs import PlanInputs
 from headloss.logits.linear import PARTS
-from headloss.parallel import layout
+from headloss.parallel.vocabulary import VocabShard
 
 BASE = PlanInputs(tokens=1000, width=64, vocabulary=5000, scope="token", lengths=[1000])
 
@@ -348,17 +348,18 @@ def test_the_planned_peak_is_the_measured_one():
         assert plan.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02), row["case"]
 
 
-def test_ranks_plan_for_the_smallest_gpu():
+def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     own = {"rows": 5, "tokens": 4, "weight_gradient": 1, "teacher_columns": -1, "highest id": 3}
     theirs = {fact: [value] * 2 for fact, value in own.items()} | {"memory": [140 << 30, 79 << 30]}
-    found = layout.VocabLayout.of(object(), theirs)
-    assert found.memory == 79 << 30 and found.sizes == (5, 5)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    found = VocabShard(object(), theirs, None)
+    assert found.memory == 79 << 30 and (found.first, found.size, found.vocabulary) == (5, 5, 10)
     head, batch = hl.Head(torch.zeros(10, 3)), hl.Batch(torch.arange(4))
     arguments = torch.zeros(4, 3), head, batch, hl.cross_entropy(), hl.Options()
     call = linear_plan(Arguments.of_head("plan", *arguments))
     inputs = dataclasses.replace(call.requirements.inputs, on_gpu=True, memory=140 << 30)
     needs = dataclasses.replace(call.requirements, inputs=inputs)
-    for places, gib in ((call.layout, 140), (found, 79)):  # 64 times a plan's budget
+    for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
         assert needs.plan(call.options, call.scored, places).budget[0] == gib << 24
 
 

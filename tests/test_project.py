@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_575, "core tokens": 75_097}
+MOST = {"core lines": 10_507, "core tokens": 74_564}
 MOST |= {"kernels lines": 4_051, "kernels tokens": 32_551, "files on top": 14}
 
 

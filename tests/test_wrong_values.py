@@ -350,3 +350,17 @@ def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
     with torch.inference_mode():
         value = values[name].clone()
     used(batch(**{name: value}), objective, options=recompute)
+
+
+@pytest.mark.parametrize("schedule", ["frozen", "one_pass"])
+def test_candidates_of_a_frozen_head_may_not_change_in_between(schedule: str) -> None:
+    """Their part of dX is added in the backward pass; in one pass everything is there by then."""
+    chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
+    ids, frozen = torch.arange(T)[:, None] + 1, hl.Head(head().weight.detach())
+    options = hl.Options(schedule=schedule)
+    out = hl.head_loss(hidden(), frozen, batch(candidate_ids=ids), chosen(), options)
+    ids.copy_(ids.flip(0))
+    if schedule == "one_pass":
+        return out.loss.backward()
+    with pytest.raises(RuntimeError, match="batch.candidate_ids: it, or a tensor whose"):
+        out.loss.backward()

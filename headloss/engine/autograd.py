@@ -31,11 +31,12 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
+        ctx.call, ctx.used, ctx.rebuild, ctx.read_again = call, False, [], []
         ctx.result = result = forward(call, tensors)
-        ctx.call, ctx.used, ctx.count, ctx.read_again = call, False, 0, []
-        if call.plan.schedule == "recompute":  # autograd sees to it that none of these changes
-            ctx.count, ctx.read_again = len(tensors), call.read_again
-            ctx.save_for_backward(*tensors, *call.constants)
+        if result.sums is None:  # autograd sees to it that none of these changes
+            ctx.save_for_backward(*call.constants, *tensors)
+        if result.coefficients is not None:
+            ctx.read_again = call.read_again
         stats, values = result.measured.stats, result.values
         # In memory of its own: it gets a graph.
         loss = call.weighted.total(values, stats).to(call.requirements.wide, copy=True)
@@ -49,17 +50,14 @@ class HeadLoss(torch.autograd.Function):
                 "headloss: backward through out.loss a second time; its gradient is given once "
                 "per call, call head_loss again"
             )
-        ctx.used, call, result = True, ctx.call, ctx.result
-        refuse_changes(ctx.read_again)
+        call, source, result = take_up(ctx)
         ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
-        saved = ctx.saved_tensors[: ctx.count]  # read once: checkpointing recomputes them
         factor, coefficients = missing_factor(call, upstream), result.coefficients
         with inside(upstream.device.type, *call.groups):
             if coefficients is None:
                 return None, *result.sums.finish(factor)
             if factor is not None and call.weighted.scale is None:
                 coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
-            source: Any = call.open(saved) if saved else None
             return None, *backward(call, source, result, coefficients, factor)
 
 
@@ -82,32 +80,34 @@ class HeadStatistics(torch.autograd.Function):
         carry = {BESIDE.get(name, name) for name in gradients}
         ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.result = call, result._replace(tiles=[])
-        ctx.used, ctx.count, saved, ctx.read_again = False, 0, [], call.read_again
-        if call.plan.schedule in ("held", "recompute"):
-            saved, ctx.count = [*tensors, *call.constants], len(tensors)
-        ctx.first_tile, tiles = len(saved), []
+        ctx.call, ctx.result, ctx.used = call, result._replace(tiles=[]), False
+        ctx.read_again, tiles = call.read_again, list[Tensor]()
         ctx.rebuild = [save_tile(tile, tiles) for tile in result.tiles]
-        ctx.save_for_backward(*saved, *tiles)
+        again = (*call.constants, *tensors) if result.sums is None else ()
+        ctx.save_for_backward(*tiles, *again)
         return tuple(outputs.values())
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
         refuse_second_derivatives("head_stats")
-        call, result = ctx.call, ctx.result
-        if ctx.used and call.plan.schedule in ("held", "frozen"):
+        plan = ctx.call.plan
+        if ctx.used and plan.keeps_tiles:
             raise RuntimeError(
                 f"headloss: backward through head_stats a second time, but its schedule, "
-                f'{call.plan.schedule}, has used up what it kept; add the losses first, or ask for '
+                f'{plan.schedule}, has used up what it kept; add the losses first, or ask for '
                 'Options(schedule="recompute")'
             )
-        ctx.used = True
-        refuse_changes(ctx.read_again)
-        saved = ctx.saved_tensors  # read once: checkpointing recomputes them
-        source: Any = call.open(saved[: ctx.count]) if ctx.count else None
-        tiles = iter(saved[ctx.first_tile :])
-        result = result._replace(tiles=[rebuild(tiles) for rebuild in ctx.rebuild])
-        return None, None, *backward_of_slopes(call, source, result, upstream)
+        return None, None, *backward_of_slopes(*take_up(ctx), upstream)
+
+
+def take_up(ctx: Any) -> tuple[Call, Any, ForwardResult]:
+    """The call, the source of its logits where they are made again, and what was left."""
+    ctx.used = True
+    refuse_changes(ctx.read_again)
+    call, saved = ctx.call, iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
+    result = ctx.result._replace(tiles=[rebuild(saved) for rebuild in ctx.rebuild])
+    tensors = list(saved)[len(call.constants) :]
+    return call, call.open(tensors) if tensors else None, result
 
 
 def backward_of_slopes(

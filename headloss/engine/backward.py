@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..kernels.interface import Measured
 from ..logits.accumulators import SlabAccumulator
-from ..logits.given import InPlaceLogits
 from ..logits.linear import LinearLogits, LogitSource, rows_left
 from ..logits.rows import ALL, BackwardInputs, steps
 from ..objective.weighted import Coefficients
@@ -27,8 +26,8 @@ class ForwardResult(NamedTuple):
         measured: the statistics of all tokens.
         tiles: what each block's logits left, under a held schedule; they are used up.
         sums: the gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by
-            each token's slope.
-        values: first each term's share of its reduced value, [>= K] in float64.
+            each token's slope. None: they are to be found, from what was read.
+        values: each term's share of its reduced value, [K] in float64.
         coefficients: of all tokens, where the gradients still need them.
     """
 
@@ -52,9 +51,6 @@ def backward(
     if isinstance(source, LinearLogits):
         assert isinstance(call, LinearCall)
         return _in_slabs(call, source, inputs, factor)
-    if isinstance(source, InPlaceLogits):
-        source.logit_gradient(ALL, ALL, inputs)
-        return source.finish(factor)
     sums = call.accumulator(source)  # of given logits, a tile at a time
     for columns in steps(source.vocabulary, plan.tile.columns):
         for rows in steps(len(source), plan.tile.rows):
@@ -117,7 +113,7 @@ def _in_slabs(
     if index is not None:  # once, and not for each slab
         source, inputs = source.take(index), inputs.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
-    dense = index is not None and call.layout.group is not None
+    dense = index is not None and call.shard.group is not None
     count, tile = len(source), call.plan.tile
     at_once = count <= tile.rows and factor is None and source.additions == 1
     sums = SlabAccumulator(every_row if dense else source, call.buffers, at_once)

@@ -31,7 +31,7 @@ from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
-from ..parallel.layout import VocabLayout, agreed_layout
+from ..parallel.vocabulary import WholeVocabulary, agreed_shard
 from .checks import Arguments, check_masks, check_temperatures
 from .plan import Plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
@@ -47,7 +47,7 @@ class Call:
     Attributes:
         requirements: what follows from the arguments, before the batch is packed.
         batch: by position.
-        layout: this rank's rows of the whole vocabulary, and the other ranks'.
+        shard: this rank's slice of the vocabulary.
         scored: the scored tokens, and where in the batch they are.
         per_segment: fields of the batch with one value per segment; None: by their shapes.
         transform: of raw logits; its temperature is a number or [T].
@@ -57,7 +57,7 @@ class Call:
     requirements: Requirements
     batch: Batch
     options: Options
-    layout: VocabLayout
+    shard: Any
     scored: Packing
     plan: Plan
     per_segment: frozenset[str] | None
@@ -78,17 +78,12 @@ class Call:
     @property
     def vocabulary(self) -> int:
         """Of the whole model."""
-        return self.layout.vocabulary
-
-    @cached_property
-    def shard(self) -> Any:
-        """This rank's slice of the vocabulary."""
-        return self.layout.shard()
+        return self.shard.vocabulary
 
     @property
     def groups(self) -> tuple[Any, ...]:
         """Of the vocabulary's slices, and of segments that run across ranks."""
-        return self.layout.group, self.scored.segments.group
+        return self.shard.group, self.scored.segments.group
 
     @cached_property
     def packed(self) -> PackedBatch:
@@ -119,7 +114,7 @@ class Call:
     def context(self) -> RowContext:
         """What a source of logits has to know of the tokens."""
         requirements, scored = self.requirements, self.scored
-        every_column = self.layout.group is None and scored.live is None
+        every_column = self.shard.group is None and scored.live is None
         context = RowContext(
             requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
             self.vocabulary, every_column,
@@ -130,13 +125,10 @@ class Call:
 
     @cached_property
     def tolerance(self) -> Tolerance | None:
-        """Leaves further rows out; of no mass at all where that would save no product: those of a
-        frozen head are made before any coefficient is known."""
-        options, plan = self.options, self.plan
-        if not options.gradient_tolerance:
+        """Leaves further rows out; of no mass at all where that would save no product."""
+        if not self.options.gradient_tolerance:
             return None
-        saves = plan.skip_rows and plan.schedule not in ("frozen", "statistics")
-        share = options.gradient_tolerance if saves else 0.0
+        share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
         zero = self.scored.targets.new_zeros((), dtype=torch.float64)
         return Tolerance(share, self.transform, self.vocabulary, zero)
 
@@ -182,7 +174,7 @@ class LinearCall(Call):
             compute_dtype=requirements.compute_dtype,
             logits_dtype=options.logits_dtype,
             fixed=requirements.fixed_product(options),
-            measured=measured and self.layout.group is None,
+            measured=measured and self.shard.group is None,
         )
         return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
 
@@ -209,7 +201,7 @@ class LinearCall(Call):
 class GivenCall(Call):
     """Of logits that exist already."""
 
-    @cached_property
+    @property
     def buffer(self) -> LogitsBuffer:
         return LogitsBuffer(self.scored.order, self.requirements.inputs.overwrites)
 
@@ -280,22 +272,22 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     a, batch, options = arguments, arguments.batch, arguments.options
     static = isinstance(options, Options) and options.static
     requirements, error = attempt(None, lambda: require(a))
+    shard: Any
     if a.group is None:
-        layout, error = attempt(
-            error, lambda: VocabLayout(a.head.vocabulary if a.head else a.values.shape[-1])
-        )
+        shard, error = attempt(error, lambda: WholeVocabulary(requirements.inputs.vocabulary))
     else:
-        facts, error = attempt(error, lambda: of_vocabulary(a, requirements))
-        rows = a.head and a.head.vocab_size
-        layout, error = agreed_layout(a.group, facts, error, rows, static)
+        vocab_size = a.head and a.head.vocab_size
+        say = partial(of_vocabulary, a, requirements)
+        shard, error = agreed_shard(a.group, say, error, vocab_size, static)
     packed, error = attempt(
-        error, lambda: _planned(batch, options, a.transform, layout, requirements)
+        error, lambda: _planned(batch, options, a.transform, shard, requirements)
     )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
-        facts, error = attempt(error, lambda: of_segments(a, packed[1], requirements))
-        of_ranks, error = agree("segments.group", across, facts, error, static)
+        of_ranks, error = agree(
+            "segments.group", across, lambda: of_segments(a, packed[1], requirements), error, static
+        )
         fields, error = attempt(error, lambda: per_segment(of_ranks))
     if error is not None:
         raise error
@@ -304,7 +296,7 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
         requirements=requirements,
         batch=batch,
         options=options,
-        layout=layout,
+        shard=shard,
         scored=scored,
         plan=plan,
         per_segment=fields,
@@ -316,16 +308,16 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
 
 
 def _planned(
-    batch: Batch, options: Options, transform: Transform, layout: VocabLayout,
+    batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
     requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
     unit = requirements.inputs.segments_per_unit if options.static else None
-    scored = packing_of(batch, layout.vocabulary, unit)
-    layout.check_batch(batch, options.sequence_parallel)
+    scored = packing_of(batch, shard.vocabulary, unit)
+    shard.check_batch(batch, options.sequence_parallel)
     if requirements.masks and not options.static:
         check_masks(batch, requirements.masks, scored.view(batch, requirements.wide))
-    plan = requirements.plan(options, scored, layout)
+    plan = requirements.plan(options, scored, shard)
     if isinstance(transform.temperature, Tensor):
         rows = _temperatures(transform.temperature, batch, scored)
         transform = replace(transform, temperature=rows.to(requirements.wide))

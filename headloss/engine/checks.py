@@ -257,15 +257,6 @@ _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
-def check_gradient(objective: Objective, traced: dict[str, Reads]) -> None:
-    """ValueError where a gradient is wanted of an objective that has none."""
-    if not any(term.gradients for term in traced.values()):
-        raise ValueError(
-            f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
-            "states or weights require one (is everything detached?); call it under torch.no_grad()"
-        )
-
-
 def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
     read = {name for term in traced.values() for name in term.fields}
     return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}

@@ -31,15 +31,12 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if isinstance(call, GivenCall) and call.in_one_launch:
         return in_one_launch(call, tensors)
     result, schedule = sweep(call, tensors), call.plan.schedule
-    if schedule == "one_pass" and result.values is None:  # there is no token
-        zeros = result.measured.stats.logp.new_zeros(len(call.weighted.named), dtype=torch.float64)
-        return result._replace(values=zeros)
-    if schedule == "one_pass":
+    if result.values is not None:
         return result
     stats, weighted = result.measured.stats, call.weighted
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
     result = result._replace(values=coefficients.values)
-    if call.tolerance is not None and schedule != "statistics":
+    if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     if schedule == "held":  # no later: the tiles take more than the gradients do
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
@@ -74,8 +71,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
         parts.append(measured)
         if schedule == "held":
             tiles.append(tile)
-        elif schedule in ("one_pass", "frozen"):
-            live = None
+        elif plan.keeps_tiles:
             if schedule == "frozen":
                 coefficients = _unit(call, measured, rows)
             else:
@@ -85,16 +81,19 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                     coefficients = tolerance(coefficients, measured.stats, rows, weighted.scale)
                 share = coefficients.values
                 values = share if values is None else values + share
-                live = coefficients.live() if plan.skip_rows else None
+            live = coefficients.live() if plan.skip_rows else None
             inputs = BackwardInputs(measured, coefficients, tile, live)
             gradient = source.logit_gradient(rows, ALL, inputs)
             sums = sums or call.accumulator(source)  # after the first product is queued
             sums.add(gradient)
             del inputs, gradient  # they are used up
         del tile  # before the next one is made
-    if schedule in ("one_pass", "frozen"):
+    if plan.keeps_tiles and schedule != "held":
         sums = sums or call.accumulator(source)
     measured = parts[0] if len(parts) == 1 else joined(call, source, parts)
+    if schedule == "one_pass" and values is None:  # there is no token
+        count = len(call.weighted.named)
+        values = measured.stats.logp.new_zeros(count, dtype=torch.float64)
     return ForwardResult(measured, tiles, sums, values)
 
 
@@ -114,7 +113,6 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
     measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.vocabulary, needs))
     extras = measured.stats.extras
-    extras |= {key: empty.clone() for key in needs & {PEAK}}
-    extras |= {teacher.key: empty.clone() for teacher in source.teachers}
+    extras |= dict.fromkeys([*(needs & {PEAK}), *(t.key for t in source.teachers)], empty)
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
     return measured

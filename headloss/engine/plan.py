@@ -153,7 +153,9 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     parts = sizes.bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
-    skip_rows = options.skip_rows and not (options.static or p.given or p.narrow) and worth
+    # Of a frozen head dlogp/dhidden is made before any coefficient is known.
+    all_rows = options.static or p.given or p.narrow or schedule in ("frozen", "statistics")
+    skip_rows = options.skip_rows and worth and not all_rows
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -253,7 +255,7 @@ def _chunk_rows(p: PlanInputs, options: Options, limit: int) -> int:
 
 def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
-    if p.narrow:
+    if p.narrow or p.in_place:
         return Tile(rows, p.vocabulary)
     elements, explicit = rows * p.vocabulary, options.chunk_tokens is not None
     if options.batch_invariant:

@@ -111,7 +111,7 @@ def bytes_by_part(
     # Of its own dtype or of one product, a sum is the returned gradient itself.
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
-    sent = p.sharded and p.hidden_gradient and not p.given and schedule != "statistics"
+    sent = p.sharded and p.hidden_gradient and not p.given
     parts = [
         (not p.narrow, "partial statistics" if fused else "logits", logits),
         (p.support, "support", p.support * PAIR_BYTES),

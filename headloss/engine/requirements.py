@@ -26,13 +26,12 @@ from ..losses.trial import Reads
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
-from ..parallel.layout import VocabLayout
+from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from .checks import (
     Arguments,
     check_dead_rows,
     check_eager,
-    check_gradient,
     check_linear,
     check_objective,
     check_shape,
@@ -82,19 +81,19 @@ class Requirements:
         """The product of which a row's bits depend on no other row, where it is traced for."""
         return self.kernels.fixed_product if options.batch_invariant else None
 
-    def plan(self, options: Options, scored: Packing, layout: VocabLayout) -> Plan:
+    def plan(self, options: Options, scored: Packing, shard: WholeVocabulary) -> Plan:
         """What runs for the tokens of the call."""
         support = scored.support
         inputs = replace(
             self.inputs,
             lengths=scored.lengths,
             tokens=len(scored),
-            vocabulary=layout.widest,
+            vocabulary=shard.widest,
             support=0 if support is None else len(support.ids),
             restricted=0 if support is None else support.restricted,
-            sharded=layout.group is not None,
-            memory=self.inputs.memory if layout.memory is None else layout.memory,
-            weight_gradient=self.inputs.weight_gradient or bool(layout.weight_gradient),
+            sharded=shard.group is not None,
+            memory=shard.memory or self.inputs.memory,
+            weight_gradient=self.inputs.weight_gradient or shard.weight_gradient,
         )
         return make_plan(inputs, options, self.backend)
 
@@ -120,14 +119,12 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
     plain = not head.lora and options.logits_dtype is None
     inputs = {
         "width": hidden.shape[-1],
-        "hidden_gradient": any(needs_grad.features),
-        "weight_gradient": needs_grad.any_weight,
-        "element_size": dtype.itemsize,
+        "vocabulary": head.vocabulary,
+        "on_gpu": hidden.is_cuda,
+        "memory": kernels.memory(hidden.device),
         "weight_size": head.weight.dtype.itemsize,
         "rescaled": dtype == torch.float16,
-        "on_gpu": hidden.is_cuda,
         "multiprocessors": kernels.multiprocessors(hidden.device),
-        "memory": kernels.memory(hidden.device),
         "main_grad": options.main_grad is not None,
         "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
     }
@@ -164,11 +161,9 @@ def of_given_logits(arguments: Arguments) -> Requirements:
     if inplace:
         check_own_places("inplace", logits, "logits")
     backend = kernels.choose(options.backend, logits.device, logits.dtype)
-    needs_grad = NeedsGrad(logits=logits.requires_grad and torch.is_grad_enabled())
+    needs_grad = NeedsGrad((logits.requires_grad and torch.is_grad_enabled(),))
     inputs = {
-        "hidden_gradient": needs_grad.logits,
-        "weight_gradient": False,
-        "element_size": logits.element_size(),
+        "vocabulary": logits.shape[-1],
         "on_gpu": logits.is_cuda,
         "memory": kernels.memory(logits.device),
         "given": True,
@@ -199,18 +194,22 @@ def _required(
     compute_dtype: torch.dtype | None = None
 ) -> Requirements:
     """Trace the objective's terms, and say what follows for the plan beside its `inputs`."""
-    wide, teachers = sum_dtype(dtype), objective.teachers
+    wide, teachers, device = sum_dtype(dtype), objective.teachers, batch.targets.device
     if teachers:
         check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
-    traced = reads(objective, kinds, wide, batch.targets.device, options.metrics, cuts=True)
+    traced = reads(objective, kinds, wide, device, options.metrics, cuts=True)
     if options.static:
-        check_dead_rows(objective, kinds, wide, batch.targets.device)
+        check_dead_rows(objective, kinds, wide, device)
     warn_of_misspelt_fields(batch, read := fields_read(objective, traced))
-    if needs_grad.any:
-        check_gradient(objective, traced)
     needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
+    into_hidden, into_weight = any(needs_grad.features), needs_grad.any_weight
+    if (into_hidden or into_weight) and not gradients:
+        raise ValueError(
+            f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
+            "states or weights require one (is everything detached?); call it under torch.no_grad()"
+        )
     beside = needs & BESIDE.keys()
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
@@ -230,6 +229,9 @@ def _required(
     constant = slopes and not (restricted or any(term.fields for term in traced.values()))
     constant &= not any(term.weight_fields for _, term in objective.parts)
     inputs |= {
+        "hidden_gradient": into_hidden,
+        "weight_gradient": into_weight,
+        "element_size": dtype.itemsize,
         "scope": objective.scope,
         "sparse": not constant or options.gradient_tolerance > 0,
         "thorough": restricted or options.gradient_tolerance > 0,

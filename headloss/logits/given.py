@@ -164,7 +164,7 @@ class InPlaceLogits(GivenLogits):
         self.walk(None, inputs.coefficients, None, inputs.measured.normalizer)
         return LogitGradient(self.out.tensor, rows)
 
-    def add(self, gradient: LogitGradient) -> None:
+    def add(self, gradient: LogitGradient, columns: slice = ALL) -> None:
         """Nothing to do: the walk has written it already."""
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:

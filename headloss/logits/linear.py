@@ -31,18 +31,13 @@ MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 class NeedsGrad(NamedTuple):
     """Which of a source's tensors need a gradient, in the source's own order."""
 
-    features: tuple[bool, ...] = ()
+    features: tuple[bool, ...]  # or the logits alone
     weights: tuple[bool, ...] = ()
     bias: bool = False
-    logits: bool = False
 
     @property
     def any_weight(self) -> bool:
         return any(self.weights) or self.bias
-
-    @property
-    def any(self) -> bool:
-        return any(self.features) or self.any_weight or self.logits
 
 
 class RowContext(NamedTuple):

@@ -76,7 +76,7 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
         parts = value
     elif isinstance(value, dict):
         parts = sorted(value.items(), key=lambda item: str(item[0]))
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         parts = vars(value).values()
     else:
         with contextlib.suppress(TypeError):

@@ -59,7 +59,7 @@ def external_loss(
 
 def coefficients_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Coefficients:
     """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
-    sparse: dict[object, Tensor] = {key: slopes[key] for key in (CANDIDATES,) if key in slopes}
+    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
     return Coefficients(vjp(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
 
 

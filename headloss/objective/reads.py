@@ -41,7 +41,9 @@ def reads(
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
     for name, _, term in objective.named():
         key = fingerprint(term, []), tuple(kinds.items()), how
-        read = getattr(term.function, "reads", None) or _entry(key)
+        read: Reads | None = getattr(term.function, "reads", None)
+        with contextlib.suppress(TypeError):  # an option that has no hash
+            read = read or _TABLE.get(key)
         if read is None:
             read = _traced(name, term, kinds, dtype, device, observe, cuts)
             with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
@@ -50,12 +52,6 @@ def reads(
                 _TABLE[key] = read
         by_term[name] = read
     return by_term
-
-
-def _entry(key: Any) -> Reads | None:
-    with contextlib.suppress(TypeError):  # an option that has no hash
-        return _TABLE.get(key)
-    return None
 
 
 def _traced(

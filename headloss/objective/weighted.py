@@ -107,7 +107,7 @@ class Coefficients(NamedTuple):
 
     softmax: SoftmaxCoefficients  # [n]
     extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    values: Tensor  # [>= K] float64, first each term's share of its reduced value
+    values: Tensor  # [K] float64, each term's share of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Of some of the tokens."""

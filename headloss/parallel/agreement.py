@@ -44,19 +44,19 @@ class Facts:
     Attributes:
         numbers: of its own, that may differ between the ranks.
         same: what has to be equal, known to the host.
-        counts: what has to be equal and was read of the batch; static calls have none.
+        counts: the same, read of the batch, of which static calls read nothing.
         highest: target or id of columns, read of the batch, which may differ too.
         values: makes, of each rank's own numbers, lists of tensors and texts that have to be equal
             too, by what is to be said where they are not.
-        check: of the call's options.
+        check: `Options.check_ranks`, which has to be equal too.
     """
 
     numbers: Mapping[str, int]
     same: Mapping[str, object]
-    counts: Mapping[str, Sequence[int]]
     values: Callable[[OwnNumbers], Mapping[str, Sequence[Tensor] | str]]
+    check: bool
+    counts: Sequence[int] = ()
     highest: int = -1
-    check: bool = False
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -76,8 +76,8 @@ def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
 
 
 def agree(
-    role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None,
-    static: bool = False
+    role: str, group: distributed.ProcessGroup, say: Callable[[], Facts],
+    error: Exception | None, static: bool = False
 ) -> tuple[Any, Exception | None]:  # fmt: skip
     """The own numbers of each rank, or the error that every rank of the group is to raise: one of
     its own (another kind than ValueError and TypeError: as a RuntimeError on the others), a fact
@@ -85,10 +85,11 @@ def agree(
 
     Args:
         role: what the group is called in errors.
-        facts: None where this rank has failed by an `error`.
+        say: makes this rank's facts, where it has not failed by an `error`.
         static: the call is. Once the group has learned any call, the others may go on without a
             record: a rank that fails then raises alone.
     """
+    facts, error = attempt(error, say)
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         return None, error or ValueError(
             f"{role}: got {group!r}, want a process group that this rank is in (new_group returns "
@@ -123,7 +124,7 @@ def _record(facts: Facts | None) -> list[int]:
     """[WORDS] whether the rank has failed, checksums of what has to be equal, its own numbers."""
     words = [1]
     if facts is not None:
-        sums = _checksum(facts.same), _checksum(facts.counts)
+        sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
     return words + [0] * (WORDS - len(words))
 
@@ -139,7 +140,8 @@ def _explained(
     role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
 ) -> Exception:
     """What is wrong, of which the ranks tell each other."""
-    same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **facts.counts}.items()}
+    read = {} if facts is None else {"check_ranks": [facts.check], "targets": facts.counts}
+    same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **read}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)
     every: list[Any] = [None] * distributed.get_world_size(group)
     arguments = every, (None if error is None else (kind, str(error)), same), group

@@ -6,18 +6,19 @@ N positions, H hidden width, V rows of the whole vocabulary, S segments.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from types import MethodType
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ..batch.batch import IGNORE, MOST_IDS, Batch
+from ..collectives import PROCESS_GROUP
 from ..head.head import Head, autocast_dtype, transform_of
 from ..kernels import suits_product
 from ..kernels.transform import Transform
+from ..losses.identity import fingerprint
 from .agreement import HIGHEST, MOST, Facts, OwnNumbers
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
 APART = ("teacher_logits", "candidate_ids")
 ANY_VOCABULARY = 1 << 62
+OWN = (PROCESS_GROUP, torch.device)  # of which each rank has its own
 
 
 def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
@@ -55,10 +57,13 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
         return compared
 
+    common: Any = {"numbers": numbers, "same": same, "values": values}
+    if options.static:
+        return Facts(check=options.check_ranks, **common)
     # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
-    highest = -1 if options.static else batch._survey().check(ANY_VOCABULARY).highest
-    common = {"values": values, "check": options.check_ranks, "highest": highest}
-    return Facts(numbers=numbers, same=same, counts=_counts(batch, options), **common)
+    survey = batch._survey().check(ANY_VOCABULARY)
+    common |= {"counts": survey.lengths, "highest": survey.highest}
+    return Facts(check=options.check_ranks, **common)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
@@ -67,8 +72,8 @@ def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     numbers |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
     same |= _of_transform(transform_of(head))
-    counts, sample = {"check_ranks": [check]}, {"hidden: differs": [_sampled(hidden)]}
-    return Facts(numbers=numbers, same=same, counts=counts, values=lambda _: sample, check=check)
+    sample = {"hidden: differs": [_sampled(hidden)]}
+    return Facts(numbers=numbers, same=same, values=lambda _: sample, check=check)
 
 
 def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
@@ -95,8 +100,7 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
         }
         return {**fields, **_text_of(objective, batch)}  # type: ignore[dict-item]
 
-    counts = {"check_ranks": [options.check_ranks]}
-    return Facts(numbers=forms, same=same, counts=counts, values=values, check=options.check_ranks)
+    return Facts(numbers=forms, same=same, values=values, check=options.check_ranks)
 
 
 def _form(batch: Batch, name: str) -> int:
@@ -120,11 +124,6 @@ def per_segment(said: OwnNumbers) -> frozenset[str]:
 
 
 # ---------------------------------------------------------------------- known to the host
-
-
-def _counts(batch: Batch, options: Options) -> dict[str, Sequence[int]]:
-    lengths = [] if options.static else batch._survey().lengths
-    return {"check_ranks": [options.check_ranks], "targets": lengths}
 
 
 def _of_batch(batch: Batch) -> dict[str, object]:
@@ -233,27 +232,20 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, Sequence[Tensor] |
          t.weight_fields, [(m.name, m.factor) for m in t.modifiers])
         for c, t in objective.parts
     ]  # fmt: skip
-    text = _spelt(parts, tensors)
+    text = _spelt(fingerprint(parts, tensors))
     values = [tensor.to(batch.targets.device) for tensor in tensors]
     return {"objective: differs": text, "values of options: differs": values}
 
 
-def _spelt(value: Any, tensors: list[Tensor]) -> str:
-    """What says the same of equal values on all ranks: `repr` leaves values of a tensor out, and
-    shows where in memory a function lies. Tensors are added to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return f"{value.dtype}{tuple(value.shape)}"
-    if isinstance(value, functools.partial):
-        return _spelt((value.func, value.args, value.keywords), tensors)
-    if isinstance(value, MethodType):
-        return _spelt((value.__func__, value.__self__), tensors)
-    if isinstance(value, Mapping):
-        value = tuple(value.items())
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_spelt(x, tensors) for x in value)})"
+def _spelt(value: Any) -> str:
+    """What says the same of equal fingerprints on all ranks: `repr` shows where in memory a
+    function lies, and which device is a rank's own."""
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_spelt, value))})"
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    if type(value).__repr__ is object.__repr__ or isinstance(value, distributed.ProcessGroup):
+    if type(value).__repr__ is object.__repr__ or isinstance(value, OWN):
         return type(value).__qualname__
     return repr(value)

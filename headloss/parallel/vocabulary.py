@@ -1,36 +1,51 @@
 """The same call on many ranks, each with a slice of the vocabulary.
 
-T scored tokens, n of a chunk, H hidden width, W ranks of a group. A schedule asks its slices of the
-vocabulary to merge statistics and to sum hidden gradients. `WholeVocabulary` is that on one rank,
-`VocabShard` a slice. Every rank of a group runs the same plan on the same tokens, so the number and
-the shapes of collectives are the same on all of them (law 7).
+T scored tokens, n of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks its
+slice of the vocabulary to merge statistics and to sum hidden gradients. `WholeVocabulary` is that
+on one rank, `VocabShard` a slice, by what the ranks of its group said. Every rank of a group runs
+the same plan on the same tokens, so the number and the shapes of collectives are the same on all of
+them (law 7).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
+from ..batch.batch import Batch
 from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..head.products import Fixed
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
+from .agreement import HIGHEST, Facts, OwnNumbers, agree, attempt
+from .facts import of_positions
 
 if TYPE_CHECKING:
     from ..head.head import Head
 
 
 class WholeVocabulary:
-    """The whole vocabulary on this rank."""
+    """The whole vocabulary, V columns, on this rank."""
 
     group: distributed.ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
     size: int | None = None  # columns of this rank's slice, None: all
+    weight_gradient = False  # whether another rank wants one
+    memory = 0  # bytes of the group's smallest GPU, 0 without a group
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = self.widest = vocabulary  # V, and the most columns that any rank holds
+
+    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
+        """ValueError where another rank's ids are outside the vocabulary, or where the ranks'
+        hidden states are not those of all positions."""
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
         """From partials of this rank's slice to those of the whole vocabulary."""
@@ -61,26 +76,62 @@ class WholeVocabulary:
         return dropout(hidden, p)
 
 
-WHOLE = WholeVocabulary()
-
-
 class VocabShard(WholeVocabulary):
     """A slice of the vocabulary; the ranks of `group` hold the others, in rank order, and all of
     them the hidden states of the packed tokens.
 
     Args:
-        sizes: scored columns of each rank.
-        tokens: rows of hidden states that each rank was given (sequence parallelism); empty: every
-            rank was given all.
+        numbers: of each rank (`facts.of_vocabulary`).
+        vocab_size: V, None: the rows of all ranks.
+
+    Raises:
+        ValueError: numbers that do not fit.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, sizes: Sequence[int], tokens: Sequence[int] = ()
+        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None
     ) -> None:
-        rank = distributed.get_rank(group)
         self.group: distributed.ProcessGroup = group
-        self.tokens = tokens
-        self.first, self.size = sum(sizes[:rank]), sizes[rank]
+        rows, vocabulary = numbers["rows"], sum(numbers["rows"])
+        if vocab_size is not None:
+            if vocab_size > vocabulary:
+                raise ValueError(
+                    f"vocab_size: got {vocab_size}, want at most {vocabulary}, the rows of all "
+                    "ranks"
+                )
+            vocabulary = vocab_size
+        firsts = list(itertools.accumulate(rows, initial=0))
+        sizes = [min(n, vocabulary - at) for n, at in zip(rows, firsts, strict=False)]
+        if min(sizes) < 1:
+            raise ValueError(
+                f"weight: got {rows} rows on the ranks of vocab_group, of which the first "
+                f"{vocabulary} are scored: want at least one on each rank"
+            )
+        for rank, theirs in enumerate(numbers["teacher_columns"]):
+            if theirs not in (-1, sizes[rank]):
+                raise ValueError(
+                    f"teacher: got {theirs} columns on rank {rank} of vocab_group, want the "
+                    f"student's {sizes[rank]} scored rows there"
+                )
+        self.rank = distributed.get_rank(group)
+        self.vocabulary, self.widest = vocabulary, max(sizes)
+        self.first, self.size = firsts[self.rank], sizes[self.rank]
+        self.weight_gradient, self.memory = any(numbers["weight_gradient"]), min(numbers["memory"])
+        # Rows of hidden states that each rank was given; all 0: every rank was given all.
+        self.tokens, self.highest = numbers["tokens"], numbers[HIGHEST]
+
+    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
+        for rank, highest in enumerate(self.highest):
+            if highest >= self.vocabulary:
+                raise ValueError(
+                    f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
+                    f"{self.vocabulary}"
+                )
+        if sequence_parallel and sum(self.tokens) != batch.targets.numel():
+            raise ValueError(
+                f"hidden: got {self.tokens} tokens on the ranks of vocab_group, want "
+                f"{batch.targets.numel()} in all, the targets'"
+            )
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
         """One packed all-gather; the same operations in rank order give all ranks the same bits."""
@@ -110,11 +161,11 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the call takes them: this rank's, or those [N, H] of all ranks, in rank
-        order. Each then takes its own rows of the gradient, which is the same on all."""
-        if not self.tokens:
+        """[N, H] hidden states of all ranks, in rank order. Each then takes its own rows of the
+        gradient, which is the same on all."""
+        if not any(self.tokens):
             return hidden
-        start = sum(self.tokens[: distributed.get_rank(self.group)])
+        start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 
         def gathered(mine: Tensor) -> Tensor:
@@ -130,3 +181,31 @@ class VocabShard(WholeVocabulary):
         what, options = "an adapter's dropout", {"group": self.group, "group_src": 0}
         together(what, self.group, distributed.broadcast, mask, **options)
         return hidden * mask / (1 - p)
+
+
+def agreed_shard(
+    group: Any, facts: Callable[[], Facts], error: Exception | None, vocab_size: int | None,
+    static: bool = False
+) -> tuple[Any, Exception | None]:  # fmt: skip
+    """This rank's slice, or the error that every rank is to raise; see `agree`."""
+    of_ranks, error = agree("vocab_group", group, facts, error, static)
+    return attempt(error, lambda: VocabShard(group, of_ranks, vocab_size))
+
+
+def shard_of_positions(
+    head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
+) -> WholeVocabulary:
+    """This rank's slice for a verb on positions alone, which `check` refuses on all ranks."""
+    group = head.vocab_group
+    if group is None:
+        check()
+        return WholeVocabulary(head.vocabulary)
+    if torch.compiler.is_compiling():
+        run: Any = torch.compiler.disable(shard_of_positions)
+        return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
+    _, error = attempt(None, check)
+    facts = functools.partial(of_positions, head, hidden, k, check_ranks)
+    shard, error = agreed_shard(group, facts, error, head.vocab_size)
+    if error is not None:
+        raise error
+    return shard  # type: ignore[no-any-return]
