@@ -115,6 +115,5 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.vocabulary, needs))
     extras = measured.stats.extras
     extras |= {key: empty.clone() for key in needs & {PEAK}}
-    extras |= {teacher.key: empty.clone() for teacher in source.teachers}
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
     return measured
