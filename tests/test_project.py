@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_625, "core tokens": 75_830}
-MOST |= {"kernels lines": 4_051, "kernels tokens": 32_551, "files on top": 14}
+MOST = {"core lines": 10_488, "core tokens": 74_776}
+MOST |= {"kernels lines": 3_989, "kernels tokens": 32_017, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

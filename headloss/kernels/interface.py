@@ -72,6 +72,14 @@ class ExpTile:
     exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
     shift: Tensor  # [n] a logit of each token, the largest or not far below it
 
+    def check(self, backward: Backward) -> None:
+        """ValueError where they cannot give the gradient."""
+        if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
+            raise ValueError(
+                "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
+                "keep the logits (logit_gradient_)"
+            )
+
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
         """Memory for the products of factors `like` this one; rows are whole 16 bytes."""
@@ -271,7 +279,9 @@ class Kernels(Acts, Protocol):
     ) -> Tensor:
         """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients. With
         `order`, row i of it is that of row order.rows[i], and rows from `count` on hold anything.
-        Not of the mean logit under a soft cap: that needs z, also where exp z is 0.
+
+        Raises:
+            ValueError: z is needed where exp z is 0 (`ExpTile.check`).
         """
 
     def held_multiple_(

@@ -36,8 +36,9 @@ class GradientBuffers(NamedTuple):
     direct: bool
 
 
-class _Accumulator:
-    """What both ways share: the order of the two products, the bias, and the end.
+class BlockAccumulator:
+    """Gradients that arrive in rows, one block of tokens after another, over all columns. A
+    `single_block` is the whole gradient, so that no wider sum is needed.
 
     `weights` are the gradients of weights that are wanted, by pair. Those of `columns` are added to
     `totals`, of which the `fresh` ones hold nothing yet.
@@ -47,14 +48,15 @@ class _Accumulator:
 
     def __init__(
         self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any] | None,
-        dtype: torch.dtype | None
+        single_block: bool
     ) -> None:
-        """dtype: of sums of weight gradients; None: the weights' own, which take what is final."""
         needs_grad = buffers.needs_grad
         self.source = source
         self.hidden = HiddenGradient(source, needs_grad.features, blocks)
         self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
         direct = self.main_grad is not None and (buffers.direct or blocks is None)
+        wide = source.dtype == torch.float64
+        self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
         self.bias: Tensor | None = None
         if needs_grad.bias:
             assert source.full_bias is not None
@@ -64,7 +66,8 @@ class _Accumulator:
             if i == 0 and direct:
                 self.weights[i] = self.main_grad  # type: ignore[assignment]
             elif needs_grad.weights[i]:
-                self.weights[i] = weight.new_empty(weight.shape, dtype=dtype or weight.dtype)
+                dtype = weight.dtype if single_block else self.sum_dtype
+                self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
                 self.weights[i][source.vocabulary :] = 0
         self.columns = ALL
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
@@ -86,7 +89,7 @@ class _Accumulator:
         for i, total in self.totals.items():
             features, fresh = self.source.features[i], i in self.fresh
             if len(values):
-                x = (features if rows is ALL else features[rows]) if scaled is None else scaled
+                x = features[rows] if scaled is None else scaled
                 products.add_weight_gradient_(total, values, x, fresh)
                 fresh = False
             if pairs is not None:
@@ -125,19 +128,7 @@ class _Accumulator:
         return [by_place.get(place) for place in range(count + 1)]
 
 
-class BlockAccumulator(_Accumulator):
-    """Gradients that arrive in rows, one block of tokens after another, over all columns. A
-    `single_block` is the whole gradient, so that no wider sum is needed."""
-
-    def __init__(
-        self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any],
-        single_block: bool
-    ) -> None:
-        dtype = torch.float64 if source.dtype == torch.float64 else buffers.accumulate_dtype
-        super().__init__(source, buffers, blocks, None if single_block else dtype)
-
-
-class SlabAccumulator(_Accumulator):
+class SlabAccumulator(BlockAccumulator):
     """Gradients that arrive in slabs of columns over all tokens: `open` a slab, `add` its rows,
     `close` it.
 
@@ -148,9 +139,7 @@ class SlabAccumulator(_Accumulator):
     by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
-        super().__init__(source, buffers, None, None)
-        wide = source.dtype == torch.float64
-        self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
+        super().__init__(source, buffers, None, single_block=True)
         self.at_once, self.places = at_once and self.main_grad is None, self.totals
 
     def open(self, columns: slice) -> None:

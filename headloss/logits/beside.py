@@ -22,7 +22,7 @@ NOTHING: frozenset[str] = frozenset()
 HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
-class Tile(NamedTuple):
+class LogitTile(NamedTuple):
     """Logits of some tokens in a slab of columns."""
 
     raw: Tensor  # [n, v]
@@ -121,7 +121,7 @@ class SquaredSum:
     def put(self, index: Tensor, taken: SquaredSum) -> None:
         """No token leaves anything behind."""
 
-    def add(self, rows: Rows, logits: Tile | Pairs) -> None:
+    def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
         """Take some of the logits of some tokens."""
         self.partials = logits.state(self.transform.rows(rows), self.partials)
 
@@ -176,7 +176,7 @@ class Candidates:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self._ids(rows) - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: Tile | Product | Pairs) -> None:
+    def add(self, rows: Rows, logits: LogitTile | Product | Pairs) -> None:
         """Take some of the logits of some tokens; the rest is not measured of a product."""
         ids, transform = self._ids(rows), self.transform.rows(rows)
         z = logits.at(ids, transform)

@@ -22,7 +22,7 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
-from .beside import Product, Tile
+from .beside import LogitTile, Product
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -60,22 +60,22 @@ class RowContext(NamedTuple):
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
-        targets, transform = self._at(index)
+        targets, transform = self.targets[index], self.transform.rows(index)
         beside = tuple(part.take(index) for part in self.beside)
         return self._replace(targets=targets, transform=transform, beside=beside)
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """What the statistics of a tile are taken by, beside its logits."""
-        targets, transform = self._at(rows)
-        return Forward(targets, self.shard.first + (columns.start or 0), transform, self.needs)
+        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        return Forward(self.targets[rows], first, transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
         """What the gradient of a tile is taken by, beside its logits."""
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
-        targets, transform = self._at(rows)
-        arguments = targets, self.shard.first + (columns.start or 0), transform, normalizer
+        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        arguments = self.targets[rows], first, transform, normalizer
         all_columns = self.all_columns and columns is ALL and isinstance(inputs.tile, Tensor)
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
@@ -83,11 +83,6 @@ class RowContext(NamedTuple):
         """What partials of this rank's slice come to over the whole vocabulary."""
         measured = self.shard.measured(self.acts, partials, self.needs, self.vocabulary)
         return measured  # type: ignore[no-any-return]
-
-    def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
-        if rows is ALL:
-            return self.targets, self.transform
-        return self.targets[rows], self.transform.rows(rows)
 
 
 def rows_left(live: Tensor | None) -> Tensor | None:
@@ -124,7 +119,7 @@ class LogitSource:
         for columns in tiles:
             raw = None  # before the next one is made
             raw = self.raw(rows, columns)
-            tile = Tile(raw, self.context.shard.first + (columns.start or 0), self.acts)
+            tile = LogitTile(raw, self.context.shard.first + (columns.start or 0), self.acts)
             for part in self.beside:
                 part.add(rows, tile)
             del tile
@@ -218,7 +213,7 @@ class LinearLogits(LogitSource):
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         if not self.fused:
             return super().statistics(rows, tiles, keep)
-        x, width, raw = self._x(rows), self.vocabulary, None
+        x, width, raw = self.features[0][rows], self.vocabulary, None
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.context.forward(rows))
@@ -244,9 +239,6 @@ class LinearLogits(LogitSource):
                 to.copy_(part_gradient)
         return LogitGradient(gradient, rows)
 
-    def _x(self, rows: slice) -> Tensor:
-        return self.features[0] if rows is ALL else self.features[0][rows]
-
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
         """Arguments of an act whose product has to add the bias of these columns."""
         if self.bias is None:
@@ -259,9 +251,7 @@ class LinearLogits(LogitSource):
         last: it hides what it adds to."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
-            x = features if rows is ALL else features[rows]
-            w = weight if columns is ALL else weight[columns]
-            out = products.logits(x, w, out, self.fixed).to(self.dtype)
+            out = products.logits(features[rows], weight[columns], out, self.fixed).to(self.dtype)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]
@@ -272,7 +262,7 @@ class ExpLogits(LinearLogits):
     """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        x, weight = self._x(rows), self.weights[0]
+        x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
         held = ExpTile.empty(len(x), len(weight), weight) if keep else None
         if (context := self.context).shard.size is None:
@@ -309,7 +299,7 @@ class ExpLogits(LinearLogits):
     def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
-        acts, x, held, live = self.acts, self._x(rows), inputs.tile, inputs.live
+        acts, x, held, live = self.acts, self.features[0][rows], inputs.tile, inputs.live
         order = count_copy = None
         multiple: Any = None
         features: Any = None

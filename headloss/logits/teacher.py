@@ -16,7 +16,7 @@ from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..statistics.softmax import Normalizer, finish
-from .beside import NOTHING, Tile
+from .beside import NOTHING, LogitTile
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -60,7 +60,7 @@ class DenseTeacher:
         some.sides = tuple(side.rows(index) for side in self.sides)
         return some
 
-    def add(self, rows: Rows, tile: Tile) -> None:
+    def add(self, rows: Rows, tile: LogitTile) -> None:
         """Take the student's logits of some tokens, over the whole vocabulary."""
         self.student = tile.raw
 

@@ -22,7 +22,7 @@ from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, cdiv
-from .records import LogitScaling, empty_partials, power_of_2, scaling
+from .records import LogitScaling, empty_partials, scaling
 from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
@@ -173,7 +173,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     options = {"maxnreg": shape.registers} if shape.registers else {}
     launch(
         cdiv(count, shape.turns), x, of, first, count, v, num_warps=shape.warps, **options,
-        WIDTH=min(lanes, max(16, power_of_2(v) // 4)), ALIGNED=16 if aligned else 1,
+        WIDTH=min(lanes, max(16, triton.next_power_of_2(v) // 4)), ALIGNED=16 if aligned else 1,
         SLOPES=0 if slopes is None else len(slopes)
     )  # fmt: skip
     return partials

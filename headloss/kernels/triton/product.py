@@ -16,7 +16,6 @@ out of its product as the gradient, and no logits are written.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +104,6 @@ launch_product = launchers(product_kernel, READ, **OPTIONS)
 launch_held = launchers(product_kernel, READ | {"held": WRITE}, **OPTIONS)
 
 
-@functools.cache
 def in_gluon() -> Any:
     """gluon.py: Gluon is not in every Triton."""
     from . import gluon

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -126,12 +127,7 @@ def programs_on(device: torch.device) -> int:
 
 
 def block_width(v: int, most: int | None = None) -> int:
-    return min(most or BLOCK, power_of_2(max(v, 16)))
-
-
-def power_of_2(n: int) -> int:
-    """The least that is not below n >= 1."""
-    return 1 << (n - 1).bit_length()
+    return min(most or BLOCK, triton.next_power_of_2(max(v, 16)))
 
 
 def check_tile(name: str, tile: Tensor) -> Matrix:
