@@ -7,6 +7,7 @@ computed; `check` runs headloss through a table of cases; `memory` runs it besid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -26,7 +27,8 @@ from .oracle import LiveTensors, Mode, error, parameters, plain, random_batch, t
 # ---------------------------------------------------------------------- errors
 
 
-class Comparison(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
     """One quantity beside the oracle; errors are norms of differences over the oracle's norm."""
 
     quantity: str
@@ -71,7 +73,7 @@ def judge(
         if not isinstance(value, Tensor):
             raise TypeError(f"found: got {value!r} for {name!r}, want a tensor")
         budget = 3 * error((wide if name in values else same)[name], oracle[name]) + 1e-6
-        compared.append(Comparison(name, error(value, oracle[name]), budget))
+        compared.append(Comparison(quantity=name, error=error(value, oracle[name]), budget=budget))
     return compared
 
 
