@@ -506,6 +506,20 @@ def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
     assert all(torch.equal(t, logits.to(dtype)) for t in seen)
 
 
+def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
+    """As of `logits[:, :-1]`, whose rows of positions do not follow one another."""
+    logits, teacher, targets = torch.randn(2, 5, V), torch.randn(2, 4, V), torch.ones(2, 4).long()
+    gradients = []
+    for inplace in (False, True):
+        leaf = logits.to(DEVICE).requires_grad_()
+        batch, options = hl.Batch(targets, teacher_logits=teacher), hl.Options(backend="triton")
+        batch, part = batch.to(DEVICE), (leaf * 1)[:, :-1]
+        out = hl.logits_loss(part, batch, hl.distillation(), options=options, inplace=inplace)
+        (gradient,) = torch.autograd.grad(3.0 * out.loss, leaf)
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_product_leaves_raw_logits():
     """And its statistics are the same bits as without."""
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16

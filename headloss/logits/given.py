@@ -115,7 +115,11 @@ class GivenAccumulator:
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """The gradient, times `factor`."""
         total = self.view.logits
-        return list(self.acts.scaled([kernels.Scaling(total, total.dtype)], factor))
+        if factor is None:
+            return [total]
+        scaling = kernels.Scaling(total.contiguous(), total.dtype)
+        (scaled,) = self.acts.scaled([scaling], factor)
+        return [total if scaled is total else total.copy_(scaled)]
 
 
 class InPlaceLogits(GivenLogits):
