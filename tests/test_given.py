@@ -32,7 +32,7 @@ from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
 from headloss.kernels.triton.order import scale_rows_
-from headloss.logits.given import InPlaceLogits, LogitsBuffer, View
+from headloss.logits.given import InPlaceLogits, View
 from headloss.logits.linear import RowContext
 from headloss.losses.term import Objective
 from headloss.objective.reads import has_slopes
@@ -563,11 +563,10 @@ def test_static_calls_can_be_captured():
 def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
-    order = SimpleNamespace(live=None, unscored=None)
+    order = SimpleNamespace(index=None, live=None, unscored=None)
     shard = WholeVocabulary(raw.shape[-1])
     tokens = RowContext(acts, targets, Transform(), NEEDS, shard, shard.vocabulary)
-    buffer = LogitsBuffer(order, overwrites=False)
-    source = InPlaceLogits([raw], tokens, index=None, buffer=buffer)
+    source = InPlaceLogits([raw], tokens, order=order, overwrites=False)
     found, _ = source.partials(slice(None))
     assert_statistics(found, raw, targets, 0, Transform())
 

@@ -5,17 +5,20 @@ T tokens, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import twins
 from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
 from headloss.head.products import logits
-from headloss.host_copy import HostCopy
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.triton import order as triton_order
+from headloss.logits.accumulators import HiddenGradient
 from headloss.logits.rows import LogitGradient
+from headloss.parallel.vocabulary import WHOLE
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300
@@ -197,7 +200,7 @@ def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
-    """What is summed over shards of the vocabulary: each row in its place, and times its own."""
+    """Each row in its place, and times its own; 0 where there is no gradient."""
     chunk = slice(20, 25)
     places = torch.arange(20, 25) if isinstance(rows, slice) else rows
     part = torch.randn(len(places), 7, device=DEVICE)
@@ -205,14 +208,12 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     want = torch.zeros(5, 7, device=DEVICE)
     want[places - 20] = part if multiple is None else part * multiple[:, None]
     rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
-    gradient = LogitGradient(part, rows, multiple, None, triton_order.scaled_rows)
-    torch.testing.assert_close(gradient.dense(part, chunk), want)
-
-
-def test_rows_that_are_not_counted_yet_move_with_their_order():
-    """Of three rows two carry a gradient, the last one first: both go to their tokens' places."""
-    later = torch.tensor([2, 0, 1]), HostCopy(torch.tensor([2]))
-    gradient = LogitGradient(torch.arange(6.0).view(3, 2), slice(0, 3), later=later)
-    moved = gradient.at(torch.tensor([10, 11, 12]))
-    assert moved.later is None and moved.rows.tolist() == [12, 10]
-    assert moved.values.tolist() == [[0, 1], [2, 3]]
+    features, head = torch.empty(30, 7, device=DEVICE), torch.eye(7, device=DEVICE)
+    for acts in (triton_backend, twins):
+        context = SimpleNamespace(shard=WHOLE)
+        source = SimpleNamespace(
+            features=[features], weights=[head], fixed=None, acts=acts, context=context
+        )
+        hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk)])
+        hidden.add(LogitGradient(part, rows, multiple), slice(None))
+        torch.testing.assert_close(hidden.totals[0][chunk], want)

@@ -143,7 +143,7 @@ def test_products_and_held_terms(n, v, name):
             off = float((gradient.double() - oracle).norm()) - tiny
             assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
 
-        if backward.is_multiple:  # from the same terms, each in memory of its own
+        if twins.is_multiple(backward):  # from the same terms, each in memory of its own
             copies = [replace(mine, exp_logits=mine.exp_logits.clone()) for _ in range(2)]
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)

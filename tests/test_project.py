@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_507, "core tokens": 74_564}
-MOST |= {"kernels lines": 4_051, "kernels tokens": 32_551, "files on top": 14}
+MOST = {"core lines": 10_377, "core tokens": 73_561}
+MOST |= {"kernels lines": 3_989, "kernels tokens": 32_017, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -474,8 +474,17 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
     assert made == [2] * 6  # student and teacher, three chunks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_given_teacher_logits_are_read_where_they_are(dtype, monkeypatch):
+TEACHER_LOGITS = {
+    "float32": lambda: torch.randn(T, V),
+    "bfloat16": lambda: torch.randn(T, V).bfloat16(),
+    "float64": lambda: torch.randn(T, V).double(),
+    "transposed": lambda: torch.randn(V, T).t(),
+}
+
+
+@pytest.mark.parametrize("name", TEACHER_LOGITS)
+def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
+    """Transposed ones and those in float64 are copied."""
     seen = []
     acts = ("divergence", "part_gradient_")
     for act in (getattr(triton_divergence, name) for name in acts):
@@ -486,24 +495,29 @@ def test_given_teacher_logits_are_read_where_they_are(dtype, monkeypatch):
 
         monkeypatch.setattr(triton_divergence, act.__name__, noted)
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
-    logits = torch.randn(T, V).to(DEVICE, dtype)
+    logits = TEACHER_LOGITS[name]().to(DEVICE)
     batch, options = hl.Batch(targets, teacher_logits=logits), hl.Options(backend="triton")
     hidden.requires_grad_()
     hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation(), options).loss.backward()
-    assert [t.data_ptr() for t in seen] == [logits.data_ptr()] * 2
-    assert all(t.dtype == dtype for t in seen)
+    is_copied = name in ("float64", "transposed")
+    assert [t.data_ptr() == logits.data_ptr() for t in seen] == [not is_copied] * 2
+    dtype = torch.float32 if is_copied else logits.dtype
+    assert all(t.dtype == dtype and t.stride(1) == 1 for t in seen)
+    assert all(torch.equal(t, logits.to(dtype)) for t in seen)
 
 
-def test_readable():
-    """Transposed tiles and float64 ones are copied, others are not."""
-    plain = torch.randn(5, 7, device=DEVICE)
-    assert (
-        triton_divergence.readable(plain[:, 1:], torch.float32).data_ptr()
-        == plain[0, 1:].data_ptr()
-    )
-    transposed = triton_divergence.readable(plain.t(), torch.float32)
-    assert transposed.stride(1) == 1 and torch.equal(transposed, plain.t())
-    assert triton_divergence.readable(plain.double(), torch.float32).dtype == torch.float32
+def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
+    """As of `logits[:, :-1]`, whose rows of positions do not follow one another."""
+    logits, teacher, targets = torch.randn(2, 5, V), torch.randn(2, 4, V), torch.ones(2, 4).long()
+    gradients = []
+    for inplace in (False, True):
+        leaf = logits.to(DEVICE).requires_grad_()
+        batch, options = hl.Batch(targets, teacher_logits=teacher), hl.Options(backend="triton")
+        batch, part = batch.to(DEVICE), (leaf * 1)[:, :-1]
+        out = hl.logits_loss(part, batch, hl.distillation(), options=options, inplace=inplace)
+        (gradient,) = torch.autograd.grad(3.0 * out.loss, leaf)
+        gradients.append(gradient)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_product_leaves_raw_logits():

@@ -72,14 +72,9 @@ def _of_frozen_head(
     if factor is not None:
         slope = slope * factor.to(slope.dtype)
     slope = slope / call.unit
-    multiple, hidden.multiple = hidden.multiple, None
     sparse = [part for part in source.beside if part.key in coefficients.extras]
-    for i, total in enumerate(hidden.totals):
-        if total is None:
-            continue
-        if multiple is not None:
-            acts.scaled_rows(total, multiple, out=total)
-        hidden.totals[i] = total = acts.scaled_rows(total, slope, out=total)
+    for i, total in hidden.totals.items():
+        acts.scaled_rows(total, slope, out=total)
         for part in sparse:
             slopes, targets = coefficients.extras[part.key], source.context.targets
             values, pairs = part.beside_logp(result.measured, slopes, targets, call.vocabulary)
@@ -109,7 +104,7 @@ def _in_slabs(
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
     live = inputs.coefficients.live() if call.plan.skip_rows else None
-    index, every_row = rows_left(live)(), source
+    index, every_row = rows_left(live), source
     if index is not None:  # once, and not for each slab
         source, inputs = source.take(index), inputs.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.

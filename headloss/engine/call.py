@@ -21,7 +21,7 @@ from ..batch.reduction import Number, Totals
 from ..batch.segments import Linear
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
-from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits, LogitsBuffer
+from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
 from ..logits.linear import ExpLogits, LinearLogits, RowContext
 from ..logits.measured_beside import measuring
 from ..logits.support import SupportLogits
@@ -121,7 +121,8 @@ class Call:
         )  # fmt: skip
         if not requirements.beside:
             return context
-        return measuring(context, self.packed, requirements.objective.teachers, requirements.wide)
+        teachers, keeps_tiles = requirements.objective.teachers, self.plan.keeps_tiles
+        return measuring(context, self.packed, teachers, requirements.wide, keeps_tiles)
 
     @cached_property
     def tolerance(self) -> Tolerance | None:
@@ -202,10 +203,6 @@ class GivenCall(Call):
     """Of logits that exist already."""
 
     @property
-    def buffer(self) -> LogitsBuffer:
-        return LogitsBuffer(self.scored.order, self.requirements.inputs.overwrites)
-
-    @property
     def in_one_launch(self) -> bool:
         """Whether the gradient is known before the statistics, so that one launch gives both."""
         plan, alone = self.plan, self.groups == (None, None)
@@ -214,16 +211,15 @@ class GivenCall(Call):
 
     @property
     def open(self) -> Callable[[Tensors], GivenLogits]:
-        common = {"context": self.context, "index": self.scored.index}
-        if self.plan.in_place:
-            return partial(InPlaceLogits, buffer=self.buffer, **common)
-        return partial(GivenLogits, **common)
+        kind = InPlaceLogits if self.plan.in_place else GivenLogits
+        overwrites = self.requirements.inputs.overwrites
+        return partial(kind, context=self.context, order=self.scored.order, overwrites=overwrites)
 
     @property
     def accumulator(self) -> Callable[[Any], Any]:
         if self.plan.in_place:  # the source has written the gradient already
             return lambda source: source
-        return partial(GivenAccumulator, buffer=self.buffer)
+        return GivenAccumulator
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:

@@ -113,6 +113,6 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
     measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.vocabulary, needs))
     extras = measured.stats.extras
-    extras |= dict.fromkeys([*(needs & {PEAK}), *(t.key for t in source.teachers)], empty)
+    extras |= dict.fromkeys(needs & {PEAK}, empty)
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
     return measured

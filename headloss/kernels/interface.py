@@ -64,12 +64,6 @@ class Backward(NamedTuple):
             None if self.logps is None else self.logps[rows], all_columns=self.all_columns
         )
 
-    @property
-    def is_multiple(self) -> bool:
-        """Whether a token's gradient is a multiple of exp z in all columns but the target's."""
-        c, cap = self.coefficients, self.transform.softcap
-        return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
-
 
 @dataclass(eq=False)
 class ExpTile:
@@ -161,7 +155,6 @@ class Scaling(NamedTuple):
     value: Tensor  # contiguous, of any shape; may be overwritten
     dtype: torch.dtype  # of the gradient
     multiplied: bool = True
-    row_scale: Tensor | None = None  # [n] float32 multiplies [n, H] first, in its own dtype
 
 
 class Acts(Protocol):
@@ -231,9 +224,6 @@ class Acts(Protocol):
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
-    def readable(self, tile: Tensor, dtype: torch.dtype) -> Tensor:
-        """A teacher's tile [n, v] as the acts below read it: itself, or a copy in `dtype`."""
-
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
         """[2, n]: a tile's shares of the divergence and of its mean slope."""
 
@@ -298,7 +288,8 @@ class Kernels(Acts, Protocol):
         self, held: ExpTile, backward: Backward, *,
         x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """s [n] such that dL/draw = s e, where `is_multiple`; the targets' e are set to suit.
+        """s [n] such that dL/draw = s e, where only c_target and c_prob are there and no soft cap;
+        the targets' e are set to suit.
 
         `least` [n]: what is still to be put into a row is as large as this, so that s must not be
         far below it.

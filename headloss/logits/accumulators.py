@@ -36,45 +36,46 @@ class GradientBuffers(NamedTuple):
     direct: bool
 
 
-class _Accumulator:
-    """What both ways share: the order of the two products, and the bias.
+class BlockAccumulator:
+    """Gradients that arrive in rows, one block of tokens after another, over all columns. A
+    `single_block` is the whole gradient, so that no wider sum is needed.
 
-    `totals` take the weight gradients of `columns`; where nothing was added to them yet they hold
-    nothing (`fresh`), but for the caller's `main_grad`.
+    `weights` are the gradients of weights that are wanted, by pair. Those of `columns` are added to
+    `totals`, of which the `fresh` ones hold nothing yet.
     """
+
+    by_factor = True  # the factor is still missing from `weights` at the end
 
     def __init__(
         self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any] | None,
-        dtype: torch.dtype | None
+        single_block: bool
     ) -> None:
-        """dtype: of sums of weight gradients; None: the weights' own, which take what is final."""
         needs_grad = buffers.needs_grad
         self.source = source
-        of_features = HiddenGradient if source.context.shard.group is None else SharedHiddenGradient
-        self.hidden = of_features(source, needs_grad.features, blocks)
+        self.hidden = HiddenGradient(source, needs_grad.features, blocks)
         self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
-        direct = buffers.direct or blocks is None
+        direct = self.main_grad is not None and (buffers.direct or blocks is None)
+        wide = source.dtype == torch.float64
+        self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
         self.bias: Tensor | None = None
         if needs_grad.bias:
             assert source.full_bias is not None
             self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
-        self.weights: list[Tensor | None] = []
-        for weight, wanted in zip(source.full_weights, needs_grad.weights, strict=True):
-            if not self.weights and self.main_grad is not None and direct:
-                self.weights.append(self.main_grad)
-                continue
-            total = weight.new_empty(weight.shape, dtype=dtype or weight.dtype) if wanted else None
-            if total is not None and source.vocabulary < total.shape[0]:
-                total[source.vocabulary :] = 0
-            self.weights.append(total)
-        self.places = [w if w is None else w[: source.vocabulary] for w in self.weights]
-        self.columns, self.totals, self.fresh = ALL, self.places, True
+        self.weights: dict[int, Tensor] = {}
+        for i, weight in enumerate(source.full_weights):
+            if i == 0 and direct:
+                self.weights[i] = self.main_grad  # type: ignore[assignment]
+            elif needs_grad.weights[i]:
+                dtype = weight.dtype if single_block else self.sum_dtype
+                self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
+                self.weights[i][source.vocabulary :] = 0
+        self.columns = ALL
+        self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
+        self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
     def add(self, gradient: LogitGradient, last: bool = False) -> None:
         """Take dL/draw of the next block; or of some rows of a slab, `last` of the last slab."""
-        if gradient.later is not None:
-            gradient = gradient.counted()
-        if self.hidden.comes_first:
+        if self.hidden.group is not None:  # the weight gradient hides what ranks do about it
             self.hidden.add(gradient, self.columns, last)
             self._add_to_weights(gradient)
         else:  # it may take the memory of scaled features, which the weight gradient has read
@@ -82,20 +83,18 @@ class _Accumulator:
             self.hidden.add(gradient, self.columns, last)
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
-        values, rows, multiple, scaled, _, pairs, _ = gradient
+        values, rows, multiple, scaled, pairs = gradient
         if pairs is None and not len(values):
             return
-        for features, total in zip(self.source.features, self.totals, strict=True):
-            if total is None:
-                continue
-            fresh = self.fresh and not self._is_main_grad(total)
+        for i, total in self.totals.items():
+            features, fresh = self.source.features[i], i in self.fresh
             if len(values):
-                x = (features if rows is ALL else features[rows]) if scaled is None else scaled
+                x = features[rows] if scaled is None else scaled
                 products.add_weight_gradient_(total, values, x, fresh)
                 fresh = False
             if pairs is not None:
                 pairs.into_weight(total, features, not fresh)
-        self.fresh = False
+        self.fresh.clear()
         if self.bias is None:
             return
         place = self.bias[: self.source.vocabulary][self.columns]
@@ -106,54 +105,30 @@ class _Accumulator:
         if pairs is not None:
             pairs.add_to_bias(place)
 
-    def _is_main_grad(self, total: Tensor) -> bool:
-        return self.main_grad is not None and total.data_ptr() == self.main_grad.data_ptr()
-
-    def _finished(
-        self, factor: Tensor | None, weights: Sequence[Scaling | None]
-    ) -> list[Tensor | None]:
-        """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
-        self.hidden.settle()
-        sums: list[Scaling | None] = []
-        pairs = zip(self.source.features, self.hidden.totals, weights, strict=True)
-        for features, total, weight in pairs:
-            rows = self.hidden.multiple
-            sums.append(None if total is None else Scaling(total, features.dtype, row_scale=rows))
-            sums.append(weight)
-        bias = self.source.full_bias
-        sums.append(None if self.bias is None else Scaling(self.bias, bias.dtype))  # type: ignore[union-attr]
-        present = [s for s in sums if s is not None]
-        gradients = iter(self.source.acts.scaled(present, factor))
-        return [None if s is None else next(gradients) for s in sums]
-
-
-class BlockAccumulator(_Accumulator):
-    """Gradients that arrive in rows, one block of tokens after another, over all columns. A
-    `single_block` is the whole gradient, so that no wider sum is needed."""
-
-    def __init__(
-        self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any],
-        single_block: bool
-    ) -> None:
-        dtype = torch.float64 if source.dtype == torch.float64 else buffers.accumulate_dtype
-        super().__init__(source, buffers, blocks, None if single_block else dtype)
-
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
-        sums: list[Scaling | None] = []
-        for weight, total in zip(self.source.full_weights, self.weights, strict=True):
-            is_sum = total is not None and total is not self.main_grad
-            if is_sum and self.fresh:  # no block had a gradient
-                total.zero_()  # type: ignore[union-attr]
-            sums.append(Scaling(total, weight.dtype) if is_sum else None)  # type: ignore[arg-type]
-        if sums[0] is not None and self.main_grad is not None:
-            final = sums[0]._replace(dtype=self.main_grad.dtype)
-            self.main_grad.add_(self.source.acts.scaled([final], factor)[0])
-            sums[0] = None
-        return self._finished(factor, sums)
+        source, hidden, sums = self.source, self.hidden, dict[int, Scaling]()
+        hidden.settle()
+        for i, features in enumerate(source.features):
+            if i in hidden.totals:
+                sums[2 * i] = Scaling(hidden.totals[i], features.dtype)
+            if i in self.weights and self.weights[i] is not self.main_grad:
+                if i in self.fresh:  # no block had a gradient
+                    self.weights[i].zero_()
+                dtype = source.full_weights[i].dtype
+                sums[2 * i + 1] = Scaling(self.weights[i], dtype, self.by_factor)
+        if self.main_grad is not None and 1 in sums:
+            final = sums.pop(1)._replace(dtype=self.main_grad.dtype)
+            self.main_grad.add_(source.acts.scaled([final], factor)[0])
+        count = 2 * len(source.features)
+        if self.bias is not None and source.full_bias is not None:
+            sums[count] = Scaling(self.bias, source.full_bias.dtype)
+        gradients = source.acts.scaled(list(sums.values()), factor)
+        by_place = dict(zip(sums, gradients, strict=True))
+        return [by_place.get(place) for place in range(count + 1)]
 
 
-class SlabAccumulator(_Accumulator):
+class SlabAccumulator(BlockAccumulator):
     """Gradients that arrive in slabs of columns over all tokens: `open` a slab, `add` its rows,
     `close` it.
 
@@ -161,105 +136,104 @@ class SlabAccumulator(_Accumulator):
     addition brings all its tokens (`at_once`), a product straight into its place.
     """
 
+    by_factor = False
+
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
-        super().__init__(source, buffers, None, None)
-        wide = source.dtype == torch.float64
-        self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
-        self.at_once = at_once and self.main_grad is None
+        super().__init__(source, buffers, None, single_block=True)
+        self.at_once, self.places = at_once and self.main_grad is None, self.totals
 
     def open(self, columns: slice) -> None:
         """The next slab."""
-        self.columns, self.fresh = columns, True
-        slabs = [p if p is None else p[columns] for p in self.places]
-        self.totals = self.slabs = slabs
+        self.columns, self.fresh = columns, set(self.places)
+        self.totals = self.slabs = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
-            self.totals = [
-                None if slab is None else torch.empty_like(slab, dtype=self.sum_dtype)
-                for slab in slabs
-            ]
+            sums = {i: torch.empty_like(s, dtype=self.sum_dtype) for i, s in self.slabs.items()}
+            self.totals = sums
 
     def close(self, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
-        for slab, total in zip(self.slabs, self.totals, strict=True):
-            if slab is None or total is None:
-                continue
-            if self.fresh:
-                total.zero_()
-            if total is slab:
-                continue
+        for i in self.fresh:
+            self.totals[i].zero_()
+        self.fresh.clear()
+        for i, slab in self.slabs.items() if not self.at_once else ():
+            total = self.totals[i]
             if factor is not None:
                 total.mul_(factor)
-            if self.main_grad is not None and slab is self.slabs[0]:
+            if self.weights[i] is self.main_grad:
                 slab.add_(total)
             else:
                 slab.copy_(total)
-
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradients; those of weights have been multiplied by `factor` slab by slab."""
-        pairs = zip(self.source.full_weights, self.weights, strict=True)
-        sums = [
-            None if t is None or t is self.main_grad else Scaling(t, w.dtype, multiplied=False)
-            for w, t in pairs
-        ]
-        return self._finished(factor, sums)
 
 
 # ---------------------------------------------------------------------- gradients of features
 
 
 class HiddenGradient:
-    """The gradients of features that are all on this rank.
+    """The gradients of features; where a group of ranks has the vocabulary, summed over these, in
+    float32.
+
+    There a block's sum is under way while its weight gradient is computed, and ends before the next
+    one begins. Rows are sent whether or not they carry a gradient: skipping is local.
 
     Args:
         needs_grad: of each pair's features.
         blocks: of tokens, in their order; None: slabs of columns come.
 
     Attributes:
-        totals: what is returned, where a gradient is wanted.
-        multiple: [T] what rows of it are still to be multiplied by.
-        comes_first: before the weight gradient's product, which hides what ranks do about it.
+        totals: what is returned, by pair, where a gradient is wanted.
     """
-
-    comes_first = False
 
     def __init__(
         self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any] | None
     ) -> None:
-        self.source, self.needs_grad = source, needs_grad
+        self.source, self.group = source, source.context.shard.group
+        self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.by_slab, self.blocks = blocks is None, iter(blocks or ())
-        self.single_block = blocks is not None and len(blocks) == 1
-        self.totals: list[Tensor | None] = [None] * len(needs_grad)
-        self.multiple: Tensor | None = None
+        self.totals: dict[int, Tensor] = {}
+        # Sums that are under way: of which pair, the work, its buffer, and where that goes.
+        self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient, columns: slice, last: bool = False) -> None:
         """Take dL/draw of the next block; or of some rows of a slab, `last` of the last slab."""
+        self._arrive()
         block = None if self.by_slab else next(self.blocks).rows
-        for i, weight in enumerate(self.source.weights):
-            if not self.needs_grad[i]:
+        for i in self.wanted:
+            if block is not None:
+                self._write_block(i, gradient, block)
                 continue
-            if block is None:
-                self._add_to_slab(i, weight[columns], gradient)
-            else:
-                self._write_block(i, weight, gradient, block)
+            self._add_to_slab(i, self.source.weights[i][columns], gradient)
+            if last and self.group is not None:
+                self._start(i, self.totals[i], slice(0, len(self.totals[i])))
 
-    def _write_block(
-        self, i: int, weight: Tensor, gradient: LogitGradient, block: slice
-    ) -> None:  # fmt: skip
-        features, fixed = self.source.features[i], self.source.fixed
-        values, pairs, memory = gradient.values, gradient.pairs, gradient.features
-        if self.single_block and pairs is None and len(values) == len(features):
-            dtype = features.dtype
-            self.totals[i] = products.input_gradient(values, weight, dtype, fixed, memory)
-            self.multiple = gradient.multiple
-            return
-        total = self._total(i)
+    def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
+        """All rows of a block from those of the gradient, 0 where there is none."""
+        source, features, weight = self.source, self.source.features[i], self.source.weights[i]
+        values, rows, multiple, memory, pairs = gradient
+        dtype, n = features.dtype, block.stop - block.start
+        if self.group is not None:  # the weight gradient has not read the scaled features yet
+            dtype, memory = source.dtype, None
+        part = products.input_gradient(values, weight, dtype, source.fixed, memory)
+        places = rows - block.start if isinstance(rows, Tensor) else None
+        if self.group is None and n < len(features):
+            total = self._total(i)[block]
+        elif places is None and pairs is None:
+            total = part
+        else:
+            total = part.new_empty(n, part.shape[1])
         if pairs is not None:
-            pairs.into_hidden(total[block], weight)
-        elif isinstance(gradient.rows, Tensor):
-            total[block] = 0  # of rows that carry no gradient
-        if len(values):
-            part = products.input_gradient(values, weight, total.dtype, fixed, memory)
-            gradient.put_(total, part)
+            pairs.into_hidden(total, weight)
+        elif places is not None:
+            total.zero_()
+        if multiple is not None:
+            source.acts.scaled_rows(part, multiple, out=total, places=places)
+        elif places is not None:
+            total.index_copy_(0, places, part)
+        elif pairs is None and total is not part:
+            total.copy_(part)
+        if self.group is not None:
+            self._start(i, total, block)
+        elif n == len(features):
+            self.totals[i] = total
 
     def _add_to_slab(self, i: int, weight: Tensor, gradient: LogitGradient) -> None:
         total, fixed = self._total(i), self.source.fixed
@@ -276,51 +250,18 @@ class HiddenGradient:
     def _total(self, i: int) -> Tensor:
         """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
         layout."""
-        total, features = self.totals[i], self.source.features[i]
-        if total is None:
+        if i not in self.totals:
+            features = self.source.features[i]
             dtype = self.source.dtype if self.by_slab else features.dtype
             make = features.new_zeros if self.by_slab else features.new_empty
-            total = self.totals[i] = make(features.shape, dtype=dtype)
-        return total
+            self.totals[i] = make(features.shape, dtype=dtype)
+        return self.totals[i]
 
     def settle(self) -> None:
-        """Wait until the gradients are whole."""
-        for i, needs_grad in enumerate(self.needs_grad):
-            if needs_grad:
-                self._total(i)  # there was no block at all
-
-
-class SharedHiddenGradient(HiddenGradient):
-    """Gradients of features that are summed over the ranks of a vocabulary's group, in float32.
-
-    A block's sum is under way while its weight gradient is computed, and ends before the next one
-    begins. Rows are sent whether or not they carry a gradient: skipping is local.
-    """
-
-    comes_first = True
-
-    def __init__(
-        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any] | None
-    ) -> None:
-        super().__init__(source, needs_grad, blocks)
-        self.group = source.context.shard.group
-        # Sums that are under way: of which feature, the work, its buffer, and where that goes.
-        self.pending: list[tuple[int, Any, Tensor, slice]] = []
-
-    def add(self, gradient: LogitGradient, columns: slice, last: bool = False) -> None:
-        if self.by_slab:
-            super().add(gradient, columns)
-            for i, total in enumerate(self.totals if last else ()):
-                if total is not None:
-                    self._start(i, total, slice(0, len(total)))
-            return
+        """Wait until the gradients are complete."""
         self._arrive()
-        block = next(self.blocks).rows
-        for i, weight in enumerate(self.source.weights):
-            if self.needs_grad[i]:
-                values, source = gradient.values, self.source
-                part = products.input_gradient(values, weight, source.dtype, source.fixed)
-                self._start(i, gradient.dense(part, block, weight), block)
+        for i in self.wanted:
+            self._total(i)  # there was no block at all
 
     def _start(self, i: int, dense: Tensor, rows: slice) -> None:
         options = {"group": self.group, "async_op": True}
@@ -330,14 +271,10 @@ class SharedHiddenGradient(HiddenGradient):
             # A product that followed at once would take every multiprocessor until it ends.
             torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
-        self._arrive()
-        super().settle()
-
     def _arrive(self) -> None:
         for i, work, value, rows in self.pending:
             together(SUM, self.group, work.wait)
-            if len(value) == len(self.source.features[i]):  # not rounded before they are scaled
+            if len(value) == len(self.source.features[i]):  # not rounded before it is scaled
                 self.totals[i] = value
             else:
                 self._total(i)[rows].copy_(value)

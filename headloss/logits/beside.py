@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ NOTHING: frozenset[str] = frozenset()
 HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
-class Tile(NamedTuple):
+class LogitTile(NamedTuple):
     """Logits of some tokens in a slab of columns."""
 
     raw: Tensor  # [n, v]
@@ -90,26 +90,22 @@ class Pairs(NamedTuple):
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
         """[n, K] the pair of each column, and whether there is one; and the other pairs."""
         support = self.support
-        n, count = len(support.offsets) - 1, len(support.ids)
+        count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
         token = torch.searchsorted(support.offsets, at, right=True) - 1
-        inside = (support.ids >= support.first) & (support.ids < support.first + support.size)
-        key = torch.where(inside, token * HIGH + support.ids, -1 - at)
-        key, order = torch.cat([key, key.new_full((1,), -1 - count)]).sort()
-        sought = torch.arange(n, device=at.device).unsqueeze(1) * HIGH + ids
-        place = torch.searchsorted(key, sought).clamp_max(count)
-        present = (ids >= 0) & (key[place] == sought)
-        pairs = torch.where(present, order[place], 0)
+        key, order = (token * HIGH + support.ids).sort()
+        sought = torch.arange(len(ids), device=at.device).unsqueeze(1) * HIGH + ids
+        place = torch.searchsorted(key, sought).clamp_max(count - 1)
+        pairs, present = order[place], (ids >= 0) & (key[place] == sought)
+        chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
         # An empty slot, in place of those that are chosen.
-        others = torch.cat([support.ids, at.new_zeros(1)])
-        others[torch.where(present, pairs, count)] = -1
-        return pairs, present, support._replace(ids=others[:-1])
+        return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
 class SquaredSum:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
-    key, more = COLLISION, ()
+    key, more, own_logits = COLLISION, (), False
 
     def __init__(self, transform: Transform, shard: Any) -> None:
         self.transform = replace(transform, temperature=transform.temperature / 2)
@@ -125,7 +121,7 @@ class SquaredSum:
     def put(self, index: Tensor, taken: SquaredSum) -> None:
         """No token leaves anything behind."""
 
-    def add(self, rows: Rows, logits: Tile | Pairs) -> None:
+    def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
         """Take some of the logits of some tokens."""
         self.partials = logits.state(self.transform.rows(rows), self.partials)
 
@@ -142,6 +138,7 @@ class SquaredSum:
 class Candidates:
     """Log-probs of K columns of each token, and of all others, in a softmax of tiles' logits."""
 
+    own_logits: ClassVar = False
     key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
     ids: Tensor  # [N, K] columns of the whole vocabulary; those of empty slots are below 0
     index: Tensor | None  # [T] the row of each token in `ids`; None: all in order
@@ -179,7 +176,7 @@ class Candidates:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self._ids(rows) - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: Tile | Product | Pairs) -> None:
+    def add(self, rows: Rows, logits: LogitTile | Product | Pairs) -> None:
         """Take some of the logits of some tokens; the rest is not measured of a product."""
         ids, transform = self._ids(rows), self.transform.rows(rows)
         z = logits.at(ids, transform)

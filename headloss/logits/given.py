@@ -9,7 +9,7 @@ new tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,71 +73,70 @@ class View:
 
 
 class GivenLogits(LogitSource):
-    """Copies of given logits, a tile at a time."""
+    """Copies of given logits, a tile at a time.
+
+    Args:
+        order: of the tokens (`batch.survey`).
+        overwrites: the gradient goes to the logits' memory, in place of a tensor of its own.
+    """
 
     def __init__(
-        self, tensors: Sequence[Any], context: RowContext, *, index: Tensor | None
+        self, tensors: Sequence[Any], context: RowContext, *, order: Any, overwrites: bool
     ) -> None:
         super().__init__(context)
         (logits,) = tensors  # [.., V]
-        self.view = View(logits, index)
+        self.view, self.order, self.overwrites = View(logits, order.index), order, overwrites
         self.dtype = products.sum_dtype(logits.dtype)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         return self.view.read(rows, columns).to(self.dtype, copy=True)
 
-
-class LogitsBuffer(NamedTuple):
-    """Where the gradient of given logits goes: a tensor of its own, or the logits' memory."""
-
-    order: Any  # of the tokens (`batch.survey`); unscored positions get 0
-    overwrites: bool  # it may overwrite the logits
+    def room(self) -> View:
+        """Where the gradient goes, with zeros where nothing is scored."""
+        total = self.view.logits if self.overwrites else torch.empty_like(self.view.logits)
+        if self.order.unscored is not None:
+            View(total, self.order.unscored).write(ALL, ALL, 0)
+        return View(total, self.view.index)
 
 
 class GivenAccumulator:
     """The gradient of given logits, a tile at a time."""
 
-    def __init__(self, source: GivenLogits, buffer: LogitsBuffer, _: Any = None) -> None:
-        self.live, logits = buffer.order.live, source.view.logits
-        self.total = logits if buffer.overwrites else torch.empty_like(logits)
-        self.view, self.scaled = View(self.total, source.view.index), source.acts.scaled
-        if buffer.order.unscored is not None:
-            View(self.total, buffer.order.unscored).write(ALL, ALL, 0)
+    def __init__(self, source: GivenLogits) -> None:
+        self.view, self.live, self.acts = source.room(), source.order.live, source.acts
 
     def add(self, gradient: LogitGradient, columns: slice = ALL) -> None:
         """Take dL/draw of some rows and columns."""
-        values = gradient.values.to(self.total.dtype)
+        values = gradient.values.to(self.view.logits.dtype)
         if self.live is not None:
             values = values.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
         self.view.write(gradient.rows, columns, values)
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """The gradient, times `factor`."""
-        return list(self.scaled([kernels.Scaling(self.total, self.total.dtype)], factor))
+        total = self.view.logits
+        if factor is None:
+            return [total]
+        scaling = kernels.Scaling(total.contiguous(), total.dtype)
+        (scaled,) = self.acts.scaled([scaling], factor)
+        return [total if scaled is total else total.copy_(scaled)]
 
 
 class InPlaceLogits(GivenLogits):
     """Given logits that a kernel reads in place; all rows and columns at once."""
 
-    def __init__(
-        self, tensors: Sequence[Any], context: RowContext, *, index: Tensor | None,
-        buffer: LogitsBuffer
-    ) -> None:
-        super().__init__(tensors, context, index=index)
-        self.buffer = buffer
-        self.rows = self._rows(self.view)
+    def __init__(self, tensors: Sequence[Any], context: RowContext, **options: Any) -> None:
+        super().__init__(tensors, context, **options)
+        self.rows = _rows(self.view)
         self.out: Any = None
 
-    def _rows(self, view: View) -> Any:
-        return kernels.Rows(view.logits.detach(), *view.offsets())
-
-    def destination(self) -> Any:
-        """Where the gradient goes, with zeros where nothing is scored."""
-        sums = GivenAccumulator(self, self.buffer)
-        if self.buffer.overwrites:
-            torch.autograd.graph.increment_version(sums.total)  # autograd misses kernels
-            return self.rows
-        return self._rows(sums.view)
+    def destination(self) -> kernels.Rows:
+        """The rows of `room`."""
+        view = self.room()
+        if not self.overwrites:
+            return _rows(view)
+        torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
+        return self.rows
 
     def walk(
         self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None
@@ -154,7 +153,7 @@ class InPlaceLogits(GivenLogits):
             out = self.out = self.destination()
             coefficients = gradient.softmax
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
-        walk = (self.rows, out, self.buffer.order.live, *tokens, coefficients, slopes, normalizer)
+        walk = (self.rows, out, self.order.live, *tokens, coefficients, slopes, normalizer)
         return self.acts.given_rows(kernels.Walk(*walk))
 
     def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:
@@ -174,3 +173,7 @@ class InPlaceLogits(GivenLogits):
         if factor is not None:
             self.acts.scale_rows_(self.out, factor)
         return [self.out.tensor]
+
+
+def _rows(view: View) -> kernels.Rows:
+    return kernels.Rows(view.logits.detach(), *view.offsets())

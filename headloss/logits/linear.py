@@ -7,7 +7,7 @@ exp logits in 16 bits, which the product writes in their place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
-from .beside import Product, Tile
+from .beside import LogitTile, Product
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -50,29 +50,27 @@ class RowContext(NamedTuple):
     shard: Any  # of the vocabulary on the ranks of a group
     vocabulary: int  # V of the whole model
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
-    teachers: tuple[Any, ...] = ()  # whose divergences are measured beside the student's logits
-    beside: tuple[Any, ...] = ()  # what else is, of the tiles: `Candidates`, `SquaredSum`
+    # What is measured of the tiles as well: `DenseTeacher`, `Candidates`, `SquaredSum`.
+    beside: tuple[Any, ...] = ()
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
-        teachers, beside = (tuple(x.take(index) for x in t) for t in (self.teachers, self.beside))
-        targets, transform = self._at(index)
-        return self._replace(
-            targets=targets, transform=transform, teachers=teachers, beside=beside
-        )  # fmt: skip
+        targets, transform = self.targets[index], self.transform.rows(index)
+        beside = tuple(part.take(index) for part in self.beside)
+        return self._replace(targets=targets, transform=transform, beside=beside)
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """What the statistics of a tile are taken by, beside its logits."""
-        targets, transform = self._at(rows)
-        return Forward(targets, self.shard.first + (columns.start or 0), transform, self.needs)
+        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        return Forward(self.targets[rows], first, transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
         """What the gradient of a tile is taken by, beside its logits."""
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
-        targets, transform = self._at(rows)
-        arguments = targets, self.shard.first + (columns.start or 0), transform, normalizer
+        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        arguments = self.targets[rows], first, transform, normalizer
         all_columns = self.all_columns and columns is ALL and isinstance(inputs.tile, Tensor)
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
@@ -81,20 +79,14 @@ class RowContext(NamedTuple):
         measured = self.shard.measured(self.acts, partials, self.needs, self.vocabulary)
         return measured  # type: ignore[no-any-return]
 
-    def _at(self, rows: Rows) -> tuple[Tensor, Transform]:
-        if rows is ALL:
-            return self.targets, self.transform
-        return self.targets[rows], self.transform.rows(rows)
 
-
-def rows_left(live: Tensor | None) -> Callable[[], Tensor | None]:
-    """Begins to read how many rows carry a gradient, of [n] bool. What it returns waits for that,
-    and gives [K] these rows, ascending; None where it does not pay to leave the others out (their
-    coefficients are 0)."""
+def rows_left(live: Tensor | None) -> Tensor | None:
+    """[K] the rows that carry a gradient, of [n] bool, ascending; None where it does not pay to
+    leave the others out (their coefficients are 0)."""
     if live is None:
-        return lambda: None
-    count, most = HostCopy(live.sum().view(1)), (MOST if live.is_cuda else 1) * len(live)
-    return lambda: None if count.tolist()[0] >= most else live.nonzero().squeeze(1)
+        return None
+    index = live.nonzero().squeeze(1)
+    return None if len(index) >= (MOST if live.is_cuda else 1) * len(live) else index
 
 
 class LogitSource:
@@ -107,7 +99,7 @@ class LogitSource:
     def __init__(self, context: RowContext) -> None:
         self.context, self.acts = context, context.acts
         self.vocabulary: int = context.shard.size or context.vocabulary  # columns of this slice
-        self.teachers, self.beside = context.teachers, context.beside
+        self.beside = context.beside
 
     def __len__(self) -> int:
         return self.context.targets.shape[0]
@@ -122,9 +114,9 @@ class LogitSource:
         for columns in tiles:
             raw = None  # before the next one is made
             raw = self.raw(rows, columns)
-            tile = Tile(raw, self.context.shard.first + (columns.start or 0), self.acts)
-            for other in self.beside:
-                other.add(rows, tile)
+            tile = LogitTile(raw, self.context.shard.first + (columns.start or 0), self.acts)
+            for part in self.beside:
+                part.add(rows, tile)
             del tile
             partials = self.acts.partials(raw, self.context.forward(rows, columns), partials)
         return partials, raw
@@ -135,36 +127,24 @@ class LogitSource:
         teachers, who read it too."""
         partials, raw = self.partials(rows, tiles)
         measured = self.context.measured(partials)
-        self.measure_beside(rows, measured, raw, keep)
+        self.measure_beside(rows, measured)
         return measured, raw if keep else None
 
-    def measure_beside(
-        self, rows: slice, measured: Measured, raw: Tensor | None = None, keep: bool = False
-    ) -> None:
+    def measure_beside(self, rows: slice, measured: Measured) -> None:
         """Finish what was measured in addition to the statistics."""
-        for teacher in self.teachers:
-            value = teacher.measure(rows, raw, measured.normalizer, keep)
-            measured.stats.extras[teacher.key] = value
         if PEAK in self.context.needs:
             measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
         for part in self.beside:
             measured.stats.extras[part.key] = part.value(rows, measured.normalizer)
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Act two on a tile: dL/draw of the rows that carry a gradient. On a GPU that of all rows
-        is queued before the host reads how many these are."""
+        """Act two on a tile: dL/draw of the rows that carry a gradient."""
         raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
-        left, at_once = rows_left(inputs.live), raw.is_cuda
-        places: Rows = rows
-        if at_once:
-            raw = self.gradient_(raw, places, columns, inputs)
-        index = left()
+        places, index = rows, rows_left(inputs.live)
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
             inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
-        if not at_once:
-            raw = self.gradient_(raw, places, columns, inputs)
-        return LogitGradient(raw, places)
+        return LogitGradient(self.gradient_(raw, places, columns, inputs), places)
 
     def gradient_(
         self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs,
@@ -175,7 +155,7 @@ class LogitSource:
         dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
         others = self.context.backward(rows, columns, inputs, dtype)._replace(to=to)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
-        parts = [part for part in (*self.teachers, *self.beside) if part.key in slopes]
+        parts = [part for part in self.beside if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         others = others._replace(all_columns=False)  # their tile may be one of logits
@@ -209,7 +189,7 @@ class LinearLogits(LogitSource):
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         plain = measured and not (logits_dtype or context.transform.softcap or self.weights[1:])
-        plain = plain and not (context.teachers or context.beside)
+        plain = plain and not context.beside
         self.fused = plain and self.acts.can_fuse(self.features[0], self.weights[0])
         if self.fused:
             needs = context.needs | {"top1"}  # the gradient asks for the largest logit
@@ -228,7 +208,7 @@ class LinearLogits(LogitSource):
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         if not self.fused:
             return super().statistics(rows, tiles, keep)
-        x, width, raw = self._x(rows), self.vocabulary, None
+        x, width, raw = self.features[0][rows], self.vocabulary, None
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.context.forward(rows))
@@ -238,7 +218,7 @@ class LinearLogits(LogitSource):
         return measured, raw
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        if inputs.tile is not None or not self.teachers:
+        if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
         # Both models' logits are in memory for some of the tokens at once.
         x, v = self.features[0], len(self.weights[0][columns])
@@ -254,9 +234,6 @@ class LinearLogits(LogitSource):
                 to.copy_(part_gradient)
         return LogitGradient(gradient, rows)
 
-    def _x(self, rows: slice) -> Tensor:
-        return self.features[0] if rows is ALL else self.features[0][rows]
-
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
         """Arguments of an act whose product has to add the bias of these columns."""
         if self.bias is None:
@@ -269,9 +246,7 @@ class LinearLogits(LogitSource):
         last: it hides what it adds to."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
-            x = features if rows is ALL else features[rows]
-            w = weight if columns is ALL else weight[columns]
-            out = products.logits(x, w, out, self.fixed).to(self.dtype)
+            out = products.logits(features[rows], weight[columns], out, self.fixed).to(self.dtype)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]
@@ -282,7 +257,7 @@ class ExpLogits(LinearLogits):
     """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        x, weight = self._x(rows), self.weights[0]
+        x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
         held = ExpTile.empty(len(x), len(weight), weight) if keep else None
         if (context := self.context).shard.size is None:
@@ -290,8 +265,8 @@ class ExpLogits(LinearLogits):
         else:
             measured = context.measured(self.acts.product_partials(x, weight, forward, held))
         product = Product(x, weight, self.bias, context.shard.first, self.acts)
-        for other in self.beside:
-            other.add(rows, product)
+        for part in self.beside:
+            part.add(rows, product)
         if self.beside or PEAK in forward.needs:
             self.measure_beside(rows, measured)
         return measured, held
@@ -319,12 +294,16 @@ class ExpLogits(LinearLogits):
     def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
-        acts, x, held, live = self.acts, self._x(rows), inputs.tile, inputs.live
-        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
-        later = order and (order.rows + (rows.start or 0), HostCopy(order.count))
-        multiple = features = None
+        acts, x, held, live = self.acts, self.features[0][rows], inputs.tile, inputs.live
+        order = count_copy = None
+        multiple: Any = None
+        features: Any = None
+        if live is not None:
+            order = acts.dense_order(live, int(MOST * len(live)))
+            count_copy = HostCopy(order.count)
         chosen = self._chosen(rows, ALL, inputs) if self.beside else []
-        if backward.is_multiple:
+        c, cap = backward.coefficients, backward.transform.softcap
+        if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
             least = chosen[0].slopes.abs().amax(1) if chosen else None
             multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
         else:
@@ -332,5 +311,9 @@ class ExpLogits(LinearLogits):
         for sparse in chosen:
             options = {"multiples": multiple, "order": order}
             acts.chosen_gradient_(held.exp_logits, sparse, backward, **options)
-        values = held.exp_logits
-        return LogitGradient(values, rows, multiple, features, acts.scaled_rows, later=later)
+        values, places = held.exp_logits, rows
+        if order and count_copy and (count := count_copy.tolist()[0]) < len(x):
+            values, places = values[:count], order.rows[:count] + (rows.start or 0)
+            if features is not None:
+                multiple, features = multiple[:count], features[:count]
+        return LogitGradient(values, places, multiple, features)

@@ -23,10 +23,11 @@ from .teacher import DenseTeacher
 
 
 def measuring(
-    context: RowContext, batch: PackedBatch, teachers: Sequence[Teacher], wide: torch.dtype
+    context: RowContext, batch: PackedBatch, teachers: Sequence[Teacher], wide: torch.dtype,
+    keeps_tiles: bool
 ) -> RowContext:
     """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
-    batch's fields are checked first. `wide`: dtype of statistics."""
+    batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""
     acts, _, transform, needs, shard, *_ = context
 
     def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
@@ -37,20 +38,21 @@ def measuring(
         )  # fmt: skip
 
     stored = [t for t in teachers if t.source(batch) == "topk"]
-    dense = tuple(_dense(context, batch, t, wide) for t in teachers if t not in stored)
-    beside: list[Candidates | SquaredSum] = [
-        candidates(t, t.columns(batch), _at(transform, t.temperature), True) for t in stored
+    beside: list[DenseTeacher | Candidates | SquaredSum] = [
+        _dense(context, batch, t, wide, keeps_tiles) for t in teachers if t not in stored
     ]
+    for t in stored:
+        beside.append(candidates(t, t.columns(batch), _at(transform, t.temperature), True))
     if needs & {"candidate_logps", "candidate_tail"}:
         ids = batch.as_given("candidate_ids")
         beside.append(candidates(CANDIDATES, ids, transform, "candidate_tail" in needs))
     if COLLISION in needs:
         beside.append(SquaredSum(transform, shard))
-    return context._replace(teachers=dense, beside=tuple(beside))
+    return context._replace(beside=tuple(beside))
 
 
 def _dense(
-    context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype
+    context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype, keeps: bool
 ) -> DenseTeacher:
     size = context.shard.size or context.vocabulary
     student = _at(context.transform, teacher.temperature)
@@ -60,8 +62,8 @@ def _dense(
         source, other = View(logits, batch.index), Transform(temperature=teacher.temperature)
     else:
         source, other = _of_hidden(context, batch, teacher, size, wide)
-    measured = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
-    return DenseTeacher(teacher, source, (student, other), context, measured)
+    memory = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
+    return DenseTeacher(teacher, source, (student, other), context, memory, keeps)
 
 
 def _of_hidden(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..host_copy import HostCopy
 from ..kernels.interface import Kernels, Measured, Support
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
@@ -69,63 +68,20 @@ class PairGradient(NamedTuple):
 class LogitGradient(NamedTuple):
     """dL/draw of some rows, for the products: `values`, times `multiple` if that is given.
 
-    `features` are the rows of hidden states, times `multiple` already; `scaled_rows` is the
-    backend's. `pairs` are other rows' gradients, in a few columns each. `later` are the places of
-    these rows in their order, and how many of them carry a gradient, until `counted` has read it.
+    `features` are the rows of hidden states, times `multiple` already. `pairs` are other rows'
+    gradients, in a few columns each.
     """
 
     values: Tensor  # [K, v]
     rows: Rows
     multiple: Tensor | None = None  # [K]
     features: Tensor | None = None  # [K, H]
-    scaled_rows: Callable[..., Tensor] | None = None
     pairs: PairGradient | None = None
-    later: tuple[Tensor, HostCopy] | None = None
 
     def at(self, index: Tensor) -> LogitGradient:
         """The same rows where token i is token index[i]."""
-        if self.later is not None:
-            return self.counted().at(index)
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
-
-    def counted(self) -> LogitGradient:
-        """The rows that carry a gradient, where the host has yet to read how many these are."""
-        if self.later is None:
-            return self
-        rows, count_copy = self.later
-        (count,) = count_copy.tolist()
-        if count == len(rows):
-            return self._replace(later=None)
-        ordered = self.values, rows, self.multiple, self.features
-        first = [None if t is None else t[:count] for t in ordered]
-        return LogitGradient(*first, scaled_rows=self.scaled_rows)  # type: ignore[arg-type]
-
-    def dense(self, part: Tensor, block: slice, weight: Tensor | None = None) -> Tensor:
-        """[n, H] of all rows of a block from [K, H] `part`, times `multiple`, and from pairs, of
-        `weight`; 0 where there is no gradient. `part` may be overwritten."""
-        if isinstance(self.rows, slice) and self.pairs is None:
-            if self.multiple is not None:
-                self._replace(rows=ALL).put_(part, part)
-            return part
-        total = part.new_zeros(block.stop - block.start, part.shape[1])
-        if self.pairs is not None and weight is not None:
-            self.pairs.into_hidden(total, weight)
-        if isinstance(self.rows, Tensor):
-            self._replace(rows=self.rows - block.start).put_(total, part)
-        return total
-
-    def put_(self, total: Tensor, part: Tensor) -> None:
-        """Write [K, H] `part`, times `multiple`, to this gradient's rows of `total`."""
-        places = self.rows if isinstance(self.rows, Tensor) else None
-        into = total[self.rows] if places is None else total
-        if self.multiple is not None:
-            assert self.scaled_rows is not None
-            self.scaled_rows(part, self.multiple, out=into, places=places)
-        elif places is not None:
-            into.index_copy_(0, places, part)
-        else:
-            into.copy_(part)
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:

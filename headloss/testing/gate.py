@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +93,7 @@ def run(
 # ---------------------------------------------------------------------- the table of cases
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """One row of the gate."""
 
     objective: str
@@ -106,8 +105,7 @@ class Case:
         return self.objective, self.schedule, name_of(self.dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What the gate says of a case; `failure` holds the message where it could not even run."""
 
     case: Case
@@ -143,7 +141,7 @@ def cases(quick: bool = False) -> Iterator[Case]:
     for objective in QUICK if quick else OBJECTIVES:
         for schedule in ("one_pass", "recompute", *["frozen"] * (objective in LOGP_ONLY)):
             for dtype in DTYPES[:2] if quick else DTYPES:
-                yield Case(objective=objective, schedule=schedule, dtype=dtype)
+                yield Case(objective, schedule, dtype)
 
 
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
@@ -158,8 +156,8 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
         compared = judge(results, hidden, head, batch, objective)
     except Exception as reason:  # a kernel that does not compile here is a red row, not the end
         first = (str(reason) or type(reason).__name__).splitlines()[0]
-        return Verdict(case=case, failure=f"{type(reason).__name__}: {first}")
-    return Verdict(case=case, backend=backend, comparisons=tuple(compared))
+        return Verdict(case, failure=f"{type(reason).__name__}: {first}")
+    return Verdict(case, backend, tuple(compared))
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)

@@ -294,9 +294,12 @@ class LiveTensors(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.largest = 0  # elements of one tensor
-        self.live = 0
         self.peak = 0
-        self._seen: set[int] = set()
+        self._live: dict[int, int] = {}  # bytes of each storage
+
+    @property
+    def live(self) -> int:
+        return sum(self._live.values())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         inputs = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -307,19 +310,13 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def _note(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = _key(tensor)
-        if key in self._seen or not storage.nbytes():
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._live or not storage.nbytes():
             return
         self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
-        self._seen.add(key)
-        self.live += storage.nbytes()
+        self._live[key] = storage.nbytes()
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
+        weakref.finalize(storage, self._live.pop, key)
 
 
 def _key(tensor: Tensor) -> int:

@@ -177,7 +177,7 @@ class Form:
         more = {"places": index, "out": some(N, H)} if self.full else {}
         yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
-        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype, row_scale=some(N))]
+        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype)]
         yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
 
     def walks(self) -> Iterator[tuple[str, Call]]:

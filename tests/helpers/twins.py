@@ -17,7 +17,6 @@ from headloss.kernels.reference import (  # noqa: F401
     logit_gradient_,
     part_gradient_,
     partials,
-    readable,
     scaled,
     scaled_rows,
     support_gradient,
@@ -39,6 +38,12 @@ from headloss.statistics.softmax import FLOOR, Slope, SoftmaxCoefficients, Softm
 
 NOTHING: frozenset[str] = frozenset()
 SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
+
+
+def is_multiple(backward: Backward) -> bool:
+    """Whether a token's gradient is a multiple of exp z in all columns but the target's."""
+    c, cap = backward.coefficients, backward.transform.softcap
+    return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
@@ -116,7 +121,7 @@ def held_multiple_(
 ) -> tuple[Tensor, Tensor | None]:
     transform, c = backward.transform, backward.coefficients
     max_logit, log_sum = backward.normalizer
-    assert backward.is_multiple and c.prob is not None and backward.logps is not None
+    assert is_multiple(backward) and c.prob is not None and backward.logps is not None
     multiple = c.prob * ((held.shift - max_logit) - log_sum).exp()
     own = gradient_from_logp(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]

@@ -17,10 +17,6 @@ from ..pair import Distribution, Divergence, Pair, StoredTopk
 from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
 
 
-def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    return tile.to(dtype)
-
-
 def _log_p(side: Distribution, raw: Tensor, rows: slice) -> Tensor:
     """log softmax(z) of some rows."""
     part = side.rows(rows)

@@ -13,9 +13,7 @@ from .tile import wide
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
     results = []
-    for value, dtype, multiplied, row_scale in values:
-        if row_scale is not None:
-            scaled_rows(value, row_scale, out=value)
+    for value, dtype, multiplied in values:
         if factor is not None and multiplied:
             # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
             # 16-bit value is multiplied in float32.

@@ -15,14 +15,13 @@ from ...statistics import softmax as stats
 from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, Forward, Measured, partials_of
 
-ALL = slice(None)
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
 
 
 def blocks(n: int, width: int) -> list[slice]:
-    """n rows, in blocks of limited size; ALL, which is not to be cut, where there is one block."""
+    """n rows, in blocks of limited size; at least one block."""
     rows = max(1, BLOCK_ELEMENTS // max(1, width))
-    return [ALL] if n <= rows else [slice(start, start + rows) for start in range(0, n, rows)]
+    return [slice(start, start + rows) for start in range(0, max(1, n), rows)]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -50,11 +49,10 @@ def partials(
         targets = torch.full((len(raw),), first - 1, device=raw.device)
     parts, scratch = [], []
     for rows in blocks(*raw.shape):
-        part, those = (raw, targets) if rows is ALL else (raw[rows], targets[rows])
-        z = transform.rows(rows).read(widened(part))
+        z = transform.rows(rows).read(widened(raw[rows]))
         if without is not None:
             z = with_columns(z, without[rows], -math.inf)
-        parts.append(_block(z, those, first, needs, scratch))
+        parts.append(_block(z, targets[rows], first, needs, scratch))
     if len(parts) > 1:
         names = parts[0].tensors()
         fields = {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
@@ -146,7 +144,7 @@ def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
 
 def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
     for rows in blocks(*raw.shape):
-        tile, inputs = (raw, backward) if rows is ALL else (raw[rows], backward.rows(rows))
+        tile, inputs = raw[rows], backward.rows(rows)
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:

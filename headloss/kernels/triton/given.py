@@ -11,7 +11,6 @@ they are still in the L2 cache.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, cdiv
-from .records import LogitScaling, empty_partials, power_of_2, scaling
+from .records import LogitScaling, empty_partials, scaling
 from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
@@ -156,6 +155,9 @@ def given_kernel(
                 tl.store(y + column, g, mask=mine)
 
 
+launch = Launcher(given_kernel)
+
+
 def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None:
     logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
     x, count, both = logits.tensor, len(targets), needs is not None and out is not None
@@ -168,9 +170,10 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short
-    launcher(shape.warps, shape.registers)(
-        cdiv(count, shape.turns), x, of, first, count, v,
-        WIDTH=min(lanes, max(16, power_of_2(v) // 4)), ALIGNED=16 if aligned else 1,
+    options = {"maxnreg": shape.registers} if shape.registers else {}
+    launch(
+        cdiv(count, shape.turns), x, of, first, count, v, num_warps=shape.warps, **options,
+        WIDTH=min(lanes, max(16, triton.next_power_of_2(v) // 4)), ALIGNED=16 if aligned else 1,
         SLOPES=0 if slopes is None else len(slopes)
     )  # fmt: skip
     return partials
@@ -180,9 +183,3 @@ def shape_of(v: int, both: bool) -> Shape:
     """For rows of v columns; `both`: two walks. Only NVIDIA's compilers take `maxnreg`."""
     shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape
-
-
-@functools.cache
-def launcher(warps: int, registers: int | None) -> Launcher:
-    options = {"maxnreg": registers} if registers else {}
-    return Launcher(given_kernel, num_warps=warps, **options)

@@ -212,7 +212,7 @@ def held_multiple_(
     (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
     multiples = held.shift.new_empty(n)
     if x is not None:
-        rows, features = matrix_of(x), x.new_empty(n, h := x.shape[1])
+        rows, features = Matrix(x, x.stride(0)), x.new_empty(n, h := x.shape[1])
     if n:
         a, tile = gradient_inputs(backward), matrix_of(held.exp_logits)
         of = Multiple(tile, a, held.shift, order, rows, features, multiples, least)

@@ -59,13 +59,10 @@ class Launcher:
         first: Any = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
-        with torch.cuda.device_of(first):
-            self.send(programs, self.described(arguments), constants)
-
-    def described(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """The arguments with descriptors of tiles."""
         tiles = self.tiles
-        return [tiles[i].descriptor(a) if i in tiles else a for i, a in enumerate(arguments)]
+        described = [tiles[i].descriptor(a) if i in tiles else a for i, a in enumerate(arguments)]
+        with torch.cuda.device_of(first):
+            self.send(programs, described, constants)
 
     def send(self, programs: int, arguments: list[Any], constants: dict[str, Any]) -> None:
         self.kernel[(programs,)](*arguments, **constants, **self.options)

@@ -11,7 +11,6 @@ that kernels are compiled for, so that all sizes run the same instructions.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from ..interface import Measured
 from .chosen import TOKENS, shift_column, shifts_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, Tile, cdiv
-from .records import LogitScaling, Matrix, constant
+from .records import LogitScaling, Matrix
 from .tiles import BN
 
 FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
@@ -267,15 +266,13 @@ def launchers(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Lau
     return launch_shifts, Launcher(product, tiles=tiles, **options), launch_finish
 
 
-@functools.lru_cache(maxsize=64)
 def flags_of(needs: frozenset[str]) -> Flags:
-    return Flags(*(constant(name in needs) for name in STATISTICS))
+    return Flags(*(tl.constexpr(name in needs) for name in STATISTICS))
 
 
-@functools.lru_cache(maxsize=64)
-def names(needs: frozenset[str]) -> tuple[str, ...]:
+def names(needs: frozenset[str]) -> list[str]:
     """Of the statistics, in their order."""
-    return tuple(name for name in STATISTICS if name in needs)
+    return [name for name in STATISTICS if name in needs]
 
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:

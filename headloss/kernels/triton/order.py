@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..interface import Order, Rows, Scaling
-from .launch import Launcher
-from .records import Matrix, constant, programs_on
+from .launch import Launcher, cdiv
+from .records import Matrix, programs_on
 
 BLOCK = 2048  # rows that are ranked at once, and columns of a row that is scaled
 PROGRAMS = 8  # of a multiprocessor, that scale rows
@@ -129,11 +129,10 @@ class Cast(NamedTuple):
 
     value: Tensor
     out: Tensor
-    n: int  # rows
+    n: int  # 1; 0: nothing is to be done
     width: int
     times: tl.constexpr  # it is multiplied by the factor
     in_place: tl.constexpr
-    row_scale: Tensor | None  # what these are multiplied by first
 
 
 @triton.jit
@@ -144,16 +143,13 @@ def scaled_blocks(of, factor, BLOCK: tl.constexpr):
     if of.times:
         number = tl.load(factor).to(tl.float32)
     if of.in_place:
-        if of.row_scale is None:
-            n = tl.where(number == 1, 0, n)
-    blocks = tl.cdiv(of.width, BLOCK)  # of a row
+        n = tl.where(number == 1, 0, n)
+    blocks = tl.cdiv(of.width, BLOCK)
     for block in range(program, n * blocks, programs):
         row = block // blocks
         at = (block - row * blocks) * BLOCK + tl.arange(0, BLOCK)
         place = row * of.width + at
         x = tl.load(of.value + place, mask=at < of.width, other=0.0).to(tl.float32)
-        if of.row_scale is not None:
-            x = (x * tl.load(of.row_scale + row)).to(of.value.dtype.element_ty).to(tl.float32)
         tl.store(of.out + place, (x * number).to(of.out.dtype.element_ty), mask=at < of.width)
 
 
@@ -173,16 +169,14 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
     results, work, programs = [], [], 1
-    for value, dtype, multiply, row_scale in values:
+    for value, dtype, multiply in values:
         multiply, size = multiply and factor is not None, value.numel()
         changes = value.dtype != dtype
         out = torch.empty_like(value, dtype=dtype) if changes else value
         results.append(out)
-        if size and (changes or multiply or row_scale is not None):
-            flags = constant(multiply), constant(not changes)
-            n, width = (1, size) if row_scale is None else value.shape
-            work.append(Cast(value, out, n, width, *flags, row_scale))
-            programs = min(MOST, max(programs, n * -(-width // WIDEST)))
+        if size and (changes or multiply):
+            work.append(Cast(value, out, 1, size, *map(tl.constexpr, (multiply, not changes))))
+            programs = min(MOST, max(programs, cdiv(size, WIDEST)))
     for start in range(0, len(work), AT_ONCE):
         some = work[start : start + AT_ONCE]
         value, out, _, *others = some[0]

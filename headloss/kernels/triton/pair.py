@@ -145,12 +145,6 @@ def softmax(side: Distribution | None) -> Softmax:
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
-def readable(tile: Tensor, dtype: torch.dtype) -> Tensor:
-    if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        tile = tile.to(dtype)
-    return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
-
-
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
     tiles = records.check_tile("raw", raw), records.check_tile("raw_teacher", raw_teacher)
     student, teacher, kind, beta = pair
@@ -171,7 +165,7 @@ def pair_gradient_kernel(
     tile,  # Matrix
     to,  # Matrix
     d,  # Part
-    a,  # Act: the rest of the objective, or NO_ACT
+    a,  # GradientInputs: the rest of the objective, or NO_INPUTS
     first, v, BLOCK: tl.constexpr,
     KIND: tl.constexpr,  # of the divergence, or "stored"
     OVERLAP: tl.constexpr,

@@ -16,7 +16,6 @@ out of its product as the gradient, and no logits are written.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,12 +27,11 @@ from torch import Tensor
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
 from ..rounding import accumulator_bias
-from . import records
 from .chosen import TOKENS, shift_column, target_gradient_
 from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
-from .records import LogitScaling, gradient_inputs, matrix_of, scaling
+from .records import LogitScaling, gradient_inputs, matrix_of, programs_on, scaling
 from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
 from .versions import overlaps
 
@@ -106,7 +104,6 @@ launch_product = launchers(product_kernel, READ, **OPTIONS)
 launch_held = launchers(product_kernel, READ | {"held": WRITE}, **OPTIONS)
 
 
-@functools.cache
 def in_gluon() -> Any:
     """gluon.py: Gluon is not in every Triton."""
     from . import gluon
@@ -179,9 +176,9 @@ def _statistics(
         if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
             run, exp_logits = in_gluon().launch_raw, raw
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
-        stop = records.constant(vocabulary is None)
+        stop = tl.constexpr(vocabulary is None)
         of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
-        programs = records.programs_on(x.device)
+        programs = programs_on(x.device)
         arguments = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
         counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
         for launcher, count in zip(run, counts, strict=True):
@@ -239,14 +236,13 @@ launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
-    n, v = len(x), len(w)
+    (n, h), v = x.shape, len(w)
     out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # rows of whole 16 bytes
-    a = gradient_inputs(backward)
     if n:
-        of = a._replace(z=scaling(backward.transform, accumulator_bias(x.device, x.shape[1])))
-        run = launch_slab
-        if overlaps(x.device):
-            run = in_gluon().launch_slab
-        records.over_tiles(run, x, w, out, of)
+        z = scaling(backward.transform, accumulator_bias(x.device, h))
+        of = gradient_inputs(backward)._replace(z=z)
+        run = in_gluon().launch_slab if overlaps(x.device) else launch_slab
+        programs = programs_on(x.device)
+        run(programs, x, w, out, of, n, v, h, PROGRAMS=programs)
         target_gradient_(out, x, w, backward)
     return out

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from ..transform import Transform
 
 BLOCK = 4096  # columns a program works on at once, at most
 WARPS = 8
-YES, NO = tl.constexpr(True), tl.constexpr(False)
 
 
 class Matrix(NamedTuple):
@@ -87,30 +87,21 @@ def strided(matrix: Tensor) -> Strided:
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     """Of raw logits; `lost` is the share of its size that a product lacks (`accumulator_bias`)."""
-    temperature, bias = transform.temperature, transform.bias
+    temperature, bias, cap = transform.temperature, transform.bias, transform.softcap
     if bias is not None:
         result = scaling(replace(transform, bias=None))
         return result._replace(bias=bias.contiguous(), restore=1 + lost if lost else None)
-    if not isinstance(temperature, Tensor):
-        return _scaling(transform.softcap, transform.scale, temperature, lost)
-    temperature = temperature.to(torch.float32).contiguous()
-    if temperature.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
-        temperature = temperature.clone()
-    result = _scaling(transform.softcap, transform.scale, 1.0, lost)
-    return result._replace(temperature=temperature, same=NO)
-
-
-@functools.lru_cache(maxsize=256)
-def _scaling(cap: float | None, scale: float, temperature: float, lost: float) -> LogitScaling:
-    if cap is not None:
-        inner_and_outer = (scale / cap * (1 + lost), cap / temperature)
+    number, of_rows = temperature, None
+    if isinstance(temperature, Tensor):
+        number, of_rows = 1.0, temperature.to(torch.float32).contiguous()
+        if of_rows.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
+            of_rows = of_rows.clone()
+    if cap is None:
+        inner, outer = None, transform.scale / number * (1 + lost)
     else:
-        inner_and_outer = (None, scale / temperature * (1 + lost))
-    same = YES if inner_and_outer == (None, 1) else NO
-    return LogitScaling(*inner_and_outer, scale / temperature, None, same)
-
-
-constant = {False: NO, True: YES}.__getitem__  # of a field that is known when a kernel is compiled
+        inner, outer = transform.scale / cap * (1 + lost), cap / number
+    same = tl.constexpr(of_rows is None and (inner, outer) == (None, 1))
+    return LogitScaling(inner, outer, transform.scale / number, of_rows, same)
 
 
 NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
@@ -128,12 +119,6 @@ def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
     return partials_of(room.unbind(), needs)
 
 
-def over_tiles(run: Any, x: Tensor, w: Tensor, *arguments: Any) -> None:
-    """Launch a kernel that ends the tiles of x @ w.T in an act: as many programs as run at once."""
-    programs = programs_on(x.device)
-    run(programs, x, w, *arguments, x.shape[0], w.shape[0], x.shape[1], PROGRAMS=programs)
-
-
 @functools.cache
 def programs_on(device: torch.device) -> int:
     """One for each multiprocessor; a few in the interpreter."""
@@ -142,12 +127,7 @@ def programs_on(device: torch.device) -> int:
 
 
 def block_width(v: int, most: int | None = None) -> int:
-    return min(most or BLOCK, power_of_2(max(v, 16)))
-
-
-def power_of_2(n: int) -> int:
-    """The least that is not below n >= 1."""
-    return 1 << (n - 1).bit_length()
+    return min(most or BLOCK, triton.next_power_of_2(max(v, 16)))
 
 
 def check_tile(name: str, tile: Tensor) -> Matrix:

@@ -22,7 +22,7 @@ from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
 
 
-class Tile(NamedTuple):
+class PartialsInputs(NamedTuple):
     """What the kernel takes."""
 
     raw: Matrix  # of a support, [P] of all rows
@@ -105,6 +105,6 @@ def partials(
     if n:
         block = records.block_width(v, None if without is None else NARROW)
         left_out = None if without is None else records.blocked_columns(without, v, block)[0]
-        of = Tile(tile, to, targets, left_out, records.scaling(transform))
+        of = PartialsInputs(tile, to, targets, left_out, records.scaling(transform))
         launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
     return to

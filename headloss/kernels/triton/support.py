@@ -21,7 +21,7 @@ from ..interface import Backward, Forward, Support
 from .formulas import grad_z, log_softmax, token_of, under_cap
 from .launch import Launcher, cdiv
 from .records import Matrix, block_width, empty_partials, gradient_inputs, scaling, strided
-from .statistics import Tile, columns_at, partials_kernel
+from .statistics import PartialsInputs, columns_at, partials_kernel
 
 PAIRS = 128  # whose logits a program works on at once
 ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
@@ -75,7 +75,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
     targets, _, transform, needs = forward
     result = empty_partials(raw, len(targets), needs)
     if len(targets):
-        of = Tile(Matrix(raw, 0), result, targets, None, scaling(transform), support)
+        of = PartialsInputs(Matrix(raw, 0), result, targets, None, scaling(transform), support)
         launch_partials(len(targets), of, support.first, 0, BLOCK=PAIRS, ONTO=False)
     return result
 
