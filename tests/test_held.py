@@ -18,7 +18,6 @@ from headloss.head.products import logits
 from headloss.kernels import triton as triton_backend
 from headloss.logits.accumulators import HiddenGradient
 from headloss.logits.rows import LogitGradient
-from headloss.parallel.vocabulary import WHOLE
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300
@@ -210,7 +209,7 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     rows = rows if isinstance(rows, slice) else rows.to(DEVICE)
     features, head = torch.empty(30, 7, device=DEVICE), torch.eye(7, device=DEVICE)
     for acts in (triton_backend, twins):
-        context = SimpleNamespace(shard=WHOLE)
+        context = SimpleNamespace(shard=SimpleNamespace(group=None))
         source = SimpleNamespace(
             features=[features], weights=[head], fixed=None, acts=acts, context=context
         )
