@@ -68,15 +68,14 @@ def targets_of(n: int, v: int) -> torch.Tensor:
 
 
 def coefficients_of(n: int, which: str) -> SoftmaxCoefficients:
+    """Of n tokens, as columns of a matrix: kernels read vectors of any stride."""
     generator = torch.Generator().manual_seed(7)
     names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
-    return SoftmaxCoefficients(
-        **{
-            names[letter]: torch.randn(n, generator=generator).to(DEVICE)
-            / (50 if letter == "u" else 1)
-            for letter in which
-        }
-    )
+    columns = torch.randn(len(which), n, generator=generator).t().contiguous().to(DEVICE)
+    values = {names[letter]: column for letter, column in zip(which, columns.unbind(1), strict=True)}
+    if "u" in which:
+        values["uniform"] /= 50
+    return SoftmaxCoefficients(**values)
 
 
 def error(found, oracle) -> float:

@@ -166,7 +166,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     if count == 0:
         return partials
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
-    z, c = scaling(transform), c or SoftmaxCoefficients()
+    z, c = scaling(transform), (c or SoftmaxCoefficients()).map(Tensor.contiguous)
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short

@@ -109,6 +109,7 @@ NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
 
 def gradient_inputs(backward: Backward) -> GradientInputs:
     targets, _, transform, normalizer, c, logps, *_ = backward
+    c = c.map(Tensor.contiguous)  # an objective's slopes may be columns of a matrix
     return GradientInputs(targets, scaling(transform), normalizer, c, logps)
 
 
