@@ -86,9 +86,7 @@ def _topk(
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
-        RowContext(
-            kernels.load("reference"), nowhere, transform, NOTHING, shard, shard.vocabulary
-        ),
+        RowContext(kernels.load("reference"), nowhere, transform, NOTHING, shard),
         compute_dtype=compute,
     )
     inputs = PlanInputs(

@@ -36,12 +36,12 @@ class WholeVocabulary:
 
     group: distributed.ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
-    size: int | None = None  # columns of this rank's slice, None: all
     weight_gradient = False  # whether another rank wants one
     memory = 0  # bytes of the group's smallest GPU, 0 without a group
 
     def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = self.widest = vocabulary  # V, and the most columns that any rank holds
+        # V, columns of this rank's slice, and the most columns that any rank holds.
+        self.vocabulary = self.size = self.widest = vocabulary
 
     def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
         """ValueError where another rank's ids are outside the vocabulary, or where the ranks'
@@ -52,10 +52,10 @@ class WholeVocabulary:
         return partials
 
     def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str], vocabulary: int
-    ) -> Measured:
+        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
+    ) -> Measured:  # fmt: skip
         """The statistics that follow from partials of this rank's slice."""
-        return Measured(*finish(partials, vocabulary, needs))
+        return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the slices of the vocabulary."""
@@ -139,9 +139,9 @@ class VocabShard(WholeVocabulary):
         return merge_all(SoftmaxState(**dict(slices)))
 
     def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str], vocabulary: int
-    ) -> Measured:
-        return kernels.finish(self._gathered(partials), needs, vocabulary)
+        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
+    ) -> Measured:  # fmt: skip
+        return kernels.finish(self._gathered(partials), needs, self.vocabulary)
 
     def _gathered(self, partials: SoftmaxState) -> Tensor:
         return self.gather(torch.stack([*partials.tensors().values()]))
