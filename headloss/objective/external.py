@@ -92,8 +92,7 @@ class ExternalLoss:
             loss = scalar(self.loss(*full))
             _check_leaves(loss, list(leaves.values()))
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        coefficients = Coefficients(softmax, {}, value)
-        return coefficients if self.upstream is None else coefficients.times(self.upstream)
+        return Coefficients(softmax, {}, value).times(self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
