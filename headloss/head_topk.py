@@ -79,7 +79,7 @@ def _topk(
     compute: torch.dtype | None
 ) -> HeadTopk:
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    factors = shard.factors(head, x)
+    factors = head.factors(x, shard.dropout)
     transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
         transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))

@@ -250,7 +250,7 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
     assert head is not None
     factors = [(x, head.weight)]
     if head.lora:
-        factors = shard.factors(head, x, requirements.fixed_product(call.options))
+        factors = head.factors(x, shard.dropout, requirements.fixed_product(call.options))
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 

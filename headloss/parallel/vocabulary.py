@@ -21,7 +21,6 @@ from torch.nn.functional import dropout, pad
 from ..batch.batch import Batch
 from ..batch.segments import Linear
 from ..collectives import gather, together
-from ..head.products import Fixed
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
 from .agreement import HIGHEST, Facts, OwnNumbers, agree, attempt
@@ -64,12 +63,6 @@ class WholeVocabulary:
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The best k of each slice's best, [n, ..] to [n, k], best first."""
         return values, ids
-
-    def factors(
-        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """`head.factors` of packed hidden states; gradients of adapters come out complete."""
-        return head.factors(hidden, self.dropout, fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """Of hidden states that every rank has."""
