@@ -50,8 +50,8 @@ class Call:
         batch: by position.
         shard: this rank's slice of the vocabulary.
         scored: the scored tokens, and where in the batch they are.
-        transform: of raw logits; its temperature is a number or [T].
         per_segment: fields of the batch with one value per segment; None: by their shapes.
+        transform: of raw logits; its temperature is a number or [T].
         loss_fn: somebody else's loss of log-probs and entropies, in place of the objective's.
     """
 
@@ -61,8 +61,8 @@ class Call:
     shard: Any
     scored: Packing
     plan: Plan
+    per_segment: frozenset[str] | None
     transform: Transform
-    per_segment: frozenset[str] | None = None
     loss_fn: Callable[..., Any] | None = None
 
     @property
@@ -277,25 +277,39 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
         shard, error = agreed_shard(a.group, say, error, vocab_size, static)
-    call, error = attempt(error, lambda: _planned(kind, a, shard, requirements))
+    packed, error = attempt(
+        error, lambda: _planned(batch, options, a.transform, shard, requirements)
+    )
     across = batch.segments.group if isinstance(batch, Batch) else None
+    fields = None
     if across is not None:
-        say = partial(of_segments, call)
-        of_ranks, error = agree("segments.group", across, say, error, static)
+        of_ranks, error = agree(
+            "segments.group", across, lambda: of_segments(a, packed[1], requirements), error, static
+        )
         fields, error = attempt(error, lambda: per_segment(of_ranks))
     if error is not None:
         raise error
-    if across is not None:
-        call = replace(call, per_segment=fields)
+    scored, plan, transform = packed
+    call = kind(
+        requirements=requirements,
+        batch=batch,
+        options=options,
+        shard=shard,
+        scored=scored,
+        plan=plan,
+        per_segment=fields,
+        transform=transform,
+        loss_fn=a.loss_fn,
+    )
     _ = call.context  # fields of teachers and candidates are checked
-    return call  # type: ignore[no-any-return]
+    return call
 
 
 def _planned(
-    kind: type[C], arguments: Arguments, shard: WholeVocabulary, requirements: Requirements
-) -> C:
-    """The call, before the ranks that share its segments agree on its fields."""
-    batch, options, transform = arguments.batch, arguments.options, arguments.transform
+    batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
+    requirements: Requirements
+) -> tuple[Packing, Plan, Transform]:
+    """The scored tokens, the plan, and the transform with their temperatures."""
     unit = requirements.inputs.segments_per_unit if options.static else None
     scored = packing_of(batch, shard.vocabulary, unit)
     shard.check_batch(batch, options.sequence_parallel)
@@ -305,16 +319,7 @@ def _planned(
     if isinstance(transform.temperature, Tensor):
         rows = _temperatures(transform.temperature, batch, scored)
         transform = replace(transform, temperature=rows.to(requirements.wide))
-    return kind(
-        requirements=requirements,
-        batch=batch,
-        options=options,
-        shard=shard,
-        scored=scored,
-        plan=plan,
-        transform=transform,
-        loss_fn=arguments.loss_fn,
-    )
+    return scored, plan, transform
 
 
 def _temperatures(temperature: Tensor, batch: Batch, scored: Packing) -> Tensor:

@@ -265,7 +265,8 @@ class ExpLogits(LinearLogits):
         product = Product(x, weight, self.bias, shard.first, self.acts)
         for part in self.beside:
             part.add(rows, product)
-        self.measure_beside(rows, measured)
+        if self.beside or PEAK in forward.needs:
+            self.measure_beside(rows, measured)
         return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
@@ -298,7 +299,7 @@ class ExpLogits(LinearLogits):
         if live is not None:
             order = acts.dense_order(live, int(MOST * len(live)))
             count_copy = HostCopy(order.count)
-        chosen = self._chosen(rows, ALL, inputs)
+        chosen = self._chosen(rows, ALL, inputs) if self.beside else []
         c, cap = backward.coefficients, backward.transform.softcap
         if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
             least = chosen[0].slopes.abs().amax(1) if chosen else None

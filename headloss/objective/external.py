@@ -85,7 +85,8 @@ class ExternalLoss:
             loss = scalar(self.loss(*full))
             _check_leaves(loss, list(leaves.values()))
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        return Coefficients(softmax, {}, value).times(self.upstream)
+        coefficients = Coefficients(softmax, {}, value)
+        return coefficients if self.upstream is None else coefficients.times(self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""

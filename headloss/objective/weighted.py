@@ -50,7 +50,7 @@ class WeightedTerm(NamedTuple):
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[n] of the tokens that the batch holds: 0 where the term is restricted."""
-        view = without_poison(batch, self.included)
+        view = batch if self.included is None else without_poison(batch, self.included)
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:  # it may have met a None
@@ -70,7 +70,7 @@ class WeightedTerm(NamedTuple):
 
     def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient where that is known."""
-        view = without_poison(batch, self.included)
+        view = batch if self.included is None else without_poison(batch, self.included)
         times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
         for field in self.term.weight_fields:
             times = times * getattr(view, field)
@@ -118,9 +118,9 @@ class Coefficients(NamedTuple):
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
-    def times(self, factor: float | None) -> Coefficients:
-        """Multiplied by the upstream gradient, where it is known."""
-        return self if factor in (None, 1) else self.map(lambda t: t * factor)
+    def times(self, factor: float) -> Coefficients:
+        """Multiplied by the upstream gradient."""
+        return self if factor == 1 else self.map(lambda t: t * factor)
 
     def without(self, rows: Tensor) -> Coefficients:
         """With 0 at rows [n] bool."""
@@ -157,7 +157,8 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        return Coefficients(softmax, extras, values).times(self.upstream)
+        coefficients = Coefficients(softmax, extras, values)
+        return coefficients if self.upstream is None else coefficients.times(self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
@@ -270,10 +271,8 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
-def without_poison(batch: PackedBatch, included: Tensor | None) -> PackedBatch:
+def without_poison(batch: PackedBatch, included: Tensor) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
-    if included is None:
-        return batch
     fields = {}
     for name, field in {**batch._fields, **batch._read}.items():
         if name not in UNREAD and isinstance(field, Tensor) and field.is_floating_point():

@@ -76,11 +76,10 @@ def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     return Facts(numbers=numbers, same=same, values=lambda _: sample, check=check)
 
 
-def of_segments(call: Any) -> Facts:
-    """Of one whose segments run across ranks, each of which holds some of their tokens; with the
+def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
+    """Of a call whose segments run across ranks, each of which holds some of their tokens; with the
     forms that each field has there. Other choices (schedule, chunks) may differ."""
-    batch, options, requirements = call.batch, call.options, call.requirements
-    objective = requirements.objective
+    batch, options, objective = arguments.batch, arguments.options, requirements.objective
     if len(batch.fields) > MOST:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
     names = sorted(batch.fields)
@@ -88,7 +87,7 @@ def of_segments(call: Any) -> Facts:
     same = {
         "fields": " ".join(names),
         "segments.count": batch.segments.count,
-        "a gradient is wanted": call.plan.schedule != "statistics",
+        "a gradient is wanted": plan.schedule != "statistics",
         "objective": _names(objective),
         "metrics": options.metrics,
         "statistics": sorted(requirements.needs),
