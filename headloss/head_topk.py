@@ -79,16 +79,14 @@ def _topk(
     compute: torch.dtype | None
 ) -> HeadTopk:
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    factors = shard.factors(head, x)
+    factors = head.factors(x, shard.dropout)
     transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
         transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     source = LinearLogits(
         [*(tensor for pair in factors for tensor in pair), head.bias],
-        RowContext(
-            kernels.load("reference"), nowhere, transform, NOTHING, shard, shard.vocabulary
-        ),
+        RowContext(kernels.load("reference"), nowhere, transform, NOTHING, shard),
         compute_dtype=compute,
     )
     inputs = PlanInputs(

@@ -565,7 +565,7 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     order = SimpleNamespace(index=None, live=None, unscored=None)
     shard = WholeVocabulary(raw.shape[-1])
-    tokens = RowContext(acts, targets, Transform(), NEEDS, shard, shard.vocabulary)
+    tokens = RowContext(acts, targets, Transform(), NEEDS, shard)
     source = InPlaceLogits([raw], tokens, order=order, overwrites=False)
     found, _ = source.partials(slice(None))
     assert_statistics(found, raw, targets, 0, Transform())

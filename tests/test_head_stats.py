@@ -462,3 +462,20 @@ def test_a_compiled_graph_serves_any_number_of_tokens():
             torch.testing.assert_close(mine, true)
     assert counter.frame_count == 1
     torch._dynamo.reset()
+
+
+def test_gradients_in_a_graph_lie_in_rows_as_it_was_told():
+    """Whatever the layout of hidden states and weight."""
+    from headloss.engine import operator
+
+    x, w = (torch.randn(H, n, dtype=torch.float64).t() for n in (N, V))
+    targets = torch.arange(N) % V
+    call = [x, w], [targets, None, None], [V, 0, 0], [1.0, 0.0, 1.0, 0.0]
+    call = *call, "False, ['auto', False, True]"
+    measured = operator._head_stats(*call)
+    slopes = [torch.randn(N, dtype=torch.float64) for _ in range(3)]
+    for op, arguments in (
+        (operator._head_stats, call),
+        (operator._head_stats_backward, (*call, measured, slopes, [True, True])),
+    ):
+        torch.library.opcheck(op, arguments, test_utils="test_faketensor")

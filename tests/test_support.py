@@ -219,11 +219,12 @@ def test_ids_made_in_inference_mode_and_ids_that_change(kind):
 # ---------------------------------------------------------------------- what is refused
 
 IDS = [[3, 4, -1], [5, 0, 1], [2, -1, -1]]
+NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
 def refused(match: str, ids, targets=(3, 0, 2), vocabulary: int = 8, **options):
     ids = ids if isinstance(ids, tuple) else torch.tensor(ids)
-    batch = hl.Batch(torch.tensor(targets), support_ids=ids)
+    batch = hl.Batch(torch.tensor(targets, dtype=torch.int64), support_ids=ids)
     hidden, head = torch.randn(len(targets), 4), hl.Head(torch.randn(vocabulary, 4))
     with pytest.raises(ValueError, match=match):
         hl.head_loss(hidden, head, batch, hl.cross_entropy(), **options)
@@ -240,6 +241,9 @@ def refused(match: str, ids, targets=(3, 0, 2), vocabulary: int = 8, **options):
         ((torch.tensor([3, -1]), torch.tensor([0, 2])), (3,), r"got id -1 at position 0"),
         ((torch.tensor([3, 2]), torch.tensor([0, 3])), (3,), r"offsets that do not rise from 0"),
         ((torch.tensor([3, 2]), torch.tensor([0, 2, 1])), (3, 2), r"offsets that do not rise"),
+        ((NO_IDS, torch.tensor([0, 3])), (3,), r"offsets that do not rise .* number of ids, 0"),
+        ((NO_IDS, torch.tensor([1, 0])), (3,), r"offsets that do not rise"),
+        ((torch.tensor([3, 2]), torch.tensor([0])), (), r"offsets that do not rise"),
     ],
 )
 def test_bad_ids_are_named_by_position(ids, targets, match):

@@ -143,11 +143,6 @@ class Segments:
         pairs = len(values) // 2  # with static shapes one more segment may follow
         return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
 
-    def join_pairs(self, first: Tensor, second: Tensor) -> Tensor:
-        """The inverse of `split_pairs`; 0 at a segment without a partner."""
-        both = torch.stack([first, second], 1).flatten()
-        return torch.cat([both, both.new_zeros(self.count - len(both))])
-
     def slice(self, chunk: Chunk) -> Segments:
         """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
         start, stop, first, last = chunk

@@ -57,14 +57,15 @@ class SupportIds:
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
         targets, n = targets.reshape(-1), targets.numel()
-        if not n or not self.tensors[0].numel():
-            return targets.new_zeros(6, dtype=torch.int64)
         pairs = self._pairs
-        ids, at, offsets = pairs.ids, pairs.tokens(), pairs.offsets
+        ids, offsets = pairs.ids, pairs.offsets
+        bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
+        if not n or not len(ids):
+            return bad * (torch.arange(6, device=bad.device) == 2)
+        at = pairs.tokens()
         counted = targets[at] != IGNORE
         if self.width is not None:
             counted &= ids >= 0
-        bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
         real = torch.where(counted, ids, 0)
         # One number for each position and id; those that do not count differ from all.
         alone = ~torch.arange(len(ids), device=ids.device)

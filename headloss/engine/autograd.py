@@ -120,7 +120,7 @@ def backward_of_slopes(
     stats, factor = result.measured.stats, None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    coefficients = coefficients_of(slopes, stats, call.vocabulary)
+    coefficients = coefficients_of(slopes, stats, call.shard.vocabulary)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.inputs.rescaled and not call.options.batch_invariant:

@@ -71,13 +71,13 @@ def _of_frozen_head(
         slope = -prob
     if factor is not None:
         slope = slope * factor.to(slope.dtype)
-    slope = slope / call.unit
+    slope = slope / call.unit(result.measured.stats.logp)
     sparse = [part for part in source.beside if part.key in coefficients.extras]
     for i, total in hidden.totals.items():
         acts.scaled_rows(total, slope, out=total)
         for part in sparse:
             slopes, targets = coefficients.extras[part.key], source.context.targets
-            values, pairs = part.beside_logp(result.measured, slopes, targets, call.vocabulary)
+            values, pairs = part.beside_logp(result.measured, slopes, targets)
             if factor is not None:
                 values = values * factor.to(values.dtype)
             acts.support_sums(values, source.weights[i], pairs, total, add=True)

@@ -24,6 +24,7 @@ from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
 from ..logits.linear import ExpLogits, LinearLogits, RowContext
 from ..logits.measured_beside import measuring
+from ..logits.rows import ALL, Rows
 from ..logits.support import SupportLogits
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
@@ -76,11 +77,6 @@ class Call:
         raise NotImplementedError
 
     @property
-    def vocabulary(self) -> int:
-        """Of the whole model."""
-        return self.shard.vocabulary
-
-    @property
     def groups(self) -> tuple[Any, ...]:
         """Of the vocabulary's slices, and of segments that run across ranks."""
         return self.shard.group, self.scored.segments.group
@@ -94,17 +90,17 @@ class Call:
     def weighted(self) -> WeightedObjective | ExternalLoss:
         """The objective with a weight for each token. (It is made while the first product runs, and
         holds no call, which holds it.)"""
-        options, scored, batch, vocabulary = self.options, self.scored, self.batch, self.vocabulary
+        scored, batch, vocabulary = self.scored, self.batch, self.shard.vocabulary
+        upstream = self.options.upstream
         if self.loss_fn is not None:
-            return ExternalLoss(self.loss_fn, scored, vocabulary, options.upstream)
+            return ExternalLoss(self.loss_fn, scored, vocabulary, upstream)
         requirements, totals = self.requirements, batch.totals
         if totals is None:  # packing may have read them
             counted = requirements.counted and scored.live is None
             totals = Totals(len(scored), scored.count) if counted else Totals.of(batch)
         weighted = bind(
             requirements.objective, self.packed, totals, vocabulary, requirements.wide,
-            upstream=options.upstream, closed=requirements.slopes,
-            logp_only=self.plan.schedule == "frozen",
+            upstream=upstream, closed=requirements.slopes, logp_only=self.plan.schedule == "frozen",
         )  # fmt: skip
         if not requirements.inputs.rescaled:
             return weighted
@@ -117,7 +113,7 @@ class Call:
         every_column = self.shard.group is None and scored.live is None
         context = RowContext(
             requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
-            self.vocabulary, every_column,
+            every_column,
         )  # fmt: skip
         if not requirements.beside:
             return context
@@ -131,15 +127,16 @@ class Call:
             return None
         share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
         zero = self.scored.targets.new_zeros((), dtype=torch.float64)
-        return Tolerance(share, self.transform, self.vocabulary, zero)
+        return Tolerance(share, self.transform, self.shard.vocabulary, zero)
 
-    @cached_property
-    def unit(self) -> Tensor:
-        """[T] coefficients of a frozen head's dlogp: about 1 / slope; `sweep` divides by 1 - p."""
-        one = torch.ones_like(self.scored.targets, dtype=self.requirements.wide)
+    def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
+        """[n] coefficients of a frozen head's dlogp. In float16, where dlogp/dz is small near
+        p(y) = 1, they are powers of two of about 1 / (slope (1 - p))."""
+        one = torch.ones_like(logp)
         if not self.requirements.inputs.rescaled:
             return one
-        return (one / slope_of(self.transform)).abs().clamp(max=1e30).log2().floor().exp2()
+        size = (one / slope_of(self.transform.rows(rows))).abs().clamp(max=1e30)
+        return floor_of(size) / floor_of((-logp.expm1()).clamp_min(2**-24))
 
     @property
     def constants(self) -> list[Tensor]:
@@ -222,6 +219,11 @@ class GivenCall(Call):
         return GivenAccumulator
 
 
+def floor_of(sizes: Tensor) -> Tensor:
+    """The power of two at or below each."""
+    return sizes.log2().floor().exp2()
+
+
 def slope_of(transform: Transform, teacher: object = None) -> Number:
     """Of the logits that a term (with this teacher) sees over the raw ones."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
@@ -248,7 +250,7 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
     assert head is not None
     factors = [(x, head.weight)]
     if head.lora:
-        factors = shard.factors(head, x, requirements.fixed_product(call.options))
+        factors = head.factors(x, shard.dropout, requirements.fixed_product(call.options))
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 

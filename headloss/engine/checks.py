@@ -265,7 +265,7 @@ def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
 def masks_of(kinds: Kinds, objective: Objective, read: set[str]) -> dict[str, bool]:
     """Fields of `MASKS`, and whether a term reads them; none beside a loss that lives elsewhere,
     which may read what it likes."""
-    if any(hasattr(term.function, "reads") for _, term in objective.parts):
+    if any(isinstance(term.function, Reads) for _, term in objective.parts):
         return {}
     return {name: name in read for name in MASKS if name in kinds}
 

@@ -73,7 +73,9 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             tiles.append(tile)
         elif plan.keeps_tiles:
             if schedule == "frozen":
-                coefficients = _unit(call, measured, rows)
+                unit = call.unit(measured.stats.logp, rows)
+                softmax = SoftmaxCoefficients(target=unit, prob=-unit)
+                coefficients = Coefficients(softmax, {}, unit)
             else:
                 weighted, chunk = call.weighted, block if several else None
                 coefficients = weighted.coefficients(measured.stats, call.packed, chunk)
@@ -97,21 +99,13 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     return ForwardResult(measured, tiles, sums, values)
 
 
-def _unit(call: Call, measured: Measured, rows: slice) -> Coefficients:
-    """Those of logp alone, times `call.unit`."""
-    one = call.unit[rows]
-    if call.requirements.inputs.rescaled:  # near p(y) = 1 dlogp/dz is small
-        one /= (-measured.stats.logp.expm1()).clamp_min(2**-24).log2().floor().exp2()
-    return Coefficients(SoftmaxCoefficients(target=one, prob=-one), {}, one)
-
-
 def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     """[T] vectors from those of consecutive blocks."""
     if parts:
         return of_several(torch.cat, parts)
     needs = call.requirements.needs
     empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
-    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.vocabulary, needs))
+    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
     extras = measured.stats.extras
     extras |= dict.fromkeys(needs & {PEAK}, empty)
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}

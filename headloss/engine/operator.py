@@ -3,13 +3,13 @@
 N positions, T of them scored, V vocabulary, K candidates. Schedule: recompute. Adapters' features
 are made in the graph. Both operators take a call as
 
-    tensors      features [N, ..] and weights [V, ..] pairwise, then those with names: bias [V],
-                 temperature [N], targets [N], candidate_ids [N, K], and support_ids, [N, K] or [P]
-                 with offsets [N + 1]; a bias is the first, next to what else carries a gradient
+    factors      features [N, ..] and weights [V, ..] pairwise, and a bias [V] where there is one
+    constants    targets [N], temperature [N] or None, candidate_ids [N, K] or None; and where there
+                 are some support_ids, [N, K] or [P] with offsets [N + 1]
     sizes        V; chunk_tokens and memory_budget, 0 where there is none
     numbers      logit scale, soft cap (0: none), temperature where it is one number,
                  gradient_tolerance
-    spelt        the names that are there, and other options, as Python spells them
+    spelt        other options, as Python spells them
 
 and make the head and the batch anew inside.
 """
@@ -31,7 +31,7 @@ from ..options import DEFAULT, Options
 from ..statistics.softmax import Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
 from .backward import ForwardResult
-from .call import Call, linear_call
+from .call import Call, linear_plan
 from .checks import Arguments, check_targets
 from .loop import sweep
 
@@ -47,11 +47,10 @@ def in_graph(
     where the batch names some; ValueError for an option that the operator does not take."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
-    ids: dict[str, Any] = {}
+    ids: list[Any] = [None]
     if isinstance(scored, Batch):
-        ids["candidate_ids"] = scored.fields.get("candidate_ids")
-        if scored.support is not None:
-            ids.update(zip(("support_ids", "offsets"), scored.support.tensors, strict=False))
+        ids = [scored.fields.get("candidate_ids")]
+        ids += () if scored.support is None else scored.support.tensors
         scored = scored.targets
     targets = check_targets(scored, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
@@ -61,14 +60,13 @@ def in_graph(
     number, per_token = head.temperature, None
     if isinstance(number, Tensor):
         number, per_token = 1.0, number.reshape(-1)
-    flat = {"bias": head.bias, "temperature": per_token, "targets": targets.reshape(-1)}
-    present = {name: t for name, t in (flat | ids).items() if t is not None}
-    named = {name: t.flatten(0, -2) if t.dim() > 1 else t for name, t in present.items()}
+    ids = [t if t is None or t.dim() == 1 else t.flatten(0, -2) for t in ids]
     measured = _head_stats(
-        [*(t for pair in pairs for t in pair), *named.values()],
+        [*(t for pair in pairs for t in pair), *([] if head.bias is None else [head.bias])],
+        [targets.reshape(-1), per_token, *ids],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
-        _spelt(list(named), options, CANDIDATE[1] in gradients),
+        _spelt(options, CANDIDATE[1] in gradients),
     )
     stats = [
         (t if name in gradients else t.detach()).view(targets.shape)
@@ -77,30 +75,23 @@ def in_graph(
     return [*stats, *(t.unflatten(0, targets.shape) for t in measured[5:6])]
 
 
-def _spelt(names: list[str], options: Options, tail: bool) -> str:
+def _spelt(options: Options, tail: bool) -> str:
     """Checks the options; `tail`: the candidates' rest is asked for."""
     if (schedule := options.schedule) not in ("auto", "recompute"):
         raise ValueError(f'schedule: got "{schedule}", but a compiled graph is served by recompute')
     for name in REFUSED:
         if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
-    return f"{names}, {tail}, {[getattr(options, name) for name in SPELT]}"
-
-
-def _named(tensors: Sequence[Tensor], spelt: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The tensors that have names, and the pairs."""
-    names = ast.literal_eval(spelt)[0]
-    pairs = len(tensors) - len(names)
-    return dict(zip(names, tensors[pairs:], strict=True)), list(tensors[:pairs])
+    return f"{tail}, {[getattr(options, name) for name in SPELT]}"
 
 
 def _open(
-    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str,
-    wanted: Sequence[bool]
+    factors: Sequence[Tensor], constants: Sequence[Tensor | None], sizes: Sequence[int],
+    numbers: Sequence[float], spelt: str, wanted: Sequence[bool]
 ) -> tuple[Call, list[Tensor | None]]:
     """What to do for the call that these are of, and the tensors of its logits; `wanted`: which of
-    these want a gradient."""
-    _, tail, values = ast.literal_eval(spelt)
+    the factors want a gradient."""
+    tail, values = ast.literal_eval(spelt)
     (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
     options = Options(
         schedule="recompute",
@@ -109,39 +100,44 @@ def _open(
         gradient_tolerance=tolerance,
         **dict(zip(SPELT, values, strict=True)),
     )
-    leaves = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
-    named, (hidden, weight, *adapters) = _named(leaves, spelt)
-    adapted, rows = adapters[::2], adapters[1::2]
+    leaves: list[Any]
+    leaves = [t.detach().requires_grad_(w) for t, w in zip(factors, wanted, strict=True)]
+    *pairs, bias = leaves if len(leaves) % 2 else [*leaves, None]
+    features, weights = pairs[::2], pairs[1::2]
     lora = []
-    for features, b in zip(adapted, rows, strict=True):
+    for inner, b in zip(features[1:], weights[1:], strict=True):
         # An inner side stays in the graph; this one only tells that a gradient is wanted.
-        a = b.new_empty(b.shape[1], hidden.shape[1]).requires_grad_(features.requires_grad)
+        a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
-    bias, temperature = named.get("bias"), named.get("temperature", number)
-    head = Head(weight, bias, temperature, softcap or None, scale, vocabulary, lora=tuple(lora))
-    chosen, support = named.get("candidate_ids"), named.get("support_ids")
+    targets, temperature, chosen, *support = constants
+    assert targets is not None
+    head = Head(
+        weights[0], bias, number if temperature is None else temperature, softcap or None, scale,
+        vocabulary, lora=tuple(lora),
+    )  # fmt: skip
     names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
     objective = external_loss(frozenset(names), candidates=chosen is not None)
-    if support is not None and "offsets" in named:
-        support = support, named["offsets"]  # type: ignore[assignment]
     with torch.set_grad_enabled(any(wanted)):
-        batch = Batch(named["targets"], candidate_ids=chosen, support_ids=support)
-        arguments = Arguments.of_head("head_stats", hidden, head, batch, objective, options)
-        call, (x, rows_of_head, *_, bias) = linear_call(arguments)
-    index = call.scored.index
-    packed = adapted if index is None else [f[index] for f in adapted]
-    pairs = [t for pair in zip(packed, rows, strict=True) for t in pair]
-    of_logits = x, rows_of_head, *pairs, bias
-    return call, [None if t is None else t.detach() for t in of_logits]
+        ids: Any = tuple(support) or None
+        batch = Batch(targets, candidate_ids=chosen, support_ids=ids)
+        arguments = Arguments.of_head("head_stats", features[0], head, batch, objective, options)
+        call = linear_plan(arguments)
+    pairs[::2] = map(call.scored.gather, features)
+    return call, [None if t is None else t.detach() for t in (*pairs, bias)]
 
 
 @torch.library.custom_op("headloss::head_stats", mutates_args=())
 def _head_stats(
-    tensors: Sequence[Tensor], sizes: Sequence[int], numbers: Sequence[float], spelt: str
+    factors: Sequence[Tensor],
+    constants: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    numbers: Sequence[float],
+    spelt: str,
 ) -> list[Tensor]:
     """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
-    call, of_logits = _open(tensors, sizes, numbers, spelt, [False] * len(tensors))
+    wanted = [False] * len(factors)
+    call, of_logits = _open(factors, constants, sizes, numbers, spelt, wanted)
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
     for part in call.context.beside:
@@ -150,27 +146,29 @@ def _head_stats(
 
 
 @_head_stats.register_fake
-def _(tensors, sizes, numbers, spelt):
-    named, (hidden, *_) = _named(tensors, spelt)
-    count, dtype = named["targets"].shape[0], torch.promote_types(hidden.dtype, torch.float32)
+def _(factors, constants, sizes, numbers, spelt):
+    (hidden, *_), (targets, _, chosen, *_) = factors, constants
+    count = targets.shape[0]
     shapes = [(count,)] * 5
-    if "candidate_ids" in named:
-        shapes += [(count, named["candidate_ids"].shape[1] + 1), (count, 2)]
+    if chosen is not None:
+        shapes += [(count, chosen.shape[1] + 1), (count, 2)]
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     return [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
 @torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
 def _head_stats_backward(
-    tensors: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    constants: Sequence[Tensor | None],
     sizes: Sequence[int],
     numbers: Sequence[float],
     spelt: str,
     measured: Sequence[Tensor],  # what the other operator returned
     upstream: Sequence[Tensor],  # of logp, lse, entropy, candidates
-    wanted: Sequence[bool],  # which of `tensors`
+    wanted: Sequence[bool],  # which of `factors`
 ) -> list[Tensor]:
-    """The wanted gradients, in the order of `tensors`."""
-    call, of_logits = _open(tensors, sizes, numbers, spelt, wanted)
+    """The wanted gradients, in the order of `factors`."""
+    call, of_logits = _open(factors, constants, sizes, numbers, spelt, wanted)
     scored = call.scored
     logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
@@ -180,29 +178,29 @@ def _head_stats_backward(
     gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
     for i, value in enumerate(gradients[:-1:2]):
         if value is not None and scored.index is not None:
-            gradients[2 * i] = torch.zeros_like(tensors[2 * i]).index_copy_(0, scored.index, value)
+            gradients[2 * i] = scored.scatter(value)
     return [g for g, want in zip(gradients, wanted, strict=False) if want and g is not None]
 
 
 @_head_stats_backward.register_fake
-def _(tensors, sizes, numbers, spelt, measured, upstream, wanted):
-    return [torch.empty_like(t) for t, want in zip(tensors, wanted, strict=True) if want]
+def _(factors, constants, sizes, numbers, spelt, measured, upstream, wanted):
+    return [t.new_empty(t.shape) for t, want in zip(factors, wanted, strict=True) if want]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    tensors, *ctx.constants = inputs
+    factors, constants, *ctx.numbers = inputs
     ctx.mark_non_differentiable(*output[3:5], *output[6:])
-    ctx.save_for_backward(*tensors, *output)
-    ctx.wanted = [t.requires_grad for t in tensors]
+    ctx.save_for_backward(*factors, *constants, *output)
+    ctx.wanted, ctx.count = [t.requires_grad for t in factors], len(constants)
 
 
 def _backward(ctx, upstream):
     refuse_second_derivatives("head_stats")
-    saved, count = list(ctx.saved_tensors), len(ctx.wanted)
-    slopes = [*upstream[:3], *upstream[5:6]]
-    arguments = (saved[:count], *ctx.constants, saved[count:], slopes, ctx.wanted)
-    gradients = iter(_head_stats_backward(*arguments))
-    return [next(gradients) if wanted else None for wanted in ctx.wanted], *[None] * 3
+    saved, first = list(ctx.saved_tensors), len(ctx.wanted)
+    last, slopes = first + ctx.count, [*upstream[:3], *upstream[5:6]]
+    tensors, measured = (saved[:first], saved[first:last]), saved[last:]
+    gradients = iter(_head_stats_backward(*tensors, *ctx.numbers, measured, slopes, ctx.wanted))
+    return [next(gradients) if wanted else None for wanted in ctx.wanted], *[None] * 4
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -13,8 +13,7 @@ from itertools import accumulate
 from ..batch.segments import Chunk
 from ..head.products import GRAIN, PARTS
 from ..options import Options
-from . import plan_inputs as sizes
-from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile
+from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_by_part, peak_bytes
 
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
@@ -145,12 +144,12 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, options)
     if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
-        swept = tile.rows * tile.columns * sizes.slab_bytes(p) + sizes.hidden_sums(p)
+        swept = tile.rows * tile.columns * p.slab_bytes + p.hidden_sums
         room = swept // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     single_block = _single_block(p, schedule, len(chunks), tile)
     exp_tiles = p.exp_tiles and not p.narrow
-    parts = sizes.bytes_by_part(p, schedule, rows, tile, options, single_block)
+    parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
     # Of a frozen head dlogp/dhidden is made before any coefficient is known.
@@ -165,7 +164,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         exp_tiles=exp_tiles,
         in_place=p.in_place,
         bytes=parts,
-        peak_bytes=sizes.peak_bytes(p, parts),
+        peak_bytes=peak_bytes(p, parts),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         budget=budget,
@@ -266,8 +265,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
         least = max(least, p.tokens * p.width)  # a slab takes less, as it adds to all of dX
-        room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - sizes.hidden_sums(p)
-        elements = min(elements, max(least, min(most, room // sizes.slab_bytes(p))))
+        room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - p.hidden_sums
+        elements = min(elements, max(least, min(most, room // p.slab_bytes)))
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
     tall = max(1, min(p.tokens, elements // least))
     columns = max(1, min(p.vocabulary, elements // tall))

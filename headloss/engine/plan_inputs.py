@@ -73,18 +73,20 @@ class PlanInputs:
             return max(1, self.support * PAIR_BYTES // self.tokens)
         return self.vocabulary * self.row_bytes
 
+    @property
+    def hidden_sums(self) -> int:
+        """Bytes of the hidden gradient of slabs, where it is summed apart."""
+        apart = self.hidden_gradient and self.element_size < 4
+        return self.tokens * self.width * 4 if apart else 0
 
-def hidden_sums(p: PlanInputs) -> int:
-    """Bytes of the hidden gradient of slabs, where it is summed apart."""
-    return p.tokens * p.width * 4 if p.hidden_gradient and p.element_size < 4 else 0
-
-
-def slab_bytes(p: PlanInputs) -> int:
-    """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the logits
-    of a part of the tokens."""
-    if p.given or not p.teachers:
-        return p.row_bytes
-    return (p.element_size if p.on_gpu else max(4, p.element_size)) + max(8, p.row_bytes) // PARTS
+    @property
+    def slab_bytes(self) -> int:
+        """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the
+        logits of a part of the tokens."""
+        if self.given or not self.teachers:
+            return self.row_bytes
+        gradient = self.element_size if self.on_gpu else max(4, self.element_size)
+        return gradient + max(8, self.row_bytes) // PARTS
 
 
 def bytes_by_part(
@@ -96,9 +98,9 @@ def bytes_by_part(
     sweeps = schedule in ("recompute", "statistics")
     slabs = schedule == "recompute" and not p.given
     elements = tile.rows * tile.columns if sweeps else rows * p.vocabulary
-    logits = elements * (slab_bytes(p) if sweeps else p.row_bytes)
+    logits = elements * (p.slab_bytes if sweeps else p.row_bytes)
     if sweeps and p.teachers:
-        logits = max(logits, rows * p.token_bytes - hidden_sums(p))
+        logits = max(logits, rows * p.token_bytes - p.hidden_sums)
     if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
@@ -122,7 +124,7 @@ def bytes_by_part(
         (p.gathered, "gathered hidden states", p.tokens * p.width * p.element_size),
         (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
         (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
-        (slabs and hidden_sums(p), "hidden gradient accumulator", hidden_sums(p)),
+        (slabs and p.hidden_sums, "hidden gradient accumulator", p.hidden_sums),
     ]
     return {name: size for taken, name, size in parts if taken}
 

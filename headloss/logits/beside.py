@@ -218,7 +218,7 @@ class Candidates:
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
-        self, measured: Measured, slopes: Tensor, targets: Tensor, vocabulary: int
+        self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
         """[P] dL/draw of pairs of all tokens and columns, beside the multiple of dlogp/draw that
         has the same c_prob: the slopes', and less their sum at the target. Not for the rest."""
@@ -232,7 +232,7 @@ class Candidates:
         values = torch.where(slopes == 0, 0, values).reshape(-1)
         ids = torch.cat([self._ids(ALL), targets.unsqueeze(1)], 1)
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
-        return values, Support(ids.reshape(-1), ends, 0, vocabulary)
+        return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
     def gradient(
         self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Tensor,

@@ -48,7 +48,6 @@ class RowContext(NamedTuple):
     transform: Transform  # its temperature is a number or [T]
     needs: frozenset[str]  # statistics
     shard: Any  # of the vocabulary on the ranks of a group
-    vocabulary: int  # V of the whole model
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
     # What is measured of the tiles as well: `DenseTeacher`, `Candidates`, `SquaredSum`.
     beside: tuple[Any, ...] = ()
@@ -76,8 +75,7 @@ class RowContext(NamedTuple):
 
     def measured(self, partials: Any) -> Measured:
         """What partials of this rank's slice come to over the whole vocabulary."""
-        measured = self.shard.measured(self.acts, partials, self.needs, self.vocabulary)
-        return measured  # type: ignore[no-any-return]
+        return self.shard.measured(self.acts, partials, self.needs)  # type: ignore[no-any-return]
 
 
 def rows_left(live: Tensor | None) -> Tensor | None:
@@ -98,7 +96,7 @@ class LogitSource:
 
     def __init__(self, context: RowContext) -> None:
         self.context, self.acts = context, context.acts
-        self.vocabulary: int = context.shard.size or context.vocabulary  # columns of this slice
+        self.vocabulary: int = context.shard.size  # columns of this slice
         self.beside = context.beside
 
     def __len__(self) -> int:
@@ -212,7 +210,7 @@ class LinearLogits(LogitSource):
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.context.forward(rows))
-        arguments = x, self.weights[0], forward, self.context.vocabulary
+        arguments = x, self.weights[0], forward, self.context.shard.vocabulary
         measured = self.acts.product_statistics(*arguments, raw=raw)
         self.measure_beside(rows, measured)
         return measured, raw
@@ -260,11 +258,11 @@ class ExpLogits(LinearLogits):
         x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
         held = ExpTile.empty(len(x), len(weight), weight) if keep else None
-        if (context := self.context).shard.size is None:
-            measured = self.acts.product_statistics(x, weight, forward, context.vocabulary, held)
+        if (shard := self.context.shard).group is None:
+            measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, held)
         else:
-            measured = context.measured(self.acts.product_partials(x, weight, forward, held))
-        product = Product(x, weight, self.bias, context.shard.first, self.acts)
+            measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
+        product = Product(x, weight, self.bias, shard.first, self.acts)
         for part in self.beside:
             part.add(rows, product)
         if self.beside or PEAK in forward.needs:

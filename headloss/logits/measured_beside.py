@@ -54,7 +54,7 @@ def measuring(
 def _dense(
     context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype, keeps: bool
 ) -> DenseTeacher:
-    size = context.shard.size or context.vocabulary
+    size = context.shard.size
     student = _at(context.transform, teacher.temperature)
     source: Any
     if teacher.source(batch) == "logits":
@@ -71,12 +71,12 @@ def _of_hidden(
 ) -> tuple[LinearLogits, Transform]:
     """Logits from a teacher's hidden states and its head."""
     assert teacher.head is not None
-    shard, head, vocabulary = context.shard, local_head(teacher.head), context.vocabulary
+    shard, head = context.shard, local_head(teacher.head)
     states = _wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
-    if head.vocab_group is None and head.vocabulary != vocabulary:
+    if head.vocab_group is None and head.vocabulary != shard.vocabulary:
         raise ValueError(
             f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
-            f"{vocabulary} (set vocab_size on both heads to leave padded rows out)"
+            f"{shard.vocabulary} (set vocab_size on both heads to leave padded rows out)"
         )
     with torch.no_grad():
         rows = states if batch.index is None else states[batch.index]
@@ -89,7 +89,7 @@ def _of_hidden(
     transform = replace(transform_of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
-    plain = RowContext(context.acts, batch.targets, transform, NOTHING, shard, vocabulary)
+    plain = RowContext(context.acts, batch.targets, transform, NOTHING, shard)
     return LinearLogits(tensors, plain), transform
 
 

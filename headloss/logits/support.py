@@ -93,7 +93,7 @@ class SupportLogits(LinearLogits):
         coefficients, support = inputs.coefficients, self._window(rows, columns)
         c = coefficients.softmax
         if c.uniform is not None:
-            size = self.context.vocabulary
+            size = self.context.shard.vocabulary
             c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))
         inputs = inputs._replace(coefficients=coefficients._replace(softmax=c))
         backward = self.context.backward(rows, columns, inputs)

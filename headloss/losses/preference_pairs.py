@@ -193,10 +193,8 @@ def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor
 
 def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
     """[P] to [S], at all segments of a group; 0 at segments in none."""
-    if rejected == 1:
-        return batch.segments.join_pairs(values, values)
-    found = values.repeat_interleave(1 + rejected)
-    return torch.cat([found, found.new_zeros(batch.segments.count - len(found))])
+    joined = values.unsqueeze(1).expand(-1, 1 + rejected).flatten()
+    return torch.cat([joined, joined.new_zeros(batch.segments.count - len(joined))])
 
 
 def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:

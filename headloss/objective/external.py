@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,26 +30,19 @@ READ: tuple[str, ...] = ("logp", "lse", "entropy")
 CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
 
 
-class ExternalTerm(NamedTuple):
-    """Stands for the function of a term."""
-
-    reads: Reads
-
-    def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        raise AssertionError("a loss that lives elsewhere is not evaluated here")
-
-
 @functools.cache
 def external_loss(
     gradients: frozenset[str], scope: Scope = "external", candidates: bool = False
 ) -> Objective:
-    """A term that stands for such a loss. It reads the statistics of `READ`, the log-probs of
-    `candidates`, and their rest where its gradient is asked for; it differentiates `gradients`."""
+    """A term that stands for such a loss: what it reads takes the place of its function. That is
+    the statistics of `READ`, the log-probs of `candidates`, and their rest where its gradient is
+    asked for; it differentiates `gradients`."""
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
-    differentiable = {BESIDE.get(name, name) for name in gradients}
+    differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
+    function: Any = Reads(statistics, frozenset(), differentiable)
     term = Term(
         name="external_loss",
-        function=ExternalTerm(Reads(statistics, frozenset(), frozenset(differentiable))),
+        function=function,
         scope=scope,
         reduction=token_mean,
         options=(("gradients", tuple(sorted(gradients))),),

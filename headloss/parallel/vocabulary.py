@@ -21,7 +21,6 @@ from torch.nn.functional import dropout, pad
 from ..batch.batch import Batch
 from ..batch.segments import Linear
 from ..collectives import gather, together
-from ..head.products import Fixed
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
 from .agreement import HIGHEST, Facts, OwnNumbers, agree, attempt
@@ -36,12 +35,12 @@ class WholeVocabulary:
 
     group: distributed.ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
-    size: int | None = None  # columns of this rank's slice, None: all
     weight_gradient = False  # whether another rank wants one
     memory = 0  # bytes of the group's smallest GPU, 0 without a group
 
     def __init__(self, vocabulary: int) -> None:
-        self.vocabulary = self.widest = vocabulary  # V, and the most columns that any rank holds
+        # V, columns of this rank's slice, and the most columns that any rank holds.
+        self.vocabulary = self.size = self.widest = vocabulary
 
     def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
         """ValueError where another rank's ids are outside the vocabulary, or where the ranks'
@@ -52,10 +51,10 @@ class WholeVocabulary:
         return partials
 
     def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str], vocabulary: int
-    ) -> Measured:
+        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
+    ) -> Measured:  # fmt: skip
         """The statistics that follow from partials of this rank's slice."""
-        return Measured(*finish(partials, vocabulary, needs))
+        return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum over the slices of the vocabulary."""
@@ -64,12 +63,6 @@ class WholeVocabulary:
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The best k of each slice's best, [n, ..] to [n, k], best first."""
         return values, ids
-
-    def factors(
-        self, head: Head, hidden: Tensor, fixed: Fixed | None = None
-    ) -> list[tuple[Tensor, Tensor]]:
-        """`head.factors` of packed hidden states; gradients of adapters come out complete."""
-        return head.factors(hidden, self.dropout, fixed)
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """Of hidden states that every rank has."""
@@ -139,9 +132,9 @@ class VocabShard(WholeVocabulary):
         return merge_all(SoftmaxState(**dict(slices)))
 
     def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str], vocabulary: int
-    ) -> Measured:
-        return kernels.finish(self._gathered(partials), needs, vocabulary)
+        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
+    ) -> Measured:  # fmt: skip
+        return kernels.finish(self._gathered(partials), needs, self.vocabulary)
 
     def _gathered(self, partials: SoftmaxState) -> Tensor:
         return self.gather(torch.stack([*partials.tensors().values()]))
