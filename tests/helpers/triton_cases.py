@@ -72,7 +72,7 @@ def coefficients_of(n: int, which: str) -> SoftmaxCoefficients:
     generator = torch.Generator().manual_seed(7)
     names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
     columns = torch.randn(len(which), n, generator=generator).t().contiguous().to(DEVICE)
-    values = {names[letter]: column for letter, column in zip(which, columns.unbind(1), strict=True)}
+    values = {names[one]: column for one, column in zip(which, columns.unbind(1), strict=True)}
     if "u" in which:
         values["uniform"] /= 50
     return SoftmaxCoefficients(**values)
