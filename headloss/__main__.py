@@ -15,7 +15,7 @@ import torch
 
 from . import __version__, kernels, train
 from .arguments import did_you_mean
-from .command import Parser, parsers
+from .command import Parser, parsers, until_nobody_reads
 from .engine.checks import check_segments
 from .engine.plan import MIB, make_plan
 from .engine.plan_inputs import PlanInputs
@@ -33,11 +33,12 @@ ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
+@until_nobody_reads()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
 
-    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has. Without arguments the
-    help is shown.
+    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has; 141 stands for output
+    that nobody reads any more. Without arguments the help is shown.
     """
     parser = _parser()
     if not (sys.argv[1:] if argv is None else argv):
