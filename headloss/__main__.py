@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,8 +179,15 @@ def _check(arguments: argparse.Namespace) -> int:
     where = doctor.described(device) if device.type == "cuda" else threads
     print(f"torch {torch.__version__} on {where}")
     print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
+    shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
+    rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
-    _print_table(_error_rows(verdicts))
+    for verdict in verdicts:
+        cells = {c.quantity: f"{c.error:.0e}/{c.budget:.0e}" for c in verdict.comparisons}
+        errors = [cells.get(name, "-") for name in shown]
+        end = "ok" if verdict.ok else "FAIL"
+        rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
+    _print_table(rows)
     print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
     rows = [["work", "contestant", "peak MiB", "planned MiB"]]
     for work, contestant, peak, planned in gate.memory(device):
@@ -192,17 +199,6 @@ def _check(arguments: argparse.Namespace) -> int:
     for verdict in (v for v in verdicts if v.failure):
         print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
     return 0 if well == len(verdicts) else 1
-
-
-def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
-    shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
-    rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
-    for verdict in verdicts:
-        cells = {c.quantity: f"{c.error:.0e}/{c.budget:.0e}" for c in verdict.comparisons}
-        errors = [cells.get(name, "-") for name in shown]
-        end = "ok" if verdict.ok else "FAIL"
-        rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
-    return rows
 
 
 def _print_table(rows: list[list[str]]) -> None:

@@ -126,11 +126,10 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             absent = re.search(r"batch\.(\w+),? (which )?was not given", str(error))
             if absent is None:
                 raise
-            if (name := absent[1]) in integers:
-                fields[name] = integers[name]
-                continue
-            values = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
-            fields[name] = -values.abs() if name.endswith("logps") else values
+            if (value := integers.get(name := absent[1])) is None:
+                value = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
+                value = -value.abs() if name.endswith("logps") else value
+            fields[name] = value
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
 
