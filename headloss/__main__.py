@@ -164,9 +164,10 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
     factories, chosen = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
-    for name in (name for name in chosen if name not in factories):
-        want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
-        raise ValueError(f"--objective: got {name!r}, {want}")
+    for name in chosen:
+        if name not in factories:
+            want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
+            raise ValueError(f"--objective: got {name!r}, {want}")
     return Objective(tuple((1.0, factories[name]()) for name in chosen))
 
 
@@ -196,8 +197,9 @@ def _check(arguments: argparse.Namespace) -> int:
     _print_table(rows)
     well = sum(verdict.ok for verdict in verdicts)
     print(f"\n{well} of {len(verdicts)} cases within budget")
-    for verdict in (v for v in verdicts if v.failure):
-        print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
+    for verdict in verdicts:
+        if verdict.failure:
+            print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
     return 0 if well == len(verdicts) else 1
 
 

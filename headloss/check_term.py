@@ -104,10 +104,11 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
     tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
+    fields = {}
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
-    fields = {name: outside_inference(value) for name, value in named.items()}
+        fields[name] = outside_inference(value)
     if term.kept_field is not None:
         restricted = torch.rand(tokens, generator=generator, device="cpu") > 0.3
         fields.setdefault(term.kept_field, restricted)

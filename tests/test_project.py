@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_377, "core tokens": 73_561}
+MOST = {"core lines": 10_361, "core tokens": 73_384}
 MOST |= {"kernels lines": 3_989, "kernels tokens": 32_017, "files on top": 14}
 
 
