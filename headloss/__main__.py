@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from . import __version__, kernels, train
 from .arguments import did_you_mean
-from .command import Parser, parsers
+from .command import Parser, parsers, until_nobody_reads
 from .engine.checks import check_segments
 from .engine.plan import MIB, make_plan
 from .engine.plan_inputs import PlanInputs
@@ -33,11 +33,12 @@ ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command 
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
+@until_nobody_reads()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
 
-    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has. Without arguments the
-    help is shown.
+    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has; 141 stands for output
+    that nobody reads any more. Without arguments the help is shown.
     """
     parser = _parser()
     if not (sys.argv[1:] if argv is None else argv):
@@ -163,9 +164,10 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
 def objective_of(names: str) -> Objective:
     """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
     factories, chosen = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
-    for name in (name for name in chosen if name not in factories):
-        want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
-        raise ValueError(f"--objective: got {name!r}, {want}")
+    for name in chosen:
+        if name not in factories:
+            want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
+            raise ValueError(f"--objective: got {name!r}, {want}")
     return Objective(tuple((1.0, factories[name]()) for name in chosen))
 
 
@@ -178,8 +180,15 @@ def _check(arguments: argparse.Namespace) -> int:
     where = doctor.described(device) if device.type == "cuda" else threads
     print(f"torch {torch.__version__} on {where}")
     print("error against float64 / budget: 3 x the error of plain torch + 1e-6\n")
+    shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
+    rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
     verdicts = [gate.check(case, device) for case in gate.cases(arguments.quick)]
-    _print_table(_error_rows(verdicts))
+    for verdict in verdicts:
+        cells = {c.quantity: f"{c.error:.0e}/{c.budget:.0e}" for c in verdict.comparisons}
+        errors = [cells.get(name, "-") for name in shown]
+        end = "ok" if verdict.ok else "FAIL"
+        rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
+    _print_table(rows)
     print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
     rows = [["work", "contestant", "peak MiB", "planned MiB"]]
     for work, contestant, peak, planned in gate.memory(device):
@@ -188,20 +197,10 @@ def _check(arguments: argparse.Namespace) -> int:
     _print_table(rows)
     well = sum(verdict.ok for verdict in verdicts)
     print(f"\n{well} of {len(verdicts)} cases within budget")
-    for verdict in (v for v in verdicts if v.failure):
-        print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
-    return 0 if well == len(verdicts) else 1
-
-
-def _error_rows(verdicts: Iterable[gate.Verdict]) -> list[list[str]]:
-    shown = {"loss": "loss", "logps": "log-probs", "hidden": "grad hidden", "weight": "grad weight"}
-    rows = [["objective", "schedule", "dtype", "backend", *shown.values(), ""]]
     for verdict in verdicts:
-        cells = {c.quantity: f"{c.error:.0e}/{c.budget:.0e}" for c in verdict.comparisons}
-        errors = [cells.get(name, "-") for name in shown]
-        end = "ok" if verdict.ok else "FAIL"
-        rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
-    return rows
+        if verdict.failure:
+            print(f"{', '.join(verdict.case.names)}: {verdict.failure}")
+    return 0 if well == len(verdicts) else 1
 
 
 def _print_table(rows: list[list[str]]) -> None:

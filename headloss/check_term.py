@@ -104,10 +104,11 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
     tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
+    fields = {}
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: got {type(value).__name__}, want a tensor")
-    fields = {name: outside_inference(value) for name, value in named.items()}
+        fields[name] = outside_inference(value)
     if term.kept_field is not None:
         restricted = torch.rand(tokens, generator=generator, device="cpu") > 0.3
         fields.setdefault(term.kept_field, restricted)
@@ -126,11 +127,10 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
             absent = re.search(r"batch\.(\w+),? (which )?was not given", str(error))
             if absent is None:
                 raise
-            if (name := absent[1]) in integers:
-                fields[name] = integers[name]
-                continue
-            values = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
-            fields[name] = -values.abs() if name.endswith("logps") else values
+            if (value := integers.get(name := absent[1])) is None:
+                value = torch.randn(tokens, generator=generator, dtype=torch.float64, device="cpu")
+                value = -value.abs() if name.endswith("logps") else value
+            fields[name] = value
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
 

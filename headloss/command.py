@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import NoReturn
 
@@ -46,6 +49,20 @@ def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
     return parser, {name: commands.add_parser(name, help=about) for name, about in COMMANDS.items()}
 
 
+@contextlib.contextmanager
+def until_nobody_reads() -> Iterator[None]:
+    """Ends the process without a trace where its output is read no further, as by `| head`."""
+    try:
+        yield
+    finally:
+        failed = isinstance(sys.exc_info()[1], BrokenPipeError)  # maybe of a socket of training's
+        try:
+            print(end="\n" if failed else "", flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+            sys.exit(141)  # as a shell has it of what SIGPIPE ends
+
+
 def answer(version: str) -> None:
     """Print the version or the help and exit, in a process that was started for nothing else.
 
@@ -54,4 +71,5 @@ def answer(version: str) -> None:
     """
     program = [PurePath(word).stem for word in sys.orig_argv[-2:-1]]
     if program == ["headloss"] and sys.argv[1:] in (["--version"], ["--help"], ["-h"]):
-        parsers(version)[0].parse_args()
+        with until_nobody_reads():
+            parsers(version)[0].parse_args()

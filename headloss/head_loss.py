@@ -26,7 +26,7 @@ from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.external import READ, external_loss
 from .options import DEFAULT, Options
-from .statistics.metrics import Mean, Metrics, Observed, Sum, fold, fold_all
+from .statistics.metrics import Mean, Metrics, Observed, Sum, fold_all
 from .statistics.softmax import Statistics
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _metrics(
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     metrics = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
-    metrics["entropy"] = fold(Observed(stats.entropy, Mean), batch.live)
+    metrics |= fold_all({"entropy": Observed(stats.entropy, Mean)}, batch.live)
     for part in parts:
         (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
         metrics |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)

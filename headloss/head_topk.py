@@ -20,7 +20,7 @@ from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
 from .options import DEFAULT, Options
-from .parallel.vocabulary import WholeVocabulary, shard_of_positions
+from .parallel.vocabulary import shard_of_positions
 from .statistics.softmax import finish
 
 
@@ -70,39 +70,33 @@ def head_topk(
         raise ValueError(f"k: got {k!r}, want an integer in 1..{shard.vocabulary}")
     if isinstance(t := head.temperature, Tensor) and not options.static:
         check_temperatures(t.reshape(-1), None)
-    with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
-        return _topk(hidden, head, k, options, shard, compute)
-
-
-def _topk(
-    hidden: Tensor, head: Head, k: int, options: Options, shard: WholeVocabulary,
-    compute: torch.dtype | None
-) -> HeadTopk:
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    factors = head.factors(x, shard.dropout)
     transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
         transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    source = LinearLogits(
-        [*(tensor for pair in factors for tensor in pair), head.bias],
-        RowContext(kernels.load("reference"), nowhere, transform, NOTHING, shard),
-        compute_dtype=compute,
-    )
-    inputs = PlanInputs(
-        tokens=len(x),
-        width=x.shape[1],
-        vocabulary=shard.widest,
-        hidden_gradient=False,
-        weight_gradient=False,
-        element_size=x.element_size(),
-        row_bytes=2 * source.dtype.itemsize,  # the logits, and what top-k makes of them
-        on_gpu=x.is_cuda,
-    )
-    tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
-    ids, logps = (x.new_empty(len(x), k, dtype=dtype) for dtype in (torch.int64, source.dtype))
-    for rows in steps(len(x), tile.rows):
-        ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
+    acts = kernels.load("reference")
+    with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
+        factors = head.factors(x, shard.dropout)
+        source = LinearLogits(
+            [*(tensor for pair in factors for tensor in pair), head.bias],
+            RowContext(acts, nowhere, transform, NOTHING, shard),
+            compute_dtype=compute,
+        )
+        inputs = PlanInputs(
+            tokens=len(x),
+            width=x.shape[1],
+            vocabulary=shard.widest,
+            hidden_gradient=False,
+            weight_gradient=False,
+            element_size=x.element_size(),
+            row_bytes=2 * source.dtype.itemsize,  # the logits, and what top-k makes of them
+            on_gpu=x.is_cuda,
+        )
+        tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
+        ids, logps = (x.new_empty(len(x), k, dtype=d) for d in (torch.int64, source.dtype))
+        for rows in steps(len(x), tile.rows):
+            ids[rows], logps[rows] = _rows(source, rows, tile.columns, k)
     return HeadTopk(*(best.view(*hidden.shape[:-1], k) for best in (ids, logps)))
 
 

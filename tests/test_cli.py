@@ -322,6 +322,35 @@ def test_as_a_module() -> None:
     assert ran.stderr.startswith("headloss: argument --vocab: got '0'")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [(["terms"], "1"), (["terms"], ""), (["plan", *SIZES], ""), (["--help"], ""), ([], "")],
+)
+def test_output_that_nobody_reads_ends_the_command(arguments: list[str], unbuffered: str) -> None:
+    """`headloss terms | head` gives what was read, and no trace of a broken pipe."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(
+        [sys.executable, "-m", "headloss", *arguments],
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        cwd=Path(__file__).parents[1],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_of_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[str]:
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr(doctor, "report", broken)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["doctor"])
+
+
 # ---------------------------------------------------------------------- version and doctor
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from folds import fold
 from losses_case import Case, assert_same, make, reduced, value_and_gradient
 from matrix import SCHEDULES
 from policy_papers import Loops, Sequence, clip, over_tokens, ratios, smaller
@@ -16,7 +17,6 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.losses.fipo import discounted
-from headloss.statistics.metrics import fold
 
 
 def fipo_paper(

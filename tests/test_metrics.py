@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
+from folds import fold
 from hypothesis import given
 from hypothesis import strategies as st
 
 import headloss as hl
-from headloss.statistics.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum, fold
+from headloss.statistics.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum
 from headloss.testing import LiveTensors
 
 KINDS = [Mean, Perplexity, Sum, Max, Min]

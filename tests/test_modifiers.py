@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from folds import fold
 from losses_case import LENGTHS, Case, assert_same, make, reduced, value_and_gradient
 from torch import Tensor, multiprocessing
 
@@ -19,7 +20,7 @@ from headloss.batch.segments import Segments
 from headloss.losses.modifiers import MODES, Modifier, top_entropy
 from headloss.losses.rejection import LEVELS, MEASURES
 from headloss.losses.term import Term
-from headloss.statistics.metrics import Max, Mean, fold
+from headloss.statistics.metrics import Max, Mean
 from headloss.statistics.softmax import Statistics
 
 BOUNDS = [(None, 3.0), (0.7, 1.3), (0.9, None), (None, None)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from folds import fold
 from losses_case import (
     LENGTHS,
     assert_same,
@@ -45,7 +46,7 @@ from headloss.batch.segments import Segments
 from headloss.losses.catalogue import TERMS
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.statistics.metrics import Max, Mean, Min, fold
+from headloss.statistics.metrics import Max, Mean, Min
 from headloss.statistics.softmax import Statistics
 
 PAPERS: dict[str, tuple[Term, Loops]] = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from folds import fold
 from losses_case import Sequence, assert_same, make, reduced, value_and_gradient
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.statistics.metrics import fold
 
 LENGTHS = (3, 1, 2, 5, 4, 2)
 

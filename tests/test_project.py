@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_351, "core tokens": 73_234}
-MOST |= {"kernels lines": 3_989, "kernels tokens": 32_017, "files on top": 14}
+MOST = {"core lines": 10_337, "core tokens": 73_057}
+MOST |= {"kernels lines": 3_990, "kernels tokens": 32_036, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from folds import fold
 from losses_case import Case, Sequence, assert_same, make, reduced, value_and_gradient
 from matrix import SCHEDULES
 from policy_papers import average, kl_paper, over_tokens, ratios, surrogate
@@ -17,7 +18,6 @@ from torch import Tensor
 import headloss as hl
 from headloss.batch.packing import pack
 from headloss.losses.term import Term
-from headloss.statistics.metrics import fold
 from headloss.statistics.softmax import Statistics
 
 Rows = Callable[[Sequence], list[Tensor]]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from folds import fold
 from losses_case import assert_same, make, reduced, value_and_gradient
 from matrix import SCHEDULES
 from test_prompts import TRAINED, Step, T, same
 from torch import Tensor
 
 import headloss as hl
-from headloss.statistics.metrics import fold
 
 
 def kept_of(moments: list[float], threshold: float) -> list[bool]:

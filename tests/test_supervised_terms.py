@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from folds import fold
 from losses_case import assert_same, make, value_and_gradient
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from headloss.batch.packing import PackedBatch
 from headloss.batch.segments import Segments
 from headloss.losses.term import Term
 from headloss.losses.trial import trace
-from headloss.statistics.metrics import Mean, Perplexity, fold
+from headloss.statistics.metrics import Mean, Perplexity
 from headloss.statistics.softmax import CANDIDATES, Statistics
 
 T, V = 13, 9  # as many tokens as `make(lengths=(T,))`

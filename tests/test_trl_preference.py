@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from folds import fold
 from losses_case import assert_same, reduced, value_and_gradient
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from headloss.batch.batch import Batch
 from headloss.batch.packing import pack
 from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
-from headloss.statistics.metrics import fold
 from headloss.statistics.softmax import COLLISION, Statistics
 
 pytest.importorskip("trl", reason="TRL is the peer that these terms are compared with")

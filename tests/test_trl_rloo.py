@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from folds import fold
 from losses_case import assert_same, value_and_gradient
 from test_trl_parity import inputs, ours, stub
 from test_trl_parity import packed as packed_step
 
 import headloss as hl
-from headloss.statistics.metrics import fold
 
 pytest.importorskip("trl", reason="TRL is the peer that these are compared with")
 from trl import RewardTrainer, RLOOTrainer

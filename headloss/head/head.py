@@ -129,9 +129,22 @@ class Head:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
         plain_numbers(self, "temperature", "softcap", "logit_scale")
         check_transform(self.temperature, self.softcap, self.logit_scale)
-        if self.vocab_size is not None:
-            self._check_vocab_size(self.vocab_size)
-        _check_lora(self.lora, self.weight)
+        rows, width = self.weight.shape
+        if (size := self.vocab_size) is not None:
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
+            # A slice of the vocabulary may hold fewer rows than `vocab_size`.
+            sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
+            if size < 1 or (size > rows and not sharded):
+                want = f"want 1 <= vocab_size <= {rows}, the rows"
+                raise ValueError(f"vocab_size: got {size}, {want}")
+        if not isinstance(self.lora, tuple) or not all(isinstance(x, Lora) for x in self.lora):
+            raise TypeError(f"lora: got {describe(self.lora)}, want a tuple of headloss.Lora")
+        for index, lora in enumerate(self.lora):
+            if lora.a.shape[1] != width:
+                raise _misfit(f"lora[{index}].a", lora.a, f"[r, {width}]", self.weight)
+            if lora.b.shape[0] != rows:
+                raise _misfit(f"lora[{index}].b", lora.b, f"[{rows}, r]", self.weight)
 
     def __repr__(self) -> str:
         """What differs from the defaults; of tensors the shape and dtype."""
@@ -223,12 +236,6 @@ class Head:
         Raises:
             TypeError, ValueError: naming the argument, what it got and what it wanted.
         """
-        for name, value in self._tensors():
-            if is_dtensor(value):
-                raise TypeError(
-                    f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
-                    f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"
-                )
         _check_floating("hidden", hidden, "[.., H]")
         if hidden.dim() == 0 or hidden.shape[-1] != self.weight.shape[1]:
             raise _misfit("hidden", hidden, f"[.., {self.weight.shape[1]}]", self.weight)
@@ -240,6 +247,11 @@ class Head:
                 f"one of them{way_out}"
             )
         for name, value in self._tensors():
+            if is_dtensor(value):
+                raise TypeError(
+                    f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
+                    f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"
+                )
             check_device(name, value, hidden, "that of hidden,")
         if isinstance(self.temperature, Tensor):
             want = hidden.shape[:-1] if token_shape is None else token_shape
@@ -256,15 +268,6 @@ class Head:
         for index, lora in enumerate(self.lora):
             named += [(f"lora[{index}].a", lora.a), (f"lora[{index}].b", lora.b)]
         return [(name, value) for name, value in named if isinstance(value, Tensor)]
-
-    def _check_vocab_size(self, size: object) -> None:
-        rows = self.weight.shape[0]
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
-        # A slice of the vocabulary may hold fewer rows than `vocab_size`.
-        sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
-        if size < 1 or (size > rows and not sharded):
-            raise ValueError(f"vocab_size: got {size}, want 1 <= vocab_size <= {rows}, the rows")
 
 
 def _with_adapters(fields: Fields) -> Fields:
@@ -355,14 +358,3 @@ def _check_floating(name: str, value: object, want: str) -> None:
 def _misfit(name: str, value: Tensor, want: str, weight: Tensor) -> ValueError:
     got, shape = tuple(value.shape), tuple(weight.shape)
     return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {shape}")
-
-
-def _check_lora(adapters: object, weight: Tensor) -> None:
-    if not isinstance(adapters, tuple) or not all(isinstance(x, Lora) for x in adapters):
-        raise TypeError(f"lora: got {describe(adapters)}, want a tuple of headloss.Lora")
-    rows, width = weight.shape
-    for index, lora in enumerate(adapters):
-        if lora.a.shape[1] != width:
-            raise _misfit(f"lora[{index}].a", lora.a, f"[r, {width}]", weight)
-        if lora.b.shape[0] != rows:
-            raise _misfit(f"lora[{index}].b", lora.b, f"[{rows}, r]", weight)

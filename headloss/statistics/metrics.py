@@ -166,18 +166,11 @@ def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str
     return observed
 
 
-def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Measurement:
-    """Fold [N] values to one measurement; rows where `live` is False do not count.
-
-    `share` is this rank's part of values that several ranks report alike.
-    """
-    return fold_all({"": observed}, live, share)[""]
-
-
 def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
-    """Fold many [N] vectors with the same live rows, in a few operations."""
+    """Fold [N] vectors to one measurement each, in a few operations; rows where `live` is False do
+    not count. `share` is this rank's part of values that several ranks report alike."""
     groups: dict[Any, dict[str, Observed]] = {}  # of the same kind, over the same rows
     for name, o in observed.items():
         rows = None if o.where is None else name

@@ -114,7 +114,7 @@ class Statistics:
     extras: dict[object, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(next(t for t in self.tensors().values()))
+        return len(next(iter(self.tensors().values())))
 
     @property
     def candidate_logps(self) -> Tensor:
@@ -157,7 +157,7 @@ class Normalizer(NamedTuple):
 
     def rows(self, rows: Tensor | slice) -> Normalizer:
         """Of some of the tokens."""
-        return Normalizer(self.max_logit[rows], self.log_sum[rows])
+        return Normalizer(*(values[rows] for values in self))
 
 
 def finish(

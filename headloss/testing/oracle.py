@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -85,8 +84,7 @@ def plain(
             temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
         capped = _logits(x, leaves, head, wide)
         rows = capped / temperature
-        ids = packed.get("candidate_ids")
-        stats = _statistics(rows, packed.targets, _supported(packing, rows), ids)
+        stats = _statistics(rows, packing, packed.get("candidate_ids"))
         for teacher in objective.teachers:
             stats.extras[teacher] = plain_divergence(capped, teacher, packed)
         check_weights(objective, packed.kinds(), batch.totals)
@@ -134,23 +132,16 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
     return z
 
 
-def _supported(packing: Packing, z: Tensor) -> Tensor:
-    """[T, V] bool, the columns that a token's softmax runs over."""
-    columns = torch.zeros_like(z, dtype=torch.bool)
-    if packing.support is not None:
-        counts, ids = packing.support.offsets.diff(), packing.support.ids
-        rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
-        columns[rows[ids >= 0], ids[ids >= 0]] = True
-    return columns | ~columns.any(1, keepdim=True)
-
-
-def _statistics(
-    z: Tensor, targets: Tensor, supported: Tensor, candidate_ids: Tensor | None
-) -> Statistics:
+def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
+    supported = torch.zeros_like(z, dtype=torch.bool)  # the columns that a softmax runs over
+    if (pairs := packing.support) is not None:
+        present = pairs.ids >= 0
+        supported[pairs.tokens()[present], pairs.ids[present]] = True
+    supported |= ~supported.any(1, keepdim=True)
     mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
     z = z.masked_fill(~supported, -math.inf)
     log_p = z.log_softmax(-1)
-    target = targets.unsqueeze(1)
+    target = packing.targets.unsqueeze(1)
     extras: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
     extras[PEAK] = peak = z.detach().amax(-1)
     if candidate_ids is not None:
@@ -195,22 +186,21 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
             assert teacher.head is not None
             raw = replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)
         log_q = (raw.to(log_p.dtype) / teacher.temperature).log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
+    p, q, beta = log_p.exp(), log_q.exp(), teacher.beta
 
     def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         return torch.where(a > 0, a * (log_a - log_b), 0).sum(-1)
 
-    beta = teacher.beta
     log_m = (beta * q + (1 - beta) * p).log()
-    divergences: dict[str, Callable[[], Tensor]] = {
-        "forward_kl": lambda: kl(q, log_q, log_p),
-        "reverse_kl": lambda: kl(p, log_p, log_q),
-        "total_variation": lambda: (p - q).abs().sum(-1) / 2,
-        "skew_forward_kl": lambda: kl(q, log_q, log_m),
-        "skew_reverse_kl": lambda: kl(p, log_p, log_m),
-        "js": lambda: beta * kl(q, log_q, log_m) + (1 - beta) * kl(p, log_p, log_m),
-    }
-    value = divergences[teacher.kind]()
+    q_to_m, p_to_m = kl(q, log_q, log_m), kl(p, log_p, log_m)
+    value = {
+        "forward_kl": kl(q, log_q, log_p),
+        "reverse_kl": kl(p, log_p, log_q),
+        "total_variation": (p - q).abs().sum(-1) / 2,
+        "skew_forward_kl": q_to_m,
+        "skew_reverse_kl": p_to_m,
+        "js": beta * q_to_m + (1 - beta) * p_to_m,
+    }[teacher.kind]
     if form == "topk" and teacher.tail == "generalized":
         value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
     if form == "topk" and teacher.tail == "sampled":
