@@ -365,10 +365,9 @@ def test_the_operator_is_registered_well(dtype, with_bias):
     hidden, weight, batch = problem(dtype)
     hidden.requires_grad_(), weight.requires_grad_()
     bias = torch.randn(V).to(dtype).requires_grad_() if with_bias else None
-    named = {"bias": bias, "targets": batch.targets}
-    given = {name: t for name, t in named.items() if t is not None}
-    spelt = f"{list(given)}, {AS_USUAL}"
-    arguments = ([hidden, weight, *given.values()], [V, 0, 0], [1.0, 0.0, 1.0, 0.0], spelt)
+    factors, constants = [hidden, weight, *([] if bias is None else [bias])], [batch.targets, None]
+    numbers = [1.0, 0.0, 1.0, 0.0]
+    arguments = (factors, [*constants, None], [V, 0, 0], numbers, AS_USUAL)
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
         arguments,
@@ -379,10 +378,10 @@ def test_the_operator_is_registered_well(dtype, with_bias):
 def test_the_operator_under_dynamic_shapes():
     hidden, weight, batch = problem(torch.float32)
     hidden.requires_grad_()
-    spelt = f"['targets'], {AS_USUAL}"
+    constants, numbers = [batch.targets, None, None], [1.0, 30.0, 1.0, 0.0]
     torch.library.opcheck(
         torch.ops.headloss.head_stats.default,
-        ([hidden, weight, batch.targets], [V, 0, 0], [1.0, 30.0, 1.0, 0.0], spelt),
+        ([hidden, weight], constants, [V, 0, 0], numbers, AS_USUAL),
         test_utils=("test_aot_dispatch_dynamic",),
     )
 

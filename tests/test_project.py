@@ -51,7 +51,7 @@ LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 MOST = {"core lines": 10_337, "core tokens": 73_057}
-MOST |= {"kernels lines": 3_990, "kernels tokens": 32_036, "files on top": 14}
+MOST |= {"kernels lines": 3_994, "kernels tokens": 32_057, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

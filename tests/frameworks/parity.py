@@ -19,6 +19,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from folds import fold
 from losses_case import assert_same, value_and_gradient
 from torch import Tensor
 
@@ -26,7 +27,6 @@ import headloss as hl
 from headloss.batch.packing import pack
 from headloss.losses.term import Objective
 from headloss.objective.weighted import bind
-from headloss.statistics.metrics import fold
 from headloss.statistics.softmax import Statistics
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Walk
 from .formulas import coefficient, coefficients, log1p, normalizer_of, per_row, store_partials
 from .launch import Launcher, cdiv
-from .records import LogitScaling, empty_partials, scaling
+from .records import LogitScaling, empty_partials, in_rows, scaling
 from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
@@ -166,7 +166,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     if count == 0:
         return partials
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
-    z, c = scaling(transform), (c or SoftmaxCoefficients()).map(Tensor.contiguous)
+    z, c = scaling(transform), in_rows(c or SoftmaxCoefficients())
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short

@@ -109,8 +109,12 @@ NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
 
 def gradient_inputs(backward: Backward) -> GradientInputs:
     targets, _, transform, normalizer, c, logps, *_ = backward
-    c = c.map(Tensor.contiguous)  # an objective's slopes may be columns of a matrix
-    return GradientInputs(targets, scaling(transform), normalizer, c, logps)
+    return GradientInputs(targets, scaling(transform), normalizer, in_rows(c), logps)
+
+
+def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
+    """As kernels read them: an objective's slopes may be columns of a matrix."""
+    return SoftmaxCoefficients(*[t if t is None else t.contiguous() for t in c])
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
