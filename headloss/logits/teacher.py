@@ -23,6 +23,7 @@ from .rows import ALL, Rows, compact_
 
 READABLE = torch.float32, torch.bfloat16, torch.float16
 
+
 class DenseTeacher:
     """A teacher whose logits over the whole vocabulary are given or made from hidden states.
 
