@@ -184,11 +184,11 @@ def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
     monkeypatch.undo()
     hl.clear_cache()
     generator = torch.Generator().manual_seed(0)
-    hidden = (20 * torch.randn(12, 64, generator=generator)).half().to(DEVICE).requires_grad_()
+    hidden = (20 * torch.randn(48, 64, generator=generator)).half().to(DEVICE).requires_grad_()
     weight = (torch.randn(257, 64, generator=generator) / 2).half()
     weight[0] = -30 * weight[1]
     head = hl.Head(weight.to(DEVICE).requires_grad_(), logit_scale=10.0)
-    targets = torch.randint(257, (12,), generator=generator).to(DEVICE)
+    targets = torch.randint(257, (48,), generator=generator).to(DEVICE)
     options = hl.Options(backend="triton", schedule=schedule)
     objective = hl.cross_entropy(label_smoothing=0.1)
     hl.head_loss(hidden, head, hl.Batch(targets), objective, options).loss.backward()
