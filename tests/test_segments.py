@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -229,3 +232,18 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
     rows = hl.Batch(torch.stack([targets, torch.full((5,), -100)]), Segments.rows(2, 5))
     out = hl.head_loss(torch.ones(2, 5, 2), head, rows, hl.cross_entropy().over("sequence_mean"))
     torch.testing.assert_close(out.loss, -logps[:4].mean() / 2)
+
+
+def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):
+    """Neither may wait for the other outside of the collective."""
+    together = threading.Barrier(2)
+
+    def over_ranks(segments, values):
+        together.wait(timeout=10)
+        return values
+
+    monkeypatch.setattr(hl.Segments, "_over_ranks", over_ranks)
+    segments = [hl.Segments.from_ids(torch.tensor([0, 0, 1]), count=2) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        lengths = list(pool.map(lambda one: one.lengths.tolist(), segments))
+    assert lengths == [[2, 1], [2, 1]]

@@ -85,6 +85,19 @@ def test_the_rest_of_a_support_under_a_negative_scale(scale):
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-12)
 
 
+def test_an_empty_slot_is_no_column_of_another_token():
+    """Whatever negative number stands in it."""
+    far = -(2 << 32) + 5  # two tokens further on: the place of token 0 and column 5
+    support = torch.tensor([[1, 2], [2, 3], [4, far]])
+    ids = {"support_ids": support, "candidate_ids": torch.full((3, 1), 5)}
+    batch = hl.Batch(support[:, 0].clone(), **ids)
+    hidden, weight = torch.randn(3, 4).requires_grad_(), torch.randn(7, 4)
+    chosen = hl.term(lambda stats, batch: stats.candidate_logps.exp()[:, 0])
+    out = hl.head_loss(hidden, hl.Head(weight), batch, chosen())
+    out.loss.backward()
+    assert out.loss == 0 and not hidden.grad.any()
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_a_support_of_no_tokens(static):
     nothing = torch.zeros(0, dtype=torch.int64)

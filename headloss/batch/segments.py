@@ -54,6 +54,7 @@ class Segments:
     ) -> None:
         self.ids, self.count, self.group = ids, count, group
         self._sorted = counts is not None  # by segment; only then are this rank's tokens known
+        self._lengths: Tensor | None = None
         if counts is not None:
             self._local_counts = counts
 
@@ -119,10 +120,13 @@ class Segments:
 
     # ------------------------------------------------------------------ using them
 
-    @cached_property
+    @property
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
-        return self._over_ranks(self._local_counts)
+        # No cached_property: Python 3.11 locks it, and ranks that are threads wait for each other.
+        if self._lengths is None:
+            self._lengths = self._over_ranks(self._local_counts)
+        return self._lengths
 
     def sum(self, values: Tensor) -> Tensor:
         """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
@@ -148,7 +152,7 @@ class Segments:
         start, stop, first, last = chunk
         ids, counts = self.ids[start:stop] - first, self._local_counts[first:last]
         part = Segments(ids, last - first, self.group, counts=counts)
-        part.lengths = self.lengths[first:last]
+        part._lengths = self.lengths[first:last]
         return part
 
     # ------------------------------------------------------------------ how

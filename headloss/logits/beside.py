@@ -93,7 +93,7 @@ class Pairs(NamedTuple):
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
         token = torch.searchsorted(support.offsets, at, right=True) - 1
-        key, order = (token * HIGH + support.ids).sort()
+        key, order = (token * HIGH + support.ids.clamp_min(-1)).sort()
         sought = torch.arange(len(ids), device=at.device).unsqueeze(1) * HIGH + ids
         place = torch.searchsorted(key, sought).clamp_max(count - 1)
         pairs, present = order[place], (ids >= 0) & (key[place] == sought)
