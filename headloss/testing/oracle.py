@@ -135,8 +135,9 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
     supported = torch.zeros_like(z, dtype=torch.bool)  # the columns that a softmax runs over
     if (pairs := packing.support) is not None:
-        present = pairs.ids >= 0
-        supported[pairs.tokens()[present], pairs.ids[present]] = True
+        present, counts = pairs.ids >= 0, pairs.offsets.diff()
+        rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
+        supported[rows[present], pairs.ids[present]] = True
     supported |= ~supported.any(1, keepdim=True)
     mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
     z = z.masked_fill(~supported, -math.inf)
