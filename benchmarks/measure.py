@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from cases import Case
 from contestants import CONTESTANTS, Contestant, Found, Run
+from live_tensors import LiveTensors
 from oracle import EXACT, ROUNDED, Oracle, errors, make_oracle, misses
 from works import WORKS, Inputs, Setting, Work, make_sets
-
-from headloss.testing import LiveTensors
 
 # ---------------------------------------------------------------------- the limit
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import report
 import torch
+from live_tensors import LiveTensors
 from measure import Stretch, is_ours, one_line, synchronize
 from run import PACKAGES, Results, about
 from step_cases import (
@@ -41,8 +42,6 @@ from step_cases import (
     make_model,
 )
 from torch import Tensor
-
-from headloss.testing import LiveTensors
 
 ROUNDS = 5
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # PyTorch and Triton, cuBLAS

@@ -17,7 +17,7 @@ from . import __version__, kernels, train
 from .arguments import did_you_mean
 from .command import Parser, parsers, until_nobody_reads
 from .engine.checks import check_segments
-from .engine.plan import MIB, make_plan
+from .engine.plan import make_plan
 from .engine.plan_inputs import PlanInputs
 from .losses.catalogue import TERMS, sample, table
 from .losses.term import Objective
@@ -188,12 +188,6 @@ def _check(arguments: argparse.Namespace) -> int:
         errors = [cells.get(name, "-") for name in shown]
         end = "ok" if verdict.ok else "FAIL"
         rows.append([*verdict.case.names, verdict.backend or "-", *errors, end])
-    _print_table(rows)
-    print("\npeak memory beyond inputs and returned gradients, forward and backward\n")
-    rows = [["work", "contestant", "peak MiB", "planned MiB"]]
-    for work, contestant, peak, planned in gate.memory(device):
-        used = "out of memory" if peak is None else f"{peak / MIB:.1f}"
-        rows.append([work, contestant, used, "-" if planned is None else f"{planned / MIB:.1f}"])
     _print_table(rows)
     well = sum(verdict.ok for verdict in verdicts)
     print(f"\n{well} of {len(verdicts)} cases within budget")

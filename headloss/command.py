@@ -21,7 +21,7 @@ examples:
 headloss COMMAND --help says more of each."""
 COMMANDS = {
     "plan": "what would run for a call of this size, in how many bytes",
-    "check": "errors against float64 and peak memory, on this machine",
+    "check": "errors of losses and gradients against float64, on this machine",
     "doctor": "what this machine can run, and what is missing",
     "terms": "the table of terms, in Markdown",
     "train": "train a model by a recipe",

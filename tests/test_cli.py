@@ -236,11 +236,6 @@ def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     shown = capsys.readouterr().out
     assert "8 of 8 cases within budget" in shown
     assert len([line for line in shown.splitlines() if line.endswith("  ok")]) == 8
-    rows = [line.split() for line in shown.splitlines() if " V=16384 " in line]
-    peaks = {(row[0], row[-3]): float(row[-2]) for row in rows}
-    for work in ("cross_entropy", "gspo"):
-        assert peaks[work, "one_pass"] < peaks[work, "eager"] / 4
-        assert peaks[work, "recompute"] < peaks[work, "eager"] / 4
 
 
 def test_check_fails_where_an_error_does(
@@ -249,7 +244,6 @@ def test_check_fails_where_an_error_does(
     """A gate that cannot be red proves nothing."""
     case = gate.Case(objective="grpo", schedule="one_pass", dtype=torch.float32)
     monkeypatch.setattr(gate, "cases", lambda quick: [case])
-    monkeypatch.setattr(gate, "memory", lambda device: [])
     real = gate.run
 
     def wrong(*arguments):
@@ -291,18 +285,6 @@ def test_judge_measures_against_float64() -> None:
     assert loss.error == pytest.approx(0.01) and not loss.ok
     assert gradient.error == 0 and gradient.ok
     assert not dataclasses.replace(gradient, error=float("nan")).ok
-    with pytest.raises(ValueError, match=r"found: got \['bias'\]"):
-        gate.judge({"bias": oracle.loss}, hidden, head, batch, hl.cross_entropy())
-    with pytest.raises(TypeError, match="found: got 3.0 for 'loss', want a tensor"):
-        gate.judge({"loss": 3.0}, hidden, head, batch, hl.cross_entropy())  # type: ignore[dict-item]
-
-
-def test_peak_bytes_leaves_out_what_is_returned() -> None:
-    def contestant() -> list[torch.Tensor]:
-        scratch = torch.ones(3000)
-        return [scratch[:1000] * 2]
-
-    assert gate.peak_bytes(contestant, torch.device("cpu")) == 12000
 
 
 # ---------------------------------------------------------------------- terms

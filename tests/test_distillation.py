@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from live_tensors import LiveTensors
 from torch import Tensor
 
 import headloss as hl
-from headloss.testing import LiveTensors, error, trained_looking
+from headloss.testing import error, trained_looking
 
 T, V, H = 13, 37, 6
 LENGTHS = (4, 2, 0, 7)

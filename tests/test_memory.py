@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from live_tensors import LiveTensors
 
 import headloss as hl
 from headloss.engine import plan
@@ -15,7 +16,7 @@ from headloss.head import products
 from headloss.kernels.interface import Forward
 from headloss.kernels.reference import tile as reference
 from headloss.kernels.transform import Transform
-from headloss.testing import LiveTensors, trained_looking
+from headloss.testing import trained_looking
 
 T, H, V, CHUNK = 256, 24, 512, 32
 BLOCK = 4  # rows of a block of temporaries

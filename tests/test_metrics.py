@@ -9,10 +9,10 @@ import torch
 from folds import fold
 from hypothesis import given
 from hypothesis import strategies as st
+from live_tensors import LiveTensors
 
 import headloss as hl
 from headloss.statistics.metrics import Max, Mean, Metrics, Min, Observed, Perplexity, Sum
-from headloss.testing import LiveTensors
 
 KINDS = [Mean, Perplexity, Sum, Max, Min]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_tensors import LiveTensors
 
 pytest.importorskip("trl", reason="TRL is the trainer that the algorithms run on")
 import trl
@@ -31,7 +32,6 @@ from trl_case import (
 import headloss as hl
 from headloss import rl
 from headloss.integrations.trl import Switches
-from headloss.testing import LiveTensors
 
 ALGORITHMS = (rl.GRPO, rl.GSPO, rl.CISPO, rl.PPO, rl.REINFORCE)
 

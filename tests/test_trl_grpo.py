@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_tensors import LiveTensors
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
 import trl
@@ -30,7 +31,6 @@ from trl_case import (
 
 import headloss as hl
 from headloss.integrations.trl import GRPOTrainer
-from headloss.testing import LiveTensors
 
 TRAINERS = (trl.GRPOTrainer, GRPOTrainer)
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")

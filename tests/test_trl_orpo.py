@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from live_tensors import LiveTensors
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
 import trl.experimental.cpo
@@ -24,7 +25,6 @@ from trl_case import SIZES, TIMES, VOCABULARY, load, saved, tokenizer, train
 import headloss as hl
 from headloss.integrations import trl as ours
 from headloss.integrations.trl.orpo import mean_logits
-from headloss.testing import LiveTensors
 
 STOCK = {"ORPO": trl.experimental.orpo, "CPO": trl.experimental.cpo}
 OURS = {"ORPO": ours.ORPOTrainer, "CPO": ours.CPOTrainer}

@@ -1,14 +1,9 @@
-"""The correctness gate: errors against a float64 oracle, and peak memory against eager PyTorch.
-
-T scored tokens, H hidden width, V vocabulary, S segments. `judge` compares what any contestant
-computed; `check` runs headloss through a table of cases; `memory` runs it beside eager PyTorch.
-"""
+"""The correctness gate: errors of losses and gradients against a float64 oracle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple, get_args
 
 import torch
@@ -22,7 +17,7 @@ from ..head_loss import head_loss, plan
 from ..losses import cross_entropy, distillation, dpo, entropy, grpo, gspo, kl, z_loss
 from ..losses.term import Objective, Term
 from ..options import Options
-from .oracle import LiveTensors, Mode, error, parameters, plain, random_batch, trained_looking
+from .oracle import Mode, budget, error, parameters, plain, random_batch, trained_looking
 
 # ---------------------------------------------------------------------- errors
 
@@ -42,52 +37,40 @@ class Comparison:
 
 
 def judge(
-    found: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     hidden: Tensor,  # [.., H]
     head: Head,
     batch: Batch,
     objective: Term | Objective,
 ) -> list[Comparison]:
-    """Compare what a contestant computed with the float64 oracle, which makes the logits.
-
-    Args:
-        found: any of "loss", "logps", "entropies" and the gradients "hidden", "weight", "bias",
-            "lora0.a", ...
+    """Compare what was computed (any of "loss", "logps" and gradients by the names of
+    `parameters`) with the float64 oracle, which makes the logits.
 
     The budget is 3 err(torch) + 1e-6, where torch makes the logits in float32 for values and in
     the input dtype for gradients.
-
-    Raises:
-        ValueError: a name that the oracle does not have, or another shape. TypeError: no tensor.
     """
-    values = ("loss", "logps", "entropies")
-    oracle, wide, same = (
-        {name: getattr(computed, name) for name in values} | computed.gradients
-        for computed in (plain(hidden, head, batch, objective, m) for m in get_args(Mode))
-    )
-    unknown = found.keys() - oracle.keys()
-    if unknown:
-        raise ValueError(f"found: got {sorted(unknown)}, want names out of {sorted(oracle)}")
-    compared = []
-    for name, value in found.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"found: got {value!r} for {name!r}, want a tensor")
-        budget = 3 * error((wide if name in values else same)[name], oracle[name]) + 1e-6
-        compared.append(Comparison(quantity=name, error=error(value, oracle[name]), budget=budget))
-    return compared
+    oracle, wide, same = (plain(hidden, head, batch, objective, m) for m in get_args(Mode))
+    exact = oracle.gradients | {"loss": oracle.loss, "logps": oracle.logps}
+    yardsticks = same.gradients | {"loss": wide.loss, "logps": wide.logps}
+    return [
+        Comparison(
+            quantity=name,
+            error=error(value, exact[name]),
+            budget=budget(yardsticks[name], exact[name]),
+        )
+        for name, value in values.items()
+    ]
 
 
 def run(
-    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective,
-    options: Options | None = None
+    hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
 ) -> dict[str, Tensor]:
-    """`head_loss` and its backward, in the form that `judge` takes; `.grad` is left alone."""
+    """`head_loss` and its gradients, in the form that `judge` takes."""
     out = head_loss(hidden, head, batch, objective, options)
-    results = {"loss": out.loss.detach(), "logps": out.logps}
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
-    if leaves and out.loss.requires_grad:
-        results |= zip(leaves, torch.autograd.grad(out.loss, list(leaves.values())), strict=True)
-    return results
+    gradients = torch.autograd.grad(out.loss, list(leaves.values()))
+    values = {"loss": out.loss.detach(), "logps": out.logps}
+    return values | dict(zip(leaves, gradients, strict=True))
 
 
 # ---------------------------------------------------------------------- the table of cases
@@ -179,73 +162,3 @@ def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
     batch = random_batch(targets, segments, logps, teacher_hidden=teacher).to(device)
     weight = weight.to(device).requires_grad_(case.schedule != "frozen")
     return hidden.to(device).requires_grad_(), Head(weight), batch
-
-
-# ---------------------------------------------------------------------- memory
-
-
-def peak_bytes(contestant: Callable[[], list[Tensor]], device: torch.device) -> int | None:
-    """Peak bytes while `contestant` runs, less what it returns; None where memory ran out.
-
-    From the allocator on a GPU; on a CPU from the tensors that operators create.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        try:
-            returned = contestant()
-        except torch.OutOfMemoryError:
-            return None
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device) - before
-    else:
-        with LiveTensors() as meter:
-            returned = contestant()
-        peak = meter.peak
-    return peak - sum(t.untyped_storage().nbytes() for t in returned)
-
-
-def memory(
-    device: torch.device | str = "cpu",
-) -> Iterator[tuple[str, str, int | None, int | None]]:
-    """headloss beside eager PyTorch, on cross-entropy and GSPO: the work, who does it, peak bytes
-    beyond the inputs and the returned gradients, forward and backward, and the planned ones."""
-    gpu = (device := torch.device(device)).type == "cuda"
-    tokens, width, vocabulary = (4096, 2048, 128256) if gpu else (1024, 128, 16384)
-    dtype = torch.bfloat16 if gpu else torch.float32
-    hidden, weight, targets = trained_looking(tokens, width, vocabulary, dtype, device)
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    segments = Segments.from_lengths(torch.full((8,), tokens // 8, device=device))
-    batch = random_batch(targets, segments, torch.full((tokens,), -1.0, device=device))
-    sizes = f"T={tokens} H={width} V={vocabulary} {name_of(dtype)}"
-    # An eighth of the logits: a default budget would hold all of so small a batch.
-    budget = tokens * vocabulary * 4 // 8
-
-    def eager(loss: Callable[[Tensor, Batch], Tensor]) -> list[Tensor]:
-        value = loss(F.linear(hidden, weight).float(), batch)
-        return list(torch.autograd.grad(value, [hidden, weight]))
-
-    works = (cross_entropy(), eager_cross_entropy), (gspo(), eager_gspo)
-    for objective, loss in works:
-        work = f"{objective.name} {sizes}"
-        yield work, "eager", peak_bytes(partial(eager, loss), device), None
-        for schedule in ("one_pass", "recompute"):
-            options = Options(schedule=schedule, memory_budget=budget)
-            arguments = (hidden, Head(weight), batch, objective, options)
-            peak = peak_bytes(lambda arguments=arguments: list(run(*arguments).values()), device)
-            yield work, f"headloss {schedule}", peak, plan(*arguments).total_bytes
-
-
-def eager_cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
-    """The mean over tokens, as everybody writes it."""
-    return F.cross_entropy(logits, batch.targets)
-
-
-def eager_gspo(logits: Tensor, batch: Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
-    """-min(s A, clip(s) A) averaged over segments, s = exp(mean_t(logp - old))."""
-    logps = logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
-    ratio = batch.segments.mean(logps - batch.old_logps).exp()
-    clipped = ratio.clamp(1 - low, 1 + high)
-    return -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()

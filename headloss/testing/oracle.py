@@ -1,4 +1,4 @@
-"""An oracle that materialises the logits, the error budget, and a meter for live tensors.
+"""An oracle that materialises the logits, the error budget, and inputs.
 
 Only terms, packing and weights are shared with the library proper: statistics, divergences and
 gradients come from autograd through plain logits.
@@ -7,15 +7,12 @@ gradients come from autograd through plain logits.
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
@@ -28,9 +25,9 @@ from ..objective.weighted import bind, check_weights
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 __all__ = [
-    "LiveTensors",
     "Mode",
     "Plain",
+    "budget",
     "error",
     "parameters",
     "plain",
@@ -223,9 +220,14 @@ def error(value: Tensor, oracle: Tensor) -> float:
     return difference / norm if norm else difference
 
 
+def budget(yardstick: Tensor, oracle: Tensor) -> float:
+    """What `error` may be: 3 err(yardstick) + 1e-6."""
+    return 3 * error(yardstick, oracle) + 1e-6
+
+
 def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
-    """err <= 3 err(yardstick) + 1e-6, relative; NaN never passes."""
-    return error(value, oracle) <= 3 * error(yardstick, oracle) + 1e-6
+    """Whether the error is within the budget; NaN never is."""
+    return error(value, oracle) <= budget(yardstick, oracle)
 
 
 # ---------------------------------------------------------------------- inputs
@@ -274,41 +276,3 @@ def random_batch(
         **fields,
     }
     return Batch(targets, segments, **named)  # type: ignore[arg-type]
-
-
-# ---------------------------------------------------------------------- memory
-
-
-class LiveTensors(TorchDispatchMode):
-    """Notes every tensor that operators create: the largest one, and the peak of live bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0  # elements of one tensor
-        self.peak = 0
-        self._live: dict[int, int] = {}  # bytes of each storage
-
-    @property
-    def live(self) -> int:
-        return sum(self._live.values())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        inputs = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and _key(tensor) not in inputs:
-                self._note(tensor)
-        return result
-
-    def _note(self, tensor: Tensor) -> None:
-        storage, key = tensor.untyped_storage(), _key(tensor)
-        if key in self._live or not storage.nbytes():
-            return
-        self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
-        self._live[key] = storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._live.pop, key)
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -1,0 +1,44 @@
+"""A meter of memory for a CPU, whose allocator keeps no count."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveTensors(TorchDispatchMode):
+    """Notes every tensor that operators create: the largest one, and the peak of live bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0  # elements of one tensor
+        self.peak = 0
+        self._live: dict[int, int] = {}  # bytes of each storage
+
+    @property
+    def live(self) -> int:
+        return sum(self._live.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        inputs = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and _key(tensor) not in inputs:
+                self._note(tensor)
+        return result
+
+    def _note(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key in self._live or not storage.nbytes():
+            return
+        self.largest = max(self.largest, storage.nbytes() // tensor.element_size())
+        self._live[key] = storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._live.pop, key)
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
