@@ -494,27 +494,36 @@ def plot(results: dict, path: Path) -> Path:
 
 
 def _panel(panel: Any, rows: list[dict], names: list[str]) -> None:
+    from matplotlib.ticker import LogFormatter
+
     ends = []
     for name in dict.fromkeys(row["contestant"] for row in rows):
         line = sorted((r["size"], 100 * r["error"]) for r in rows if r["contestant"] == name)
         color = f"C{names.index(name)}"
         width = 2.4 if name.startswith("head") else 1.2
         panel.plot(*zip(*line, strict=True), marker="o", markersize=3, linewidth=width, color=color)
-        ends.append((*line[-1], shown(name), color))
+        ends.append((line[-1][1], shown(name), color))
     panel.set_yscale("log")
+    panel.yaxis.set_major_formatter(LogFormatter())
+    panel.yaxis.set_minor_formatter(LogFormatter())
     panel.grid(alpha=0.3)
-    if not ends:
-        return
-    low, high = panel.get_ylim()
-    panel.set_ylim(low, high * (high / low) ** 0.3)
     left, right = panel.get_xlim()
     panel.set_xlim(left, right + 0.42 * (right - left))  # room for names
-    step, at = (high / low) ** 0.055, 0.0
-    for x, y, name, color in sorted(ends, key=lambda end: end[1]):
-        at = max(y, at * step)  # lines that end together have their names one above the other
-        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5}
-        place = {"xytext": (right, at), "va": "center", "fontsize": 8}
-        panel.annotate(name, (x, y), color=color, arrowprops=arrow, **place)
+    groups = _together(ends)
+    for i, (end, together) in enumerate(groups):
+        text, color = "\n".join(name for name, _ in together), together[-1][1]
+        side = "bottom" if 0 < i < len(groups) - 1 else "top"  # two that lie close stay apart
+        panel.text(right, end, text, color=color, va=side, fontsize=8)
+
+
+def _together(ends: list[tuple[float, str, str]]) -> list[tuple[float, list[tuple[str, str]]]]:
+    """Names with their colors; those whose lines end in the same place are one group."""
+    groups: list[tuple[float, list[tuple[str, str]]]] = []
+    for end, name, color in sorted(ends, key=lambda line: line[0]):
+        if not groups or end > 1.02 * groups[-1][0]:
+            groups.append((end, []))
+        groups[-1][1].append((name, color))
+    return groups
 
 
 # ---------------------------------------------------------------------- the command
