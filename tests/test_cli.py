@@ -25,7 +25,7 @@ SIZES = ["--tokens", "16384", "--hidden", "4096", "--vocab", "128256"]
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    assert main(["plan", *SIZES, "--device", "cuda", "--json", *arguments]) == 0
+    assert main(["plan", *SIZES, "--gpu-memory", "80GiB", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 

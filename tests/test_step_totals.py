@@ -164,6 +164,16 @@ def test_where_trainer_divides_by_the_micro_batches() -> None:
         assert_same(run(term, 1, kind), large_batch(term))
 
 
+def test_an_attribute_that_a_release_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 5.17 does not: what a class says there of its loss changes nothing."""
+    counted = type("Counted", (Trainer,), {"loss_is_scaled_for_ga": False})
+    trainer = counted(tiny("llama"))
+    trainer.model_accepts_loss_kwargs = True
+    assert trainer.divides(3)
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    assert not trainer.divides(3) and trainer.divides(None)
+
+
 def test_evaluation() -> None:
     """Each batch stands for itself, in every reduction; Trainer takes their mean."""
     term = hl.cross_entropy().over("sequence_mean") + 0.1 * hl.z_loss().where("keep")

@@ -113,7 +113,8 @@ class CountsSteps:
         """Whether `Trainer` will divide a loss by the micro-batches of a step, as it does where it
         has passed no count of tokens."""
         trainer: Any = self
-        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        heeded = hasattr(super(), "loss_is_scaled_for_ga")  # by this release of Transformers
+        scaled = trainer.loss_is_scaled_for_ga if heeded else None
         if scaled is None:
             counted = trainer.model_accepts_loss_kwargs and count is not None
             scaled = counted or trainer.compute_loss_func is not None

@@ -5,10 +5,6 @@ The chunked one runs on a CPU in float64, Triton kernels in the interpreter in f
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 

@@ -6,10 +6,6 @@ not run.)
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
 import torch
 from torch import Tensor
