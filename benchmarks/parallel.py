@@ -29,7 +29,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -400,10 +400,16 @@ HEAD = (*HEAD, "slice by itself", "kB sent per token", "collectives", "in collec
 HEAD = (*HEAD, "exposed", "idle", "peak, MiB", "commit")
 
 
-def table(results: dict[str, Any]) -> str:
-    """Results as Markdown."""
+DETAILS = ("slice by itself", "kB sent per token", "collectives", "in collectives", "exposed")
+DETAILS = (*DETAILS, "idle", "peak, MiB")
+
+
+def table(results: dict[str, Any], left_out: Sequence[str] = ()) -> str:
+    """Results as Markdown, without the columns that are `left_out`."""
     rows = [(row, int(n)) for n, found in results.items() for row in found["rows"]]
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + " --- |" * len(HEAD)]
+    shown = [name not in left_out for name in HEAD]
+    columns = list(itertools.compress(HEAD, shown))
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     for row, ranks in sorted(rows, key=lambda r: ([r[0][k] for k in KEYS], r[1])):
         share = row.get("share", {})
         cells = [str(row[k]) for k in KEYS] + [str(ranks)]
@@ -417,7 +423,7 @@ def table(results: dict[str, Any]) -> str:
         cells += [f"{share[k]:.1%}" if share else "" for k in ("collectives", "exposed", "idle")]
         cells.append(f"{row['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in row else "")
         cells.append(row.get("commit", ""))
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("| " + " | ".join(itertools.compress(cells, shown)) + " |")
     for ranks, found in results.items():
         bad = [name for name, one in found["checks"].items() if not one["ok"]]
         said = f"failed: {', '.join(bad)}" if bad else "all within the error budget"
