@@ -30,8 +30,9 @@ lint: $(STAMP)  ## ruff
 types: $(STAMP)  ## pyright
 	@$(BIN)/pyright
 
-test: lint types  ## lint, types and the covering selection of tests
-	@$(PYTEST) -m 'not slow' --durations=10 $(ARGS)
+test: lint  ## lint, types and the covering selection of tests
+	@$(BIN)/pyright & types=$$!; $(PYTEST) -m 'not slow' --durations=10 $(ARGS); tests=$$?; \
+		wait $$types && exit $$tests
 
 test-all: lint types  ## lint, types and the full product of tests
 	@$(PYTEST) --hypothesis-profile=full --durations=25 $(ARGS)
