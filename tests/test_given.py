@@ -31,7 +31,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward, Rows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
-from headloss.kernels.triton.order import scale_rows_
+from headloss.kernels.triton.rows import scale_rows_
 from headloss.logits.given import InPlaceLogits, View
 from headloss.logits.linear import RowContext
 from headloss.losses.term import Objective
@@ -508,12 +508,12 @@ def test_offsets_of_more_dimensions(order, index):
     whole = torch.arange(2 * 3 * 4 * 48).view(2, 3, 4, 48)
     logits = whole.permute(*order, 3)[..., :5]
     positions = torch.arange(24) if index is None else torch.tensor(index)
-    found, aligned = View(logits, None if index is None else positions).offsets()
+    _, found, aligned = View(logits, None if index is None else positions).rows()
     assert aligned
     assert torch.equal(found, logits.reshape(24, 5)[positions, 0])
-    assert not View(whole[..., :47].contiguous(), None).offsets()[1]
+    assert not View(whole[..., :47].contiguous(), None).rows().aligned
     one_for_all = View(whole[0, 0, 0, :5].expand(6, 5), None)
-    assert one_for_all.offsets()[0].tolist() == [0] * 6
+    assert one_for_all.rows().offsets.tolist() == [0] * 6
 
 
 # ---------------------------------------------------------------------- on a GPU alone
@@ -567,7 +567,7 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     shard = WholeVocabulary(raw.shape[-1])
     tokens = RowContext(acts, targets, Transform(), NEEDS, shard)
     source = InPlaceLogits([raw], tokens, order=order, overwrites=False)
-    found, _ = source.partials(slice(None))
+    found = source.walk(NEEDS)
     assert_statistics(found, raw, targets, 0, Transform())
 
 

@@ -118,9 +118,6 @@ class SquaredSum:
         some.transform = self.transform.rows(index)
         return some
 
-    def put(self, index: Tensor, taken: SquaredSum) -> None:
-        """No token leaves anything behind."""
-
     def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
         """Take some of the logits of some tokens."""
         self.partials = logits.state(self.transform.rows(rows), self.partials)
@@ -140,8 +137,7 @@ class Candidates:
 
     own_logits: ClassVar = False
     key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
-    ids: Tensor  # [N, K] columns of the whole vocabulary; those of empty slots are below 0
-    index: Tensor | None  # [T] the row of each token in `ids`; None: all in order
+    ids: Tensor  # [T, K] columns of the whole vocabulary; those of empty slots are below 0
     transform: Transform  # of the softmax
     # It is the head's own, and its share of c_prob is in the coefficients. Log-probs of another one
     # are in float64, so that slopes that cancel keep their digits.
@@ -150,6 +146,7 @@ class Candidates:
     tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
     acts: Kernels
     shard: Any  # of the vocabulary on the ranks of a group
+    tokens: Tensor | None = None  # [n] which of the T these are; None: all
     logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
     partials: SoftmaxState | None = None
 
@@ -159,18 +156,18 @@ class Candidates:
         return (self.ids.shape[-1] + 1,)
 
     def take(self, index: Tensor) -> Candidates:
-        """Of some of the tokens, after they were measured."""
-        places = index if self.index is None else self.index[index]
-        transform = self.transform.rows(index)
-        tail = self.tail_normalizer[:, index]
-        return replace(self, index=places, tail_normalizer=tail, transform=transform)
+        """Of some of the tokens."""
+        return replace(self, tokens=self._places(index), transform=self.transform.rows(index))
 
-    def put(self, index: Tensor, taken: Candidates) -> None:
-        """Set what was measured of some of the tokens."""
-        self.tail_normalizer[:, index] = taken.tail_normalizer
+    def _places(self, rows: Rows) -> Any:
+        """Among all tokens."""
+        return rows if self.tokens is None else self.tokens[rows]
 
     def _ids(self, rows: Rows) -> Tensor:
-        return self.ids[rows if self.index is None else self.index[rows]].long()
+        return self.ids[self._places(rows)].long()
+
+    def _tail(self, rows: Rows) -> Normalizer:
+        return Normalizer(*self.tail_normalizer[:, self._places(rows)])
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
@@ -194,7 +191,7 @@ class Candidates:
         if self.tail:
             assert self.partials is not None
             _, others = finish(self.shard.merge(self.partials), 1, NOTHING)
-            self.tail_normalizer[0, rows], self.tail_normalizer[1, rows] = others
+            self.tail_normalizer[:, self._places(rows)] = torch.stack(others)
             top, top_sum = (t.to(dtype) for t in others)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
         self.logits = self.partials = None
@@ -213,8 +210,7 @@ class Candidates:
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            tail = Normalizer(*self.tail_normalizer[:, rows])
-            backward = Backward(logits.nowhere, others.first, transform, tail, c, None)
+            backward = Backward(logits.nowhere, others.first, transform, self._tail(rows), c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
@@ -244,7 +240,7 @@ class Candidates:
             log_p = measured.stats.extras[self.key]
             gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
         gradient = gradient.to(self.tail_normalizer.dtype)
-        tail = Normalizer(*self.tail_normalizer[:, rows]) if self.tail else measured.normalizer
+        tail = self._tail(rows) if self.tail else measured.normalizer
         outcomes = StoredTopk(
             self.columns(rows, columns),
             Distribution(self.transform.rows(rows), tail),

@@ -36,7 +36,6 @@ from headloss.kernels.interface import (
     Forward,
     Order,
     Rows,
-    Scaling,
     Support,
     Walk,
 )
@@ -175,10 +174,10 @@ class Form:
     def rows(self) -> Iterator[tuple[str, Call]]:
         index, x = whole(N), self.x
         more = {"places": index, "out": some(N, H)} if self.full else {}
-        yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
-        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype)]
-        yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
+        for value in (some(V, H), some(V, H, dtype=x.dtype)):
+            factor = self.if_full(some(1)[0])
+            yield "scaled", lambda v=value, f=factor: acts.scaled(v, x.dtype, f)
 
     def walks(self) -> Iterator[tuple[str, Call]]:
         walk = Walk(
