@@ -28,7 +28,7 @@ from headloss.batch.packing import pack
 from headloss.batch.reduction import Totals
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Forward, Rows, Walk
+from headloss.kernels.interface import Forward, LogitRows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
 from headloss.kernels.triton.rows import scale_rows_
@@ -52,9 +52,9 @@ SMALL = Shape(warps=1)
 TURNS = [SMALL, Shape(warps=1, turns=2)]
 
 
-def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
+def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> LogitRows:
     positions = torch.arange(len(tensor), device=DEVICE) if order is None else order
-    return Rows(tensor, positions * tensor.stride(0), False)
+    return LogitRows(tensor, positions * tensor.stride(0), False)
 
 
 def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
@@ -525,7 +525,7 @@ def test_offsets_beyond_two_to_the_31():
     raw = torch.randn(n, v, device=DEVICE, dtype=torch.bfloat16)
     last = slice(n - 3, n)
     before, targets = raw[last].clone(), torch.randint(v, (n,), device=DEVICE)
-    rows = Rows(raw, torch.arange(n, device=DEVICE) * v, True)
+    rows = LogitRows(raw, torch.arange(n, device=DEVICE) * v, True)
     weight = torch.ones(n, device=DEVICE)
     c = SoftmaxCoefficients(target=-weight, prob=weight)
     given_rows(Walk(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c))

@@ -26,7 +26,7 @@ from headloss.kernels.interface import (
     ExpTile,
     Forward,
     Kernels,
-    Rows,
+    LogitRows,
     Walk,
 )
 from headloss.kernels.transform import Transform
@@ -264,10 +264,10 @@ def test_a_narrowed_gradient(dtype):
 LAYOUTS = ((lambda t: t[:, 1:]), (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)))
 
 
-def rows_in(tensor: torch.Tensor, order: torch.Tensor) -> Rows:
+def rows_in(tensor: torch.Tensor, order: torch.Tensor) -> LogitRows:
     """Rows of [B, S, V] by their number."""
     b, s = order // tensor.shape[1], order % tensor.shape[1]
-    return Rows(tensor, b * tensor.stride(0) + s * tensor.stride(1), False)
+    return LogitRows(tensor, b * tensor.stride(0) + s * tensor.stride(1), False)
 
 
 def walk_of(logits, out, n, name, which, needs, normalizer=None, live=None, slopes=None) -> Walk:
@@ -351,7 +351,7 @@ def test_a_wide_vocabulary():
     found, twin = (a.partials(raw, forward) for a in (triton_backend, twins))
     exact = twins.partials(raw.double(), double(forward))
     assert_statistics(found, twin, exact, v, NEEDS)
-    walk = Walk(Rows(raw, targets * 0, False), None, None, *forward[:4])
+    walk = Walk(LogitRows(raw, targets * 0, False), None, None, *forward[:4])
     assert_statistics(triton_backend.given_rows(walk), twin, exact, v, NEEDS)
     stats, normalizer = finish(twin, v, frozenset({"logp"}))
     backward = Backward(*forward[:3], normalizer, coefficients_of(1, "tpe"), stats.logp)
@@ -413,7 +413,7 @@ def test_twins_are_the_gradient(form, name):
     else:
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
-        rows, to = (Rows(t, offsets, False) for t in (raw.detach(), out))
+        rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
         at_zero = c._replace(prob=-g)  # the act itself adds the entropy's part
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)

@@ -98,7 +98,7 @@ class Measured(NamedTuple):
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
 
     tensor: Tensor  # [.., V]
@@ -109,8 +109,8 @@ class Rows(NamedTuple):
 class Walk(NamedTuple):
     """One pass over rows of logits that exist already: statistics, a gradient, or both."""
 
-    logits: Rows
-    out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
+    logits: LogitRows
+    out: LogitRows | None  # of the logits' dtype; may be the logits. None: no gradient
     live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
     targets: Tensor  # [n] int64
     first: int
@@ -303,5 +303,5 @@ class Kernels(Acts, Protocol):
         completed by the entropy's own part and by `slopes`, once the statistics are there.
         """
 
-    def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
+    def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""

@@ -5,13 +5,13 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..batch.support import HIGH
 from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Distribution, StoredTopk
 from ..kernels.transform import Transform
@@ -19,7 +19,6 @@ from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, Sof
 from .rows import ALL, Rows
 
 NOTHING: frozenset[str] = frozenset()
-HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
 class LogitTile(NamedTuple):
@@ -102,21 +101,20 @@ class Pairs(NamedTuple):
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
+@dataclass(eq=False)
 class SquaredSum:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
-    key, more, own_logits = COLLISION, (), False
-
-    def __init__(self, transform: Transform, shard: Any) -> None:
-        self.transform = replace(transform, temperature=transform.temperature / 2)
-        self.shard = shard
-        self.partials: SoftmaxState | None = None
+    transform: Transform  # at half the temperature
+    shard: Any  # of the vocabulary on the ranks of a group
+    partials: SoftmaxState | None = None
+    key: ClassVar = COLLISION
+    more: ClassVar = ()
+    own_logits: ClassVar = False
 
     def take(self, index: Tensor) -> SquaredSum:
         """Of some of the tokens, before they are measured."""
-        some = copy(self)
-        some.transform = self.transform.rows(index)
-        return some
+        return replace(self, transform=self.transform.rows(index))
 
     def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
         """Take some of the logits of some tokens."""

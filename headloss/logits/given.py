@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..head import products
-from ..kernels import interface as kernels
-from ..kernels.interface import Measured
+from ..kernels.interface import LogitRows, Measured, Walk
 from .linear import LogitSource, RowContext
 from .rows import ALL, BackwardInputs, LogitGradient, Rows
 
@@ -58,13 +57,13 @@ class View:
         """Write [n, v] to some rows and columns."""
         self.tensor[(*self.place(rows), columns)] = values
 
-    def rows(self) -> kernels.Rows:
+    def rows(self) -> LogitRows:
         """Where the row of each token begins, for kernels."""
         strides, offsets = self.tensor.stride()[:-1], None
         for at, stride in zip(self.coordinates(), strides, strict=True):
             offsets = at * stride if offsets is None else offsets + at * stride
         assert offsets is not None
-        return kernels.Rows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
+        return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
 
 
 class GivenLogits(LogitSource):
@@ -122,7 +121,7 @@ class InPlaceLogits(GivenLogits):
 
     out: Any = None  # the rows of the gradient
 
-    def destination(self) -> kernels.Rows:
+    def destination(self) -> LogitRows:
         """The rows of `room`."""
         view = self.room()
         if self.overwrites:
@@ -145,7 +144,7 @@ class InPlaceLogits(GivenLogits):
             coefficients = gradient.softmax
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         walk = (self.view.rows(), out, self.order.live, *tokens, coefficients, slopes, normalizer)
-        return self.acts.given_rows(kernels.Walk(*walk))
+        return self.acts.given_rows(Walk(*walk))
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         measured = self.context.measured(self.walk(self.context.needs))

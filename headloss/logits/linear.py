@@ -21,7 +21,7 @@ from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
 from .beside import LogitTile, Product
-from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, dense_order
+from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, dense_order, steps
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
@@ -211,14 +211,13 @@ class LinearLogits(LogitSource):
             return super().logit_gradient(rows, columns, inputs)
         # Both models' logits are in memory for some of the tokens at once.
         x, v = self.features[0], len(self.weights[0][columns])
-        count, start = rows.stop - rows.start, rows.start
+        count = rows.stop - rows.start
         dtype = self.gradient_dtype if x.is_cuda else None
         width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
         gradient = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
-        for to in gradient.split(GRAIN * -(-count // (GRAIN * PARTS))):
-            at, of = slice(start, start + len(to)), start - rows.start
-            part, start = inputs.rows(slice(of, of + len(to))), at.stop
-            to.copy_(self.gradient_(self.raw(at, columns), at, columns, part))
+        for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
+            at = slice(rows.start + part.start, rows.start + part.stop)
+            gradient[part] = self.gradient_(self.raw(at, columns), at, columns, inputs.rows(part))
         return LogitGradient(gradient, rows)
 
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:

@@ -55,7 +55,8 @@ def measuring(
         tail = "candidate_tail" in needs
         beside.append(candidates(CANDIDATES, batch.candidate_ids, transform, tail))
     if COLLISION in needs:
-        beside.append(SquaredSum(transform, shard))
+        half = replace(transform, temperature=transform.temperature / 2)
+        beside.append(SquaredSum(half, shard))
     return context._replace(beside=tuple(beside))
 
 

@@ -34,8 +34,8 @@ from headloss.kernels.interface import (
     Backward,
     ExpTile,
     Forward,
+    LogitRows,
     Order,
-    Rows,
     Support,
     Walk,
 )
@@ -181,17 +181,17 @@ class Form:
 
     def walks(self) -> Iterator[tuple[str, Call]]:
         walk = Walk(
-            Rows(self.raw, whole(N), self.full),
-            self.if_full(Rows(self.raw, whole(N), self.full)),
+            LogitRows(self.raw, whole(N), self.full),
+            self.if_full(LogitRows(self.raw, whole(N), self.full)),
             self.if_full(some(N, dtype=torch.bool)),
             *self.forward[:4],
             self.if_full(self.c),
             self.if_full(some(2, 5, N)),
         )
-        later = Rows(self.raw, whole(N), False)
+        later = LogitRows(self.raw, whole(N), False)
         again = walk._replace(out=later, needs=None, coefficients=self.c, slopes=None)
         wide = some(2, 1 << 18, dtype=self.x.dtype)
-        rows = Rows(wide, whole(N), True)
+        rows = LogitRows(wide, whole(N), True)
         yield "walk", lambda: acts.given_rows(walk)
         yield "walk, later", lambda: acts.given_rows(again._replace(normalizer=self.normalizer))
         whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)

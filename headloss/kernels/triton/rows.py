@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import Rows
+from ..interface import LogitRows
 from .launch import Launcher, cdiv
 from .records import Matrix, programs_on
 
@@ -57,7 +57,7 @@ def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
-def scale_rows_(rows: Rows, factor: Tensor) -> None:
+def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
     # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
     x, n, aligned = Matrix(rows.tensor, 1), len(rows.offsets), 16 if rows.aligned else 1
     if n:
