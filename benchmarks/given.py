@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 from contestants import captured
 
 import headloss as hl
-from headloss.kernels.interface import Rows, Walk
+from headloss.kernels.interface import LogitRows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import given as triton_given
 from headloss.kernels.triton.given import Shape, given_rows
@@ -61,7 +61,7 @@ class Problem:
         self.pristine[torch.arange(n, device=DEVICE), self.targets] = boost
         self.work = torch.empty_like(self.pristine)
         offsets = torch.arange(n, device=DEVICE) * v
-        self.rows = Rows(self.work, offsets, v % 16 == 0)
+        self.rows = LogitRows(self.work, offsets, v % 16 == 0)
         weight = torch.full((n,), -1 / n, device=DEVICE)
         self.ce = SoftmaxCoefficients(target=weight, prob=-weight)
 

@@ -28,10 +28,10 @@ from headloss.batch.packing import pack
 from headloss.batch.reduction import Totals
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Forward, Rows, Walk
+from headloss.kernels.interface import Forward, LogitRows, Walk
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape, given_rows
-from headloss.kernels.triton.order import scale_rows_
+from headloss.kernels.triton.rows import scale_rows_
 from headloss.logits.given import InPlaceLogits, View
 from headloss.logits.linear import RowContext
 from headloss.losses.term import Objective
@@ -52,9 +52,9 @@ SMALL = Shape(warps=1)
 TURNS = [SMALL, Shape(warps=1, turns=2)]
 
 
-def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> Rows:
+def rows_of(tensor: torch.Tensor, order: torch.Tensor | None = None) -> LogitRows:
     positions = torch.arange(len(tensor), device=DEVICE) if order is None else order
-    return Rows(tensor, positions * tensor.stride(0), False)
+    return LogitRows(tensor, positions * tensor.stride(0), False)
 
 
 def exactly(raw, targets, first, transform) -> tuple[Statistics, Normalizer]:
@@ -508,12 +508,12 @@ def test_offsets_of_more_dimensions(order, index):
     whole = torch.arange(2 * 3 * 4 * 48).view(2, 3, 4, 48)
     logits = whole.permute(*order, 3)[..., :5]
     positions = torch.arange(24) if index is None else torch.tensor(index)
-    found, aligned = View(logits, None if index is None else positions).offsets()
+    _, found, aligned = View(logits, None if index is None else positions).rows()
     assert aligned
     assert torch.equal(found, logits.reshape(24, 5)[positions, 0])
-    assert not View(whole[..., :47].contiguous(), None).offsets()[1]
+    assert not View(whole[..., :47].contiguous(), None).rows().aligned
     one_for_all = View(whole[0, 0, 0, :5].expand(6, 5), None)
-    assert one_for_all.offsets()[0].tolist() == [0] * 6
+    assert one_for_all.rows().offsets.tolist() == [0] * 6
 
 
 # ---------------------------------------------------------------------- on a GPU alone
@@ -525,7 +525,7 @@ def test_offsets_beyond_two_to_the_31():
     raw = torch.randn(n, v, device=DEVICE, dtype=torch.bfloat16)
     last = slice(n - 3, n)
     before, targets = raw[last].clone(), torch.randint(v, (n,), device=DEVICE)
-    rows = Rows(raw, torch.arange(n, device=DEVICE) * v, True)
+    rows = LogitRows(raw, torch.arange(n, device=DEVICE) * v, True)
     weight = torch.ones(n, device=DEVICE)
     c = SoftmaxCoefficients(target=-weight, prob=weight)
     given_rows(Walk(rows, rows, None, targets, 0, Transform(), frozenset({"logp"}), c))
@@ -567,7 +567,7 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     shard = WholeVocabulary(raw.shape[-1])
     tokens = RowContext(acts, targets, Transform(), NEEDS, shard)
     source = InPlaceLogits([raw], tokens, order=order, overwrites=False)
-    found, _ = source.partials(slice(None))
+    found = source.walk(NEEDS)
     assert_statistics(found, raw, targets, 0, Transform())
 
 

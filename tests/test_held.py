@@ -101,6 +101,27 @@ def test_frozen():
     assert plan.schedule == "frozen"
 
 
+@hl.term
+def with_mean_logit(stats, batch):
+    return 0.1 * stats.mean_logit - stats.logp
+
+
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_under_a_soft_cap_logits_are_kept_for_the_gradient_of_their_mean(softcap):
+    """Where exp z is 0 it does not tell z, and so not the soft cap's slope."""
+    hidden, weight, batch = setting()
+    head = hl.Head(weight.requires_grad_(), softcap=softcap)
+    options, objective = hl.Options(backend="triton"), with_mean_logit()
+    out = hl.head_loss(hidden.requires_grad_(), head, batch, objective, options)
+    assert out.plan.exp_tiles == (softcap is None)
+    out.loss.backward()
+    oracle, coarse = (plain(hidden, head, batch, objective, m) for m in ("float64", "input"))
+    for name, leaf in (("hidden", hidden), ("weight", weight)):
+        want = oracle.gradients[name]
+        budget = 3 * error(coarse.gradients[name], want) + 4 * EPS[torch.bfloat16]
+        assert error(leaf.grad, want) <= budget
+
+
 @pytest.mark.parametrize("schedule", ["one pass", "chunks"])
 @pytest.mark.parametrize("quiet", QUIET)
 def test_rows_left_out_whatever_memory_holds(fresh_memory_is_nan, schedule, quiet):

@@ -32,7 +32,7 @@ def test_arguments_constants_and_options_reach_the_kernel():
 
 def test_tiles_reach_the_kernel_as_descriptors():
     stub, y = Stub(), torch.zeros(40, 64)[:, :56]
-    launcher = launch.Launcher(stub, tiles={"y": launch.Tile((16, 32))})
+    launcher = launch.Launcher(stub, tiles={"y": launch.TileShape((16, 32))})
     launcher(9, torch.zeros(64), 5, y, BLOCK=32)
     ((_, (_, _, described), _),) = stub.launches
     assert type(described).__name__ == "TensorDescriptor" and described.base is y

@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_213, "core tokens": 72_091}
-MOST |= {"kernels lines": 3_994, "kernels tokens": 32_057, "files on top": 14}
+MOST = {"core lines": 10_159, "core tokens": 71_577}
+MOST |= {"kernels lines": 3_876, "kernels tokens": 31_142, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -14,7 +14,7 @@ import twins
 from triton_cases import DEVICE, coefficients_of, error, in_float64
 
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, ExpTile, Forward, Rows, Support, Walk
+from headloss.kernels.interface import Backward, ExpTile, Forward, LogitRows, Support, Walk
 from headloss.kernels.pair import Distribution, Divergence, Pair
 from headloss.kernels.transform import Transform
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
@@ -103,7 +103,7 @@ def test_act_two(form, name, between):
         found = found.view(N, V)
     else:
         found, offsets = torch.full_like(raw, math.nan), torch.arange(N, device=DEVICE) * V
-        rows, to = Rows(raw, offsets, False), Rows(found, offsets, False)
+        rows, to = LogitRows(raw, offsets, False), LogitRows(found, offsets, False)
         c, normalizer = backward.coefficients, backward.normalizer
         given = Walk(rows, to, None, targets, 0, transform, None, c, None, normalizer)
         triton_backend.given_rows(given)

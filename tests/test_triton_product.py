@@ -22,8 +22,9 @@ import headloss as hl
 from headloss.head.products import logits
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, ExpTile, Forward, Scaling
+from headloss.kernels.interface import Backward, ExpTile, Forward
 from headloss.kernels.transform import Transform
+from headloss.logits.rows import dense_order
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish, merge
 from headloss.testing import plain, trained_looking
 
@@ -130,12 +131,10 @@ def test_held_gradient(which, name):
         # Row by row: a likely target's row is small, and must be good all the same.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
-        with pytest.raises(ValueError, match="soft cap"):
-            triton_backend.held_gradient_(held, backward)
-        return
+        return  # exp z of 0 does not tell z: such a call keeps logits
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
-        order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
+        order = dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
         got = triton_backend.held_gradient_(copy, backward, order=order)
         assert got.data_ptr() == copy.exp_logits.data_ptr()
         if count:
@@ -291,7 +290,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     kept = {"none": [], "few": [0, 3, 7, 8], "all": range(n), "no order": ()}[case]
     mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     mask[list(kept)] = True
-    order = None if case == "no order" else triton_backend.dense_order(mask, n)
+    order = None if case == "no order" else dense_order(mask, n)
     one, other = (ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift) for _ in range(2))
     multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
     expected, nothing = triton_backend.held_multiple_(other, backward)
@@ -318,22 +317,18 @@ def test_multiples_of_no_tokens():
 @pytest.mark.parametrize("backend", [triton_backend, reference])
 @pytest.mark.parametrize("number", [None, 1.0, 2.0**-18])
 def test_gradients_are_scaled_and_rounded_once(backend, number, fresh_memory_is_nan):
-    """Four in one act, more than a launch takes: widened sums, rounded ones, one of no elements."""
+    """Widened sums, rounded ones, one of no elements."""
     factor = None if number is None else torch.tensor(number, device=DEVICE)
     values = [torch.randn(shape, device=DEVICE) for shape in ((3, 3000), (40,), (5000,), (0, 7))]
     values.append(values[1].bfloat16())
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
-    multiplied = (True, True, False, True, True)
-    before = [value.clone() for value in values]
-    given = [Scaling(*a) for a in zip(values, dtypes, multiplied, strict=True)]
-    found = backend.scaled(given, factor)
-    for one, (value, dtype, with_factor), own in zip(found, given, before, strict=True):
+    for value, dtype in zip(values, dtypes, strict=True):
+        exact = value.double() * (number or 1.0)
+        one = backend.scaled(value, dtype, factor)
         assert one.dtype == dtype and (value.dtype != dtype or one is value)
-        exact = own.double() * (number or 1.0 if with_factor else 1.0)
         close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 2**-10, "atol": 2**-24}
         close = close if dtype != torch.float32 else {"rtol": 1e-7, "atol": 0}
         torch.testing.assert_close(one.double(), exact, **close)
-    assert backend.scaled([], factor) == []
 
 
 def test_scaled_rows():

@@ -72,9 +72,7 @@ class Totals:
         prompts, groups = None, batch.fields.get("prompts")
         if groups is not None:
             groups, prompts = numbered(groups)
-        if not masks and segments.group is None and segments.count:
-            return cls(scored.sum(), segments.count, prompts)
-        ids = segments.ids.reshape(-1).clamp(0, max(segments.count - 1, 0))
+        ids = segments.ids.reshape(-1).long().clamp(0, max(segments.count - 1, 0))
 
         def kept_of(mask: Tensor, against: bool = False) -> Tensor:
             """[S + 1] scored tokens of each segment that a mask keeps, and whether this rank votes

@@ -100,10 +100,7 @@ class Segments:
         An id that no token has counts; padding has a negative id, and is in no segment.
         With `group`, `count` is required: the ranks of the group hold tokens of the same segments.
         """
-        if not is_integers(ids):
-            got = f"{ids.dtype} tensor" if isinstance(ids, Tensor) else type(ids).__name__
-            raise TypeError(f"ids: got {got}, want an integer tensor")
-        check_dense("ids", ids)
+        check_integers("ids", ids, "an integer tensor")
         if count is None:
             if group is not None or ids.is_meta:
                 why = "a group" if group is not None else "ids on the meta device"

@@ -17,7 +17,7 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-HIGH = 1 << 32
+HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
 class SupportIds:

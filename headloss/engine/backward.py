@@ -115,9 +115,8 @@ def _in_slabs(
     for columns in steps(source.vocabulary, tile.columns):
         sums.open(columns)
         for rows in steps(count, tile.rows):
-            last = rows.stop == count and columns.stop == source.vocabulary
             gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
-            sums.add(gradient.at(index) if dense else gradient, last)  # type: ignore[arg-type]
+            sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
             del gradient  # before the next one is made
         sums.close(factor)
     gradients = sums.finish(factor)

@@ -23,9 +23,9 @@ from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
 from ..logits.linear import ExpLogits, LinearLogits, RowContext
-from ..logits.measured_beside import measuring
 from ..logits.rows import ALL, Rows
 from ..logits.support import SupportLogits
+from ..logits.teacher import measuring
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind

@@ -17,7 +17,6 @@ waits for the device: what it returns is complete when the device gets there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,7 +53,6 @@ class Backward(NamedTuple):
     logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
     dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
     all_columns: bool = False  # the tile has all, and they are the logits of the statistics
-    to: Tensor | None = None  # [n, v] of that dtype, where the gradient may go in place of the tile
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Of some of the tokens, in the tile's own dtype."""
@@ -65,20 +63,11 @@ class Backward(NamedTuple):
         )
 
 
-@dataclass(eq=False)
-class ExpTile:
+class ExpTile(NamedTuple):
     """exp(z - shift) of some tokens, in place of their logits."""
 
     exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
     shift: Tensor  # [n] a logit of each token, the largest or not far below it
-
-    def check(self, backward: Backward) -> None:
-        """ValueError where they cannot give the gradient."""
-        if backward.transform.softcap is not None and backward.coefficients.uniform is not None:
-            raise ValueError(
-                "held softmax terms cannot give the gradient of the mean logit under a soft cap; "
-                "keep the logits (logit_gradient_)"
-            )
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
@@ -109,7 +98,7 @@ class Measured(NamedTuple):
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
 
     tensor: Tensor  # [.., V]
@@ -120,8 +109,8 @@ class Rows(NamedTuple):
 class Walk(NamedTuple):
     """One pass over rows of logits that exist already: statistics, a gradient, or both."""
 
-    logits: Rows
-    out: Rows | None  # of the logits' dtype; may be the logits. None: no gradient
+    logits: LogitRows
+    out: LogitRows | None  # of the logits' dtype; may be the logits. None: no gradient
     live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
     targets: Tensor  # [n] int64
     first: int
@@ -147,14 +136,6 @@ class Order(NamedTuple):
 
     rows: Tensor  # [n] int64
     count: Tensor  # [1] int64
-
-
-class Scaling(NamedTuple):
-    """A sum that becomes a gradient."""
-
-    value: Tensor  # contiguous, of any shape; may be overwritten
-    dtype: torch.dtype  # of the gradient
-    multiplied: bool = True
 
 
 class Acts(Protocol):
@@ -190,9 +171,9 @@ class Acts(Protocol):
         [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
         x's dtype, or may be x."""
 
-    def scaled(self, values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-        """Each value times `factor` [], or as it is, in float32 or wider and rounded to its dtype
-        once; where the dtypes are the same, in place."""
+    def scaled(self, value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+        """The value times `factor` [], or as it is, in float32 or wider and rounded to a dtype
+        once; in place where it is the value's own."""
 
     # ------------------------------------------------------------------ a support
 
@@ -277,11 +258,9 @@ class Kernels(Acts, Protocol):
     def held_gradient_(
         self, held: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients. With
-        `order`, row i of it is that of row order.rows[i], and rows from `count` on hold anything.
-
-        Raises:
-            ValueError: z is needed where exp z is 0 (`ExpTile.check`).
+        """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients but
+        c_uniform under a soft cap, where exp z of 0 does not tell z. With `order`, row i of it is
+        that of row order.rows[i], and rows from `count` on hold anything.
         """
 
     def held_multiple_(
@@ -315,16 +294,6 @@ class Kernels(Acts, Protocol):
         `held_gradient_`.
         """
 
-    # ------------------------------------------------------------------ rows
-
-    def dense_order(self, keep: Tensor, most: int) -> Order:
-        """Which row goes to which place, so that those of keep [n] bool come first.
-
-        A kept row below their number stays where it is, the others fill the gaps: no row is read
-        after it is written, in whatever order the rows are worked on. Where more than `most` are
-        kept, moving is not worth it: all stay, and all count.
-        """
-
     # ------------------------------------------------------------------ logits where they lie
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
@@ -334,5 +303,5 @@ class Kernels(Acts, Protocol):
         completed by the entropy's own part and by `slopes`, once the statistics are there.
         """
 
-    def scale_rows_(self, rows: Rows, factor: Tensor) -> None:
+    def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""

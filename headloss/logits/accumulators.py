@@ -1,10 +1,8 @@
 """Where the gradient of a linear head's logits goes: the last two products, and their sums.
 
-T tokens, n of a block, H hidden width, V vocabulary. `BlockAccumulator` takes blocks of tokens
-over all columns: a block's hidden gradient is final, the weight gradient is summed.
-`SlabAccumulator` takes slabs of columns over all tokens: the hidden gradient is summed, each slab
-of the weight gradient is written once. `HiddenGradient` takes the features' part of both, on one
-rank or summed over the ranks of a group. Sums are in float32 and scaled once, at the end.
+T tokens, n of a block, H hidden width, V vocabulary. Of blocks of tokens the hidden gradient is
+final and the weight gradient is summed; of slabs of columns it is the other way round. Sums are in
+float32 and scaled once, at the end.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from ..collectives import together
+from ..collectives import summed, together
 from ..head import products
-from ..kernels.interface import Scaling
 from .linear import LinearLogits, NeedsGrad
 from .rows import ALL, LogitGradient
 
@@ -73,14 +70,14 @@ class BlockAccumulator:
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
-    def add(self, gradient: LogitGradient, last: bool = False) -> None:
-        """Take dL/draw of the next block; or of some rows of a slab, `last` of the last slab."""
+    def add(self, gradient: LogitGradient) -> None:
+        """Take dL/draw of the next block, or of some rows of a slab."""
         if self.hidden.group is not None:  # the weight gradient hides what ranks do about it
-            self.hidden.add(gradient, self.columns, last)
+            self.hidden.add(gradient, self.columns)
             self._add_to_weights(gradient)
         else:  # it may take the memory of scaled features, which the weight gradient has read
             self._add_to_weights(gradient)
-            self.hidden.add(gradient, self.columns, last)
+            self.hidden.add(gradient, self.columns)
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
         values, rows, multiple, scaled, pairs = gradient
@@ -107,25 +104,24 @@ class BlockAccumulator:
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
-        source, hidden, sums = self.source, self.hidden, dict[int, Scaling]()
-        hidden.settle()
-        for i, features in enumerate(source.features):
-            if i in hidden.totals:
-                sums[2 * i] = Scaling(hidden.totals[i], features.dtype)
-            if i in self.weights and self.weights[i] is not self.main_grad:
-                if i in self.fresh:  # no block had a gradient
-                    self.weights[i].zero_()
-                dtype = source.full_weights[i].dtype
-                sums[2 * i + 1] = Scaling(self.weights[i], dtype, self.by_factor)
-        if self.main_grad is not None and 1 in sums:
-            final = sums.pop(1)._replace(dtype=self.main_grad.dtype)
-            self.main_grad.add_(source.acts.scaled([final], factor)[0])
-        count = 2 * len(source.features)
+        source, scaled = self.source, self.source.acts.scaled
+        of_weights = factor if self.by_factor else None
+        gradients: list[Tensor | None] = [None] * (2 * len(source.features) + 1)
+        self.hidden.settle()
+        for i, total in self.hidden.totals.items():
+            gradients[2 * i] = scaled(total, source.features[i].dtype, factor)
+        for i, total in self.weights.items():
+            if total is self.main_grad:
+                continue
+            if i in self.fresh:  # no block had a gradient
+                total.zero_()
+            if i == 0 and self.main_grad is not None:
+                self.main_grad.add_(scaled(total, self.main_grad.dtype, of_weights))
+            else:
+                gradients[2 * i + 1] = scaled(total, source.full_weights[i].dtype, of_weights)
         if self.bias is not None and source.full_bias is not None:
-            sums[count] = Scaling(self.bias, source.full_bias.dtype)
-        gradients = source.acts.scaled(list(sums.values()), factor)
-        by_place = dict(zip(sums, gradients, strict=True))
-        return [by_place.get(place) for place in range(count + 1)]
+            gradients[-1] = scaled(self.bias, source.full_bias.dtype, factor)
+        return gradients
 
 
 class SlabAccumulator(BlockAccumulator):
@@ -173,7 +169,8 @@ class HiddenGradient:
     float32.
 
     There a block's sum is under way while its weight gradient is computed, and ends before the next
-    one begins. Rows are sent whether or not they carry a gradient: skipping is local.
+    one begins; that of slabs is taken at the end. Rows are sent whether or not they carry a
+    gradient: skipping is local.
 
     Args:
         needs_grad: of each pair's features.
@@ -193,17 +190,15 @@ class HiddenGradient:
         # Sums that are under way: of which pair, the work, its buffer, and where that goes.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
-    def add(self, gradient: LogitGradient, columns: slice, last: bool = False) -> None:
-        """Take dL/draw of the next block; or of some rows of a slab, `last` of the last slab."""
+    def add(self, gradient: LogitGradient, columns: slice) -> None:
+        """Take dL/draw of the next block, or of some rows of a slab."""
         self._arrive()
         block = None if self.by_slab else next(self.blocks).rows
         for i in self.wanted:
-            if block is not None:
+            if block is None:
+                self._add_to_slab(i, self.source.weights[i][columns], gradient)
+            else:
                 self._write_block(i, gradient, block)
-                continue
-            self._add_to_slab(i, self.source.weights[i][columns], gradient)
-            if last and self.group is not None:
-                self._start(i, self.totals[i], slice(0, len(self.totals[i])))
 
     def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
         """All rows of a block from those of the gradient, 0 where there is none."""
@@ -231,7 +226,12 @@ class HiddenGradient:
         elif pairs is None and total is not part:
             total.copy_(part)
         if self.group is not None:
-            self._start(i, total, block)
+            options = {"group": self.group, "async_op": True}
+            work = together(SUM, self.group, distributed.all_reduce, total, **options)
+            self.pending.append((i, work, total, block))
+            if total.is_cuda:
+                # A product that followed at once would take every multiprocessor until it ends.
+                torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
         elif n == len(features):
             self.totals[i] = total
 
@@ -261,15 +261,9 @@ class HiddenGradient:
         """Wait until the gradients are complete."""
         self._arrive()
         for i in self.wanted:
-            self._total(i)  # there was no block at all
-
-    def _start(self, i: int, dense: Tensor, rows: slice) -> None:
-        options = {"group": self.group, "async_op": True}
-        work = together(SUM, self.group, distributed.all_reduce, dense, **options)
-        self.pending.append((i, work, dense, rows))
-        if dense.is_cuda:
-            # A product that followed at once would take every multiprocessor until it ends.
-            torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
+            total = self._total(i)  # a new one where there was no block at all
+            if self.by_slab and self.group is not None:
+                summed(SUM, total, self.group)
 
     def _arrive(self) -> None:
         for i, work, value, rows in self.pending:

@@ -5,13 +5,13 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..batch.support import HIGH
 from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Distribution, StoredTopk
 from ..kernels.transform import Transform
@@ -19,7 +19,6 @@ from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, Sof
 from .rows import ALL, Rows
 
 NOTHING: frozenset[str] = frozenset()
-HIGH = 1 << 32  # more than any column, so that token and column fit in one number
 
 
 class LogitTile(NamedTuple):
@@ -102,24 +101,20 @@ class Pairs(NamedTuple):
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
+@dataclass(eq=False)
 class SquaredSum:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
-    key, more, own_logits = COLLISION, (), False
-
-    def __init__(self, transform: Transform, shard: Any) -> None:
-        self.transform = replace(transform, temperature=transform.temperature / 2)
-        self.shard = shard
-        self.partials: SoftmaxState | None = None
+    transform: Transform  # at half the temperature
+    shard: Any  # of the vocabulary on the ranks of a group
+    partials: SoftmaxState | None = None
+    key: ClassVar = COLLISION
+    more: ClassVar = ()
+    own_logits: ClassVar = False
 
     def take(self, index: Tensor) -> SquaredSum:
         """Of some of the tokens, before they are measured."""
-        some = copy(self)
-        some.transform = self.transform.rows(index)
-        return some
-
-    def put(self, index: Tensor, taken: SquaredSum) -> None:
-        """No token leaves anything behind."""
+        return replace(self, transform=self.transform.rows(index))
 
     def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
         """Take some of the logits of some tokens."""
@@ -140,8 +135,7 @@ class Candidates:
 
     own_logits: ClassVar = False
     key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
-    ids: Tensor  # [N, K] columns of the whole vocabulary; those of empty slots are below 0
-    index: Tensor | None  # [T] the row of each token in `ids`; None: all in order
+    ids: Tensor  # [T, K] columns of the whole vocabulary; those of empty slots are below 0
     transform: Transform  # of the softmax
     # It is the head's own, and its share of c_prob is in the coefficients. Log-probs of another one
     # are in float64, so that slopes that cancel keep their digits.
@@ -150,6 +144,7 @@ class Candidates:
     tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
     acts: Kernels
     shard: Any  # of the vocabulary on the ranks of a group
+    tokens: Tensor | None = None  # [n] which of the T these are; None: all
     logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
     partials: SoftmaxState | None = None
 
@@ -159,18 +154,18 @@ class Candidates:
         return (self.ids.shape[-1] + 1,)
 
     def take(self, index: Tensor) -> Candidates:
-        """Of some of the tokens, after they were measured."""
-        places = index if self.index is None else self.index[index]
-        transform = self.transform.rows(index)
-        tail = self.tail_normalizer[:, index]
-        return replace(self, index=places, tail_normalizer=tail, transform=transform)
+        """Of some of the tokens."""
+        return replace(self, tokens=self._places(index), transform=self.transform.rows(index))
 
-    def put(self, index: Tensor, taken: Candidates) -> None:
-        """Set what was measured of some of the tokens."""
-        self.tail_normalizer[:, index] = taken.tail_normalizer
+    def _places(self, rows: Rows) -> Any:
+        """Among all tokens."""
+        return rows if self.tokens is None else self.tokens[rows]
 
     def _ids(self, rows: Rows) -> Tensor:
-        return self.ids[rows if self.index is None else self.index[rows]].long()
+        return self.ids[self._places(rows)].long()
+
+    def _tail(self, rows: Rows) -> Normalizer:
+        return Normalizer(*self.tail_normalizer[:, self._places(rows)])
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
@@ -194,7 +189,7 @@ class Candidates:
         if self.tail:
             assert self.partials is not None
             _, others = finish(self.shard.merge(self.partials), 1, NOTHING)
-            self.tail_normalizer[0, rows], self.tail_normalizer[1, rows] = others
+            self.tail_normalizer[:, self._places(rows)] = torch.stack(others)
             top, top_sum = (t.to(dtype) for t in others)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
         self.logits = self.partials = None
@@ -213,8 +208,7 @@ class Candidates:
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            tail = Normalizer(*self.tail_normalizer[:, rows])
-            backward = Backward(logits.nowhere, others.first, transform, tail, c, None)
+            backward = Backward(logits.nowhere, others.first, transform, self._tail(rows), c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
@@ -244,7 +238,7 @@ class Candidates:
             log_p = measured.stats.extras[self.key]
             gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
         gradient = gradient.to(self.tail_normalizer.dtype)
-        tail = Normalizer(*self.tail_normalizer[:, rows]) if self.tail else measured.normalizer
+        tail = self._tail(rows) if self.tail else measured.normalizer
         outcomes = StoredTopk(
             self.columns(rows, columns),
             Distribution(self.transform.rows(rows), tail),

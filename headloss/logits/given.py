@@ -1,9 +1,6 @@
 """Logits that exist already, and the place of their gradient.
 
-N positions, T tokens, V vocabulary; n tokens and v columns of a tile. `GivenLogits` copies a tile
-at a time, for any backend and teacher. `InPlaceLogits` copies none: a kernel walks along each row
-for its statistics, and once more for its gradient, which it writes into the logits' memory or a
-new tensor.
+N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..head import products
-from ..kernels import interface as kernels
+from ..kernels.interface import LogitRows, Measured, Walk
 from .linear import LogitSource, RowContext
 from .rows import ALL, BackwardInputs, LogitGradient, Rows
 
@@ -25,27 +22,32 @@ class View:
     each, None: all N in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
-        self.logits, self.index, self.is_flat = logits, index, True
+        self.logits, self.index = logits, index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
         except RuntimeError:  # for strides that allow no flat view
-            self.tensor, self.is_flat = logits, False
+            self.tensor = logits
 
     def take(self, index: Tensor) -> View:
         """Some of the tokens."""
         return View(self.logits, index if self.index is None else self.index[index])
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
-        """The index of tokens in the logits (or in their flat view, where there is one)."""
-        if self.index is None and self.is_flat:
+        """The index of tokens in `tensor`; consecutive rows of a flat view stay a slice."""
+        if self.index is None and self.tensor.dim() == 2:
             return (rows,)
-        positions = self.index
+        return self.coordinates(rows)
+
+    def coordinates(self, rows: Rows = ALL) -> tuple[Tensor, ...]:
+        """The index of tokens in `tensor`, a vector for each dimension."""
+        positions, inner = self.index, list[Tensor]()
         if positions is None:
-            positions = torch.arange(self.logits.shape[:-1].numel(), device=self.logits.device)
+            positions = torch.arange(self.tensor.shape[:-1].numel(), device=self.logits.device)
         positions = positions[rows]
-        if self.is_flat:
-            return (positions,)
-        return torch.unravel_index(positions, self.logits.shape[:-1])
+        for size in reversed(self.tensor.shape[1:-1]):
+            inner.insert(0, positions % size)
+            positions = positions // size
+        return positions, *inner
 
     def read(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[n, v] logits as they are, in their own memory where rows are consecutive."""
@@ -55,25 +57,17 @@ class View:
         """Write [n, v] to some rows and columns."""
         self.tensor[(*self.place(rows), columns)] = values
 
-    def offsets(self) -> tuple[Tensor, bool]:
-        """[T] elements from the first logit to the row of each token, and whether all are multiples
-        of 16."""
-        sizes, strides = self.tensor.shape[:-1], self.tensor.stride()[:-1]
-        aligned = all(s % 16 == 0 for s in strides)
-        first, positions, device = strides[0], self.index, self.tensor.device
-        if positions is None and self.is_flat and first > 0:  # one launch
-            return torch.arange(0, sizes[0] * first, first, device=device), aligned
-        if positions is None:
-            positions = torch.arange(sizes.numel(), device=device)
-        inner = []
-        for size, stride in zip(reversed(sizes[1:]), reversed(strides[1:]), strict=True):
-            inner.append(positions % size * stride)
-            positions = positions.div(size, rounding_mode="floor")
-        return sum(inner, positions * first), aligned
+    def rows(self) -> LogitRows:
+        """Where the row of each token begins, for kernels."""
+        strides, offsets = self.tensor.stride()[:-1], None
+        for at, stride in zip(self.coordinates(), strides, strict=True):
+            offsets = at * stride if offsets is None else offsets + at * stride
+        assert offsets is not None
+        return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
 
 
 class GivenLogits(LogitSource):
-    """Copies of given logits, a tile at a time.
+    """Copies of given logits, a tile at a time, for any backend and teacher.
 
     Args:
         order: of the tokens (`batch.survey`).
@@ -117,26 +111,22 @@ class GivenAccumulator:
         total = self.view.logits
         if factor is None:
             return [total]
-        scaling = kernels.Scaling(total.contiguous(), total.dtype)
-        (scaled,) = self.acts.scaled([scaling], factor)
+        scaled = self.acts.scaled(total.contiguous(), total.dtype, factor)
         return [total if scaled is total else total.copy_(scaled)]
 
 
 class InPlaceLogits(GivenLogits):
-    """Given logits that a kernel reads in place; all rows and columns at once."""
+    """Given logits that a kernel reads where they lie: all rows and columns for the statistics, and
+    once more for the gradient."""
 
-    def __init__(self, tensors: Sequence[Any], context: RowContext, **options: Any) -> None:
-        super().__init__(tensors, context, **options)
-        self.rows = _rows(self.view)
-        self.out: Any = None
+    out: Any = None  # the rows of the gradient
 
-    def destination(self) -> kernels.Rows:
+    def destination(self) -> LogitRows:
         """The rows of `room`."""
         view = self.room()
-        if not self.overwrites:
-            return _rows(view)
-        torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
-        return self.rows
+        if self.overwrites:
+            torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
+        return view.rows()
 
     def walk(
         self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None
@@ -153,11 +143,12 @@ class InPlaceLogits(GivenLogits):
             out = self.out = self.destination()
             coefficients = gradient.softmax
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
-        walk = (self.rows, out, self.order.live, *tokens, coefficients, slopes, normalizer)
-        return self.acts.given_rows(kernels.Walk(*walk))
+        walk = (self.view.rows(), out, self.order.live, *tokens, coefficients, slopes, normalizer)
+        return self.acts.given_rows(Walk(*walk))
 
-    def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, None]:
-        return self.walk(self.context.needs), None
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        measured = self.context.measured(self.walk(self.context.needs))
+        return self.completed(rows, measured), None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         self.walk(None, inputs.coefficients, None, inputs.measured.normalizer)
@@ -173,7 +164,3 @@ class InPlaceLogits(GivenLogits):
         if factor is not None:
             self.acts.scale_rows_(self.out, factor)
         return [self.out.tensor]
-
-
-def _rows(view: View) -> kernels.Rows:
-    return kernels.Rows(view.logits.detach(), *view.offsets())

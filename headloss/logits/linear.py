@@ -1,8 +1,6 @@
 """Logits of a linear head: raw = sum_i features_i @ weight_i.T + bias.
 
-T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile. `LinearLogits` keeps raw
-logits from statistics to gradient, for any backend, dtype, adapter and teacher; `ExpLogits` keeps
-exp logits in 16 bits, which the product writes in their place.
+T tokens, H hidden width, V vocabulary; n tokens and v columns of a tile.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
 from .beside import LogitTile, Product
-from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_
+from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, dense_order, steps
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
@@ -106,8 +104,10 @@ class LogitSource:
         """[n, v] raw logits in memory of their own."""
         raise NotImplementedError
 
-    def partials(self, rows: slice, tiles: Sequence[slice] = (ALL,)) -> tuple[Any, Tensor | None]:
-        """Act one on some tiles: their partial statistics, and the logits of the last."""
+    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+        """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
+        the gradient will find of their logits, which are then one tile, as they are where there are
+        teachers, who read it too."""
         partials = raw = None
         for columns in tiles:
             raw = None  # before the next one is made
@@ -117,23 +117,17 @@ class LogitSource:
                 part.add(rows, tile)
             del tile
             partials = self.acts.partials(raw, self.context.forward(rows, columns), partials)
-        return partials, raw
-
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
-        the gradient will find of their logits, which are then one tile, as they are where there are
-        teachers, who read it too."""
-        partials, raw = self.partials(rows, tiles)
         measured = self.context.measured(partials)
-        self.measure_beside(rows, measured)
-        return measured, raw if keep else None
+        return self.completed(rows, measured), raw if keep else None
 
-    def measure_beside(self, rows: slice, measured: Measured) -> None:
-        """Finish what was measured in addition to the statistics."""
+    def completed(self, rows: slice, measured: Measured) -> Measured:
+        """With what is measured in addition to the statistics."""
+        extras, normalizer = measured.stats.extras, measured.normalizer
         if PEAK in self.context.needs:
-            measured.stats.extras[PEAK] = measured.normalizer.max_logit.clone()
+            extras[PEAK] = normalizer.max_logit.clone()
         for part in self.beside:
-            measured.stats.extras[part.key] = part.value(rows, measured.normalizer)
+            extras[part.key] = part.value(rows, normalizer)
+        return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         """Act two on a tile: dL/draw of the rows that carry a gradient."""
@@ -145,13 +139,11 @@ class LogitSource:
         return LogitGradient(self.gradient_(raw, places, columns, inputs), places)
 
     def gradient_(
-        self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs,
-        to: Tensor | None = None
+        self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs
     ) -> Tensor:
-        """dL/draw of a tile, teachers' part included, in the tile's memory or in 16 bits, or where
-        it may go."""
+        """dL/draw of a tile, teachers' part included, in the tile's memory, maybe in 16 bits."""
         dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
-        others = self.context.backward(rows, columns, inputs, dtype)._replace(to=to)
+        others = self.context.backward(rows, columns, inputs, dtype)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
         parts = [part for part in self.beside if part.key in slopes]
         if not parts:
@@ -165,7 +157,8 @@ class LogitSource:
 
 
 class LinearLogits(LogitSource):
-    """Raw logits from products: the head's own, then one pair per adapter."""
+    """Raw logits from products, the head's own, then one pair per adapter; for any backend, dtype
+    and teacher."""
 
     def __init__(
         self,
@@ -211,25 +204,20 @@ class LinearLogits(LogitSource):
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.context.forward(rows))
         arguments = x, self.weights[0], forward, self.context.shard.vocabulary
-        measured = self.acts.product_statistics(*arguments, raw=raw)
-        self.measure_beside(rows, measured)
-        return measured, raw
+        return self.completed(rows, self.acts.product_statistics(*arguments, raw=raw)), raw
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
         # Both models' logits are in memory for some of the tokens at once.
         x, v = self.features[0], len(self.weights[0][columns])
-        count, start = rows.stop - rows.start, rows.start
+        count = rows.stop - rows.start
         dtype = self.gradient_dtype if x.is_cuda else None
         width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
         gradient = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
-        for to in gradient.split(GRAIN * -(-count // (GRAIN * PARTS))):
-            at, of = slice(start, start + len(to)), start - rows.start
-            part, start = inputs.rows(slice(of, of + len(to))), at.stop
-            part_gradient = self.gradient_(self.raw(at, columns), at, columns, part, to)
-            if part_gradient is not to:
-                to.copy_(part_gradient)
+        for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
+            at = slice(rows.start + part.start, rows.start + part.stop)
+            gradient[part] = self.gradient_(self.raw(at, columns), at, columns, inputs.rows(part))
         return LogitGradient(gradient, rows)
 
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
@@ -266,7 +254,7 @@ class ExpLogits(LinearLogits):
         for part in self.beside:
             part.add(rows, product)
         if self.beside or PEAK in forward.needs:
-            self.measure_beside(rows, measured)
+            measured = self.completed(rows, measured)
         return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
@@ -297,7 +285,7 @@ class ExpLogits(LinearLogits):
         multiple: Any = None
         features: Any = None
         if live is not None:
-            order = acts.dense_order(live, int(MOST * len(live)))
+            order = dense_order(live, int(MOST * len(live)))
             count_copy = HostCopy(order.count)
         chosen = self._chosen(rows, ALL, inputs) if self.beside else []
         c, cap = backward.coefficients, backward.transform.softcap

@@ -59,8 +59,7 @@ class SupportLogits(LinearLogits):
         stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, full, held = Measured(stats, normalizer), None, None
-        self.measure_beside(rows, measured)
+        measured, full, held = self.completed(rows, Measured(stats, normalizer)), None, None
         index = self.support.unrestricted(rows)
         if index is not None:
             full = self.full.take(index + (rows.start or 0))
@@ -68,8 +67,6 @@ class SupportLogits(LinearLogits):
             measured = of_several(
                 lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, others]
             )
-            for part, taken in zip(self.beside, full.beside, strict=True):
-                part.put(index + (rows.start or 0), taken)
         return measured, (raw, full, held) if keep else None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:

@@ -1,22 +1,28 @@
-"""A teacher beside a student's softmax: measures divergences and pulls them back.
+"""What a call measures beside the softmax of its logits, from terms' teachers and the batch's
+fields; above all a teacher, which measures divergences and pulls them back.
 
 T tokens, n tokens of a step, v columns of a slab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..batch.packing import PackedBatch
+from ..head.dtensor import local_head
+from ..head.head import transform_of
 from ..kernels.interface import Backward, Forward, Measured
 from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..statistics.softmax import Normalizer, finish
-from .beside import NOTHING, LogitTile
+from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer, finish
+from .beside import NOTHING, Candidates, LogitTile, SquaredSum
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -24,16 +30,44 @@ from .rows import ALL, Rows, compact_
 READABLE = torch.float32, torch.bfloat16, torch.float16
 
 
+def measuring(
+    context: RowContext, batch: PackedBatch, teachers: Sequence[Teacher], wide: torch.dtype,
+    keeps_tiles: bool
+) -> RowContext:
+    """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
+    batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""
+    acts, _, transform, needs, shard, *_ = context
+
+    def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
+        tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
+        return Candidates(
+            key=key, ids=ids, transform=of, heads_own=key == CANDIDATES, tail=tail,
+            tail_normalizer=tail_normalizer, acts=acts, shard=shard,
+        )  # fmt: skip
+
+    stored = [t for t in teachers if t.source(batch) == "topk"]
+    beside: list[DenseTeacher | Candidates | SquaredSum] = [
+        DenseTeacher(t, context, batch, wide, keeps_tiles) for t in teachers if t not in stored
+    ]
+    for t in stored:
+        beside.append(candidates(t, t.columns(batch), _at(transform, t.temperature), True))
+    if needs & {"candidate_logps", "candidate_tail"}:
+        tail = "candidate_tail" in needs
+        beside.append(candidates(CANDIDATES, batch.candidate_ids, transform, tail))
+    if COLLISION in needs:
+        half = replace(transform, temperature=transform.temperature / 2)
+        beside.append(SquaredSum(half, shard))
+    return context._replace(beside=tuple(beside))
+
+
 class DenseTeacher:
     """A teacher whose logits over the whole vocabulary are given or made from hidden states.
 
     Args:
         key: the term's description of it.
-        transforms: the student's and the teacher's, at the term's temperature.
         context: the student's; where its head's transform is the term's, its normalizer is known
             already.
-        memory: [5, T], which `value` fills and `gradient` reads: both sides' normalizers, and the
-            mean slope.
+        wide: dtype of statistics.
         keeps: whether the gradient of some tokens follows their measurement at once, so that logits
             made from hidden states are kept for it.
     """
@@ -41,16 +75,24 @@ class DenseTeacher:
     own_logits, more = True, ()
 
     def __init__(
-        self, key: Teacher, source: LinearLogits | View, transforms: tuple[Transform, Transform],
-        context: RowContext, memory: Tensor, keeps: bool
+        self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
     ) -> None:
         self.key, self.shard, self.acts = key, context.shard, context.acts
-        self.source: Any = source
-        self.keeps = keeps and isinstance(source, LinearLogits)
-        self.heads_own = context.transform is transforms[0]
-        self.memory, (*sides, self.mean_slope) = memory, memory.unbind()
+        student, size = _at(context.transform, key.temperature), context.shard.size
+        self.source: Any
+        if key.source(batch) == "logits":
+            logits = _wide_field("teacher_logits", batch, size, "the student's vocabulary")
+            self.source, teacher = View(logits, batch.index), Transform(temperature=key.temperature)
+        else:
+            self.source = _of_hidden(context, batch, key, wide)
+            teacher = self.source.context.transform
+        self.keeps = keeps and isinstance(self.source, LinearLogits)
+        self.heads_own = context.transform is student
+        # Both sides' normalizers and the mean slope, which `value` fills and `gradient` reads.
+        self.memory = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
+        *sides, self.mean_slope = self.memory.unbind()
         normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:])
-        self.sides = tuple(map(Distribution, transforms, normalizers))
+        self.sides = tuple(map(Distribution, (student, teacher), normalizers))
         self.student: Tensor | None = None  # logits that are to be measured
         self.kept: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
 
@@ -111,3 +153,47 @@ class DenseTeacher:
             raw_teacher = compact_(raw_teacher, rows - first)
         part = Divergence(raw_teacher, pair, self.mean_slope[rows], weight)
         return self.acts.part_gradient_(raw, part, extra, others)
+
+
+def _of_hidden(
+    context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype
+) -> LinearLogits:
+    """Logits from a teacher's hidden states and its head."""
+    assert teacher.head is not None
+    shard, head = context.shard, local_head(teacher.head)
+    states = _wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
+    if head.vocab_group is None and head.vocabulary != shard.vocabulary:
+        raise ValueError(
+            f"teacher_head: got a vocabulary of {head.vocabulary}, want the student's "
+            f"{shard.vocabulary} (set vocab_size on both heads to leave padded rows out)"
+        )
+    with torch.no_grad():
+        rows = states if batch.index is None else states[batch.index]
+        if rows.element_size() == 1:  # torch multiplies no floats of 8 bits by others
+            rows = rows.to(wide)
+        factors = head.factors(rows, shard.dropout)
+    # A whole head beside a student's slice: its rows of that slice.
+    first = shard.first if head.vocab_group is None else 0
+    columns = slice(first, first + shard.size)
+    transform = replace(transform_of(head), temperature=teacher.temperature)
+    pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
+    tensors = [*pairs, None if head.bias is None else head.bias[columns]]
+    plain = RowContext(context.acts, batch.targets, transform, NOTHING, shard)
+    return LinearLogits(tensors, plain)
+
+
+def _at(transform: Transform, temperature: float) -> Transform:
+    """The same transform at another temperature."""
+    present = transform.temperature
+    if not isinstance(present, Tensor) and present == temperature:
+        return transform
+    return replace(transform, temperature=temperature)
+
+
+def _wide_field(name: str, batch: PackedBatch, want: int, what: str) -> Tensor:
+    """A [N, want] field of the batch."""
+    value = batch.as_given(name)
+    if value is None or value.dim() != 2 or value.shape[-1] != want:
+        got = None if value is None else value.shape[-1]
+        raise ValueError(f"{name}: got a last dimension of {got}, want {what}, {want}")
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -53,12 +53,11 @@ class Teacher:
         return given[0]
 
     def columns(self, batch: PackedBatch) -> Tensor:
-        """[N, K] ids of stored outcomes; with the tail "sampled" [N, K + 1], of which the last is
+        """[T, K] ids of stored outcomes; with the tail "sampled" [T, K + 1], of which the last is
         the target where it is not stored, and an empty slot where it is."""
-        ids: Any = batch.as_given("teacher_topk_ids")
+        ids: Tensor = batch.teacher_topk_ids
         if self.tail != "sampled":
             return ids
-        target = ids.new_full((len(ids), 1), -1)
-        target[slice(None) if batch.index is None else batch.index, 0] = batch.targets.to(ids.dtype)
+        target = batch.targets.unsqueeze(1).to(ids.dtype)
         stored = (ids == target).any(1, keepdim=True)
         return torch.cat([ids, target.masked_fill(stored, -1)], 1)

@@ -34,9 +34,8 @@ from headloss.kernels.interface import (
     Backward,
     ExpTile,
     Forward,
+    LogitRows,
     Order,
-    Rows,
-    Scaling,
     Support,
     Walk,
 )
@@ -175,24 +174,24 @@ class Form:
     def rows(self) -> Iterator[tuple[str, Call]]:
         index, x = whole(N), self.x
         more = {"places": index, "out": some(N, H)} if self.full else {}
-        yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
-        sums = [Scaling(some(V, H), x.dtype), Scaling(some(N, H), x.dtype)]
-        yield "scaled", lambda: acts.scaled(sums, self.if_full(some(1)[0]))
+        for value in (some(V, H), some(V, H, dtype=x.dtype)):
+            factor = self.if_full(some(1)[0])
+            yield "scaled", lambda v=value, f=factor: acts.scaled(v, x.dtype, f)
 
     def walks(self) -> Iterator[tuple[str, Call]]:
         walk = Walk(
-            Rows(self.raw, whole(N), self.full),
-            self.if_full(Rows(self.raw, whole(N), self.full)),
+            LogitRows(self.raw, whole(N), self.full),
+            self.if_full(LogitRows(self.raw, whole(N), self.full)),
             self.if_full(some(N, dtype=torch.bool)),
             *self.forward[:4],
             self.if_full(self.c),
             self.if_full(some(2, 5, N)),
         )
-        later = Rows(self.raw, whole(N), False)
+        later = LogitRows(self.raw, whole(N), False)
         again = walk._replace(out=later, needs=None, coefficients=self.c, slopes=None)
         wide = some(2, 1 << 18, dtype=self.x.dtype)
-        rows = Rows(wide, whole(N), True)
+        rows = LogitRows(wide, whole(N), True)
         yield "walk", lambda: acts.given_rows(walk)
         yield "walk, later", lambda: acts.given_rows(again._replace(normalizer=self.normalizer))
         whole_walk = walk._replace(logits=rows, out=rows, coefficients=self.c)

@@ -75,7 +75,6 @@ OF_PART = {
     "headloss/engine/checks": "misuse refusals bad_input distillation",
     "headloss/engine/operator": "head_stats head_stats_candidates",
     "headloss/engine/requirements": "plan bad_input candidate_ids kernel_twins",
-    "headloss/logits/measured_beside": "distillation wrong_values",
     "headloss/logits": "statistics",
     "headloss/logits/accumulators": "statistics head_function",
     "headloss/logits/beside": "candidate_ids candidates support_candidates",
@@ -83,7 +82,7 @@ OF_PART = {
     "headloss/logits/linear": "statistics candidates kernel_twins",
     "headloss/logits/rows": "statistics kernel_twins",
     "headloss/logits/support": "support",
-    "headloss/logits/teacher": "distillation",
+    "headloss/logits/teacher": "distillation wrong_values",
 }
 OF_ALL = "edges silent_results"
 

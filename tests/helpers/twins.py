@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.kernels.interface import Backward, ExpTile, Forward, Measured, Order, Rows, Walk
+from headloss.kernels.interface import Backward, ExpTile, Forward, LogitRows, Measured, Order, Walk
 from headloss.kernels.pair import Chosen
 from headloss.kernels.reference import (  # noqa: F401
     divergence,
@@ -92,7 +92,6 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
 
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
-    held.check(backward)
     terms = held.exp_logits
     for rows in blocks(*terms.shape):
         picked = rows if order is None else order.rows[rows]
@@ -187,7 +186,7 @@ def dense_order(keep: Tensor, most: int) -> Order:
     return Order(rows, torch.where(some, kept, n).reshape(1))
 
 
-def _places(rows: Rows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
+def _places(rows: LogitRows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
     """The whole tensor as a vector, and where in it the elements of some rows are."""
     x = rows.tensor
     extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
@@ -239,7 +238,7 @@ def _completed(
     return SoftmaxCoefficients(target=target, prob=prob, entropy=c.entropy, uniform=c.uniform)
 
 
-def scale_rows_(rows: Rows, factor: Tensor) -> None:
+def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
     if len(rows.offsets):
         memory, places = _places(rows)
         x = memory[places]

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..interface import Scaling
 from .tile import wide
 
 
-def scaled(values: Sequence[Scaling], factor: Tensor | None) -> list[Tensor]:
-    results = []
-    for value, dtype, multiplied in values:
-        if factor is not None and multiplied:
-            # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
-            # 16-bit value is multiplied in float32.
-            number = factor.reshape(1).to(wide(value.dtype))
-            out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
-            value = torch.mul(value, number, out=out)
-        results.append(value if value.dtype == dtype else value.to(dtype))
-    return results
+def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    if factor is None:
+        return value.to(dtype)
+    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
+    # value is multiplied in float32.
+    number = factor.reshape(1).to(wide(value.dtype))
+    out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+    return torch.mul(value, number, out=out)
 
 
 def scaled_rows(

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
-from .launch import Launcher, Tile
+from .launch import Launcher, TileShape
 from .merge import launchers
 from .versions import GLUON, version
 
@@ -285,10 +285,11 @@ def overlapping_slab_kernel(x, w, to, a, n, v, h, PROGRAMS: gl.constexpr):
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-READ = {"x": Tile((tiles.ROWS, tiles.DEPTH), LAYOUT), "w": Tile((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
-WRITE = Tile((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
+READ = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
+READ |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
+WRITE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
-WRITE_WIDE = Tile((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
+WRITE_WIDE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
 launch_product = launchers(overlapping_product_kernel, READ, **OPTIONS)
 launch_held = launchers(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)

@@ -221,6 +221,5 @@ def held_multiple_(
 
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
-    held.check(backward)
-    backward, of = backward._replace(dtype=None), held.shift
-    return logit_gradient_(held.exp_logits, backward, order=order, shifts=of)
+    plain = backward._replace(dtype=None)
+    return logit_gradient_(held.exp_logits, plain, order=order, shifts=held.shift)

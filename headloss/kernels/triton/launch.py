@@ -21,7 +21,7 @@ def cdiv(n: int, step: int) -> int:
     return -(-n // step)
 
 
-class Tile(NamedTuple):
+class TileShape(NamedTuple):
     """How a kernel cuts a matrix [n, v] that it reads or writes through the tensor memory
     accelerator."""
 
@@ -48,7 +48,7 @@ class Launcher:
         tiles: which arguments are given as tensors and reach the kernel as descriptors.
     """
 
-    def __init__(self, kernel: Any, *, tiles: dict[str, Tile] | None = None, **options: Any):
+    def __init__(self, kernel: Any, *, tiles: dict[str, TileShape] | None = None, **options: Any):
         self.kernel, self.options = kernel, options
         if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
             options["enable_fp_fusion"] = True

@@ -22,7 +22,7 @@ from ...statistics.softmax import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import TOKENS, shift_column, shifts_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
-from .launch import Launcher, Tile, cdiv
+from .launch import Launcher, TileShape, cdiv
 from .records import LogitScaling, Matrix
 from .tiles import BN
 
@@ -260,7 +260,7 @@ launch_finish = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def launchers(product: Any, tiles: dict[str, Tile], **options: Any) -> tuple[Launcher, ...]:
+def launchers(product: Any, tiles: dict[str, TileShape], **options: Any) -> tuple[Launcher, ...]:
     """The shift of each token, a product, and what its blocks come to: three kernels that take the
     same arguments, one after another."""
     return launch_shifts, Launcher(product, tiles=tiles, **options), launch_finish

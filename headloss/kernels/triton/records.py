@@ -151,8 +151,5 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """[n, v] of a dtype at most as wide, in the front of each row's own memory, or where it may
-    go."""
-    if backward.to is not None or backward.dtype in (None, tile.dtype):
-        return tile if backward.to is None else backward.to
-    return tile.view(backward.dtype)[:, : tile.shape[1]]
+    """[n, v] of a dtype at most as wide, in the front of each row's own memory."""
+    return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import Tile
+from .launch import TileShape
 from .versions import capability
 
 ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
@@ -60,8 +60,8 @@ def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.const
         EPILOGUE(z, m, block, out, of, n, v)
 
 
-READ = {"x": Tile((ROWS, DEPTH)), "w": Tile((WIDTH, DEPTH))}
-WRITE = Tile((ROWS, WIDTH // 2))
+READ = {"x": TileShape((ROWS, DEPTH)), "w": TileShape((WIDTH, DEPTH))}
+WRITE = TileShape((ROWS, WIDTH // 2))
 OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 

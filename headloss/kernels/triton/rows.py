@@ -1,0 +1,107 @@
+"""Rows times a number of their own, or of all of them; and sums that become gradients: times one
+number, rounded to their dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..interface import LogitRows
+from .launch import Launcher, cdiv
+from .records import Matrix, programs_on
+
+BLOCK = 2048  # columns of a row that is scaled
+PROGRAMS = 8  # of a multiprocessor, that scale rows
+WIDEST = 4096  # numbers that a program scales at once
+MOST = 132 * 8  # programs: where nothing is to be done, few of them find that out
+
+
+class Moves(NamedTuple):
+    """Rows of x, times a number of their own or one for all, to rows of out; the first n where
+    nothing is said."""
+
+    x: Matrix
+    out: Matrix
+    scale: Tensor | None  # [n]
+    factor: Tensor | None  # []; where it is 1 nothing is done
+    source: Tensor | None
+    places: Tensor | None
+
+
+@triton.jit(do_not_specialize=["n"])
+def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    factor = 1.0
+    if of.factor is not None:
+        factor = tl.load(of.factor).to(tl.float32)
+        n = tl.where(factor == 1, 0, n)
+    for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
+        read, write = row, row
+        if of.source is not None:
+            read = tl.multiple_of(tl.load(of.source + row), ALIGNED)
+        if of.places is not None:
+            write = tl.multiple_of(tl.load(of.places + row), ALIGNED)
+        if of.scale is not None:
+            factor = tl.load(of.scale + row)
+        x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
+        for start in range(0, h, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=at < h)
+
+
+launch_rows = Launcher(rows_kernel, num_warps=8)
+
+
+def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
+    # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
+    x, n, aligned = Matrix(rows.tensor, 1), len(rows.offsets), 16 if rows.aligned else 1
+    if n:
+        of = Moves(x, x, None, factor, rows.offsets, rows.offsets)
+        programs = min(n, PROGRAMS * programs_on(x.data.device))
+        launch_rows(programs, of, n, rows.tensor.shape[-1], ALIGNED=aligned, BLOCK=WIDEST)
+
+
+def scaled_rows(
+    x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
+) -> Tensor:
+    n = len(scale)
+    out = x.new_empty(n, x.shape[1]) if out is None else out
+    read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
+    if n and x.shape[1]:
+        of = Moves(read, write, scale, None, None, places)
+        launch_rows(n, of, n, x.shape[1], ALIGNED=1, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def scaled_kernel(
+    value, out,
+    factor,  # [], or None
+    size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    number = 1.0
+    if factor is not None:
+        number = tl.load(factor).to(tl.float32)
+    if IN_PLACE:  # nothing changes
+        size = tl.where(number == 1, 0, size)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(value + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(out + at, (x * number).to(out.dtype.element_ty), mask=at < size)
+
+
+launch_scaled = Launcher(scaled_kernel, num_warps=8)
+
+
+def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    size, in_place = value.numel(), value.dtype == dtype
+    out = value if in_place else torch.empty_like(value, dtype=dtype)
+    if size and not (in_place and factor is None):
+        programs = min(MOST, cdiv(size, WIDEST))
+        launch_scaled(programs, value, out, factor, size, IN_PLACE=in_place, BLOCK=WIDEST)
+    return out
