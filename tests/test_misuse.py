@@ -119,6 +119,16 @@ def test_a_statistic_of_another_name(name: str, want: str) -> None:
         hl.head_loss(hidden(), head(), batch(), wrong)
 
 
+def test_what_is_no_term_is_refused_where_it_is_written() -> None:
+    """And not by the first call of its factory, which may be elsewhere."""
+    with pytest.raises(ValueError, match="reduction: got 'mean', want one of"):
+        hl.term(reduction="mean")(lambda stats, batch: stats.logp)
+    for function in (lambda: None, lambda stats: stats.logp, lambda stats, *, batch: stats.logp):
+        with pytest.raises(TypeError, match=r"function: got mine\(.*\), want a function of"):
+            hl.term(function, name="mine")
+    hl.term(lambda *both: both[0].logp)
+
+
 def test_who_misses_a_field_names_itself() -> None:
     for make in (hl.second_moment_mask, lambda data: hl.rejection_mask(data, "ratio", max=2.0)):
         name = "second_moment_mask" if make is hl.second_moment_mask else "rejection_mask"
