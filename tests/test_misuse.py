@@ -81,6 +81,78 @@ def test_a_number_that_no_float_holds_is_refused_by_name() -> None:
         hl.fixed_length(np.float32(3)), hl.Totals(np.float32(3), 2)  # type: ignore[arg-type]
 
 
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", ["targets", "get", "slice", "index", "_fields", "_dtype", ""])
+def test_a_weight_is_a_field_and_nothing_else_of_the_batch(name: str) -> None:
+    match = f"term z_loss: reads batch.{name}, which was not given"
+    for call in (
+        lambda: hl.head_loss(hidden(), head(), batch(), hl.z_loss().weighted(name)),
+        lambda: hl.plan(hidden(), head(), batch(), hl.z_loss().weighted(name)),
+        lambda: hl.logits_loss(torch.randn(T, V), batch(), hl.z_loss().weighted(name)),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "want"),
+    [("logps", "did you mean logp?"), ("entropies", "did you mean entropy?"), ("foo", "want one")],
+)
+def test_a_statistic_of_another_name(name: str, want: str) -> None:
+    def observe(stats: Any, batch: Any) -> dict[str, hl.Observed]:
+        return {"name": hl.Observed(getattr(stats, name))}
+
+    match = re.escape(f"term mine: reads stats.{name}, {want}")
+    for wrong in (
+        term(lambda stats, batch: getattr(stats, name)),
+        term(lambda stats, batch: stats.logp, observe=observe),
+    ):
+        with pytest.raises(ValueError, match=match):
+            hl.head_loss(hidden(), head(), batch(), wrong)
+        if wrong.observe is None:
+            with pytest.raises(ValueError, match=match):
+                hl.check_term(wrong)
+    wrong = term(lambda stats, batch: stats.logp.foo)  # an error of the term's own stays one
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'foo'"):
+        hl.head_loss(hidden(), head(), batch(), wrong)
+
+
+def test_what_is_no_term_is_refused_where_it_is_written() -> None:
+    """And not by the first call of its factory, which may be elsewhere."""
+    with pytest.raises(ValueError, match="reduction: got 'mean', want one of"):
+        hl.term(reduction="mean")(lambda stats, batch: stats.logp)
+    for function in (lambda: None, lambda stats: stats.logp, lambda stats, *, batch: stats.logp):
+        with pytest.raises(TypeError, match=r"function: got mine\(.*\), want a function of"):
+            hl.term(function, name="mine")
+    hl.term(lambda *both: both[0].logp)
+
+
+def test_who_misses_a_field_names_itself() -> None:
+    for make in (hl.second_moment_mask, lambda data: hl.rejection_mask(data, "ratio", max=2.0)):
+        name = "second_moment_mask" if make is hl.second_moment_mask else "rejection_mask"
+        with pytest.raises(ValueError, match=f"{name}: reads batch.old_logps, which was not given"):
+            make(batch())
+        with pytest.raises(ValueError, match=f"{name}: reads batch.sampling_logps, which was not"):
+            make(batch(old_logps=torch.zeros(T)))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: hl.grpo().off_policy_masked("x"), "off_policy_masked: threshold: got 'x'"),
+        (lambda: hl.kl_shaped(hl.grpo(), beta="x"), "kl_shaped: beta: got 'x'"),
+        (lambda: hl.simpo(alpha="x"), "simpo: alpha: got 'x'"),
+        (lambda: hl.dpo(f_alpha_divergence_coef="x"), "dpo: f_alpha_divergence_coef: got 'x'"),
+        (lambda: hl.clip_cov(low="x"), "clip_cov: low: got 'x'"),
+    ],
+)
+def test_any_number_is_wanted_once(make: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{text}, want a (finite )?number$"):
+        make()
+
+
 # ---------------------------------------------------------------------- objectives
 
 

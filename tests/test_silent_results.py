@@ -500,3 +500,41 @@ def test_a_reduction_that_is_made_of_the_librarys(own: hl.Reduction) -> None:
     call = hidden, hl.Head(weight), hl.Batch(targets)
     one, two = (hl.head_loss(*call, hl.cross_entropy().over(over)).loss for over in (half, own))
     torch.testing.assert_close(2 * one, two)
+
+
+# ---------------------------------------------------------------------- whole numbers
+
+POLICY = {
+    "reinforce": hl.reinforce, "dapo": hl.dapo, "gspo": hl.gspo, "gmpo": hl.gmpo, "sapo": hl.sapo,
+    "cispo": hl.cispo, "vespo": hl.vespo, "fipo": hl.fipo, "cross_entropy": hl.cross_entropy,
+    "z_loss": hl.z_loss, "unlikelihood": hl.unlikelihood,
+}  # fmt: skip
+WHOLE = [torch.int64, torch.int8, torch.bool]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", POLICY)
+def test_advantages_and_weights_that_are_whole_numbers(name: str, default: torch.dtype) -> None:
+    """A number times a tensor of integers has torch's default dtype, not that of the call."""
+    hidden, weight, fields, segments, targets = problem(torch.float64, scored=False)
+    whole = torch.randint(-3, 4, (N,))
+
+    def run(advantages: Tensor, weights: Tensor) -> list[Tensor]:
+        x, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        data = {**fields, "advantages": advantages, "weights": weights}
+        batch = hl.Batch(targets, segments, **data)
+        out = hl.head_loss(x, hl.Head(w), batch, POLICY[name]().weighted("weights"))
+        out.loss.backward()
+        assert x.grad is not None and w.grad is not None
+        return [out.loss.detach(), x.grad, w.grad]
+
+    for advantages, dtype in [(a, d) for a in (whole, whole.int()) for d in WHOLE]:
+        weights = (whole + 1).to(dtype)
+        want = run(advantages.double(), weights.double())
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            got = run(advantages, weights)
+        finally:
+            torch.set_default_dtype(before)
+        torch.testing.assert_close(got, want, atol=1e-14, rtol=1e-12)

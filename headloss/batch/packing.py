@@ -100,11 +100,11 @@ class PackedBatch:
             value = value[self.segments.ids.clamp_max(len(value) - 1)]
         elif self.index is not None:
             value = value[self.index]
-        if value.dim() > 1:
-            return outside_inference(value)
-        if self._dtype is not None and value.is_floating_point():
-            value = value.to(self._dtype)
         value = outside_inference(value)
+        if value.dim() > 1:
+            return value
+        if value.is_floating_point() or name == "advantages":  # which may be integers
+            value = value.to(self._dtype)
         return value if live is None else value.masked_fill(~live, 0)
 
     def as_given(self, name: str) -> Any:
@@ -204,7 +204,7 @@ class Packing:
             per_segment: fields that hold one value per segment; default: by their shapes.
         """
         if per_segment is None:
-            per_segment = frozenset([n for n in batch.fields if not batch.per_token(n)])
+            per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
         fields, rank = dict(batch.fields), batch.targets.dim()
         for name, value in batch.fields.items():
             if isinstance(value, Tensor):

@@ -62,7 +62,8 @@ def number(want: str, accept: Callable[[float], bool], **options: object) -> Non
     ValueError: beta: got -1, want > 0
     """
     for option, value in options.items():
-        check_number(option, value, f"a number {want}", want, accept)
+        kind = want if want.startswith("a ") else f"a number {want}"
+        check_number(option, value, kind, want, accept)
 
 
 def non_negative(**options: object) -> None:

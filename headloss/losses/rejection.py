@@ -178,4 +178,6 @@ def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
     if isinstance(batch.fields.get("old_logps"), Current):
         raise ValueError(f"{name}: old_logps: got CURRENT, want the trainer's log-probs")
     packing = packing_of(batch, 1 << 62)
-    return packing.scatter(factor(Statistics(), packing.view(batch, torch.float64))).bool()
+    with naming(name):
+        kept = factor(Statistics(), packing.view(batch, torch.float64))
+    return packing.scatter(kept).bool()

@@ -330,10 +330,16 @@ def term(
     if not isinstance(name, str | None):
         raise TypeError(f"name: got {type(name).__name__}, want a string")
     default = sequence_mean if scope == "segment" else token_mean
+    over = default if reduction is None else as_reduction(reduction)
 
     def decorate(f: Callable[..., Tensor]) -> Callable[..., Term]:
         signature, named = inspect.signature(f), name or getattr(f, "__name__", type(f).__name__)
         taken = list(signature.parameters.values())[2:]
+        try:
+            signature.bind_partial(None, None)
+        except TypeError:
+            want = "a function of (stats, batch) and options"
+            raise TypeError(f"function: got {named}{signature}, want {want}") from None
 
         @functools.wraps(f)
         def factory(*args: Any, **options: Any) -> Term:
@@ -345,7 +351,7 @@ def term(
                 function=Given(f, **options),
                 scope=scope,
                 per=per,
-                reduction=default if reduction is None else as_reduction(reduction),
+                reduction=over,
                 options=tuple(options.items()),
                 observe=None if observe is None else functools.partial(observe, **options),
                 segments_per_unit=segments_per_unit,

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..arguments import did_you_mean
+from ..batch.packing import MissingField, missing
 from ..batch.segments import Chunk
 from ..statistics.metrics import checked
-from ..statistics.softmax import Statistics
+from ..statistics.softmax import BESIDE, STATISTICS, Statistics
 from .identity import Recorder, leaves_of
 from .scope import TRACING
 from .term import Term
@@ -34,11 +36,19 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
     differentiates with respect to the statistics alone, so that gradient would be lost.
     """
+    for field in term.weight_fields:
+        if field not in batch:
+            raise MissingField(f"reads {missing(field, batch.kinds())}")
     seen: tuple[set[str], set[str]] = set(), set()
     stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
     token = TRACING.set(True)
     try:
         values = _trial(term, stats_, batch_, observe)
+    except AttributeError as error:
+        if error.obj is not stats:
+            raise
+        want = did_you_mean(str(error.name), (*STATISTICS, *BESIDE))
+        raise ValueError(f"reads stats.{error.name}, {want}") from None
     except (RuntimeError, ValueError) as error:
         if type(error) is RuntimeError and not term.is_own:
             raise ValueError(

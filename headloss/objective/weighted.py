@@ -72,8 +72,8 @@ class WeightedTerm(NamedTuple):
         """Of the loss in closed form, times its upstream gradient where that is known."""
         view = batch if self.included is None else without_poison(batch, self.included)
         times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
-        for field in self.term.weight_fields:
-            times = times * getattr(view, field)
+        for field in self.term.weight_fields:  # a number times integers has the default dtype
+            times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None
         return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
