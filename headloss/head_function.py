@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadLoss
-from .engine.call import linear_call
+from .engine.call import call_and_tensors
 from .engine.checks import Arguments, eagerly, outside
 from .head.head import Head, autocast_dtype, check_head
 from .head_stats import head_stats
@@ -89,6 +89,6 @@ def head_function(
         return scalar(loss_fn(logps, entropies))
     objective, verb = external_loss(READ, SCOPES[separable]), "head_function"
     arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
-    call, tensors = linear_call(arguments)
+    call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         return HeadLoss.apply(call, *tensors)[0]  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch
 from .collectives import inside
 from .engine.autograd import HeadLoss
-from .engine.call import Call, given_call, linear_call, linear_plan
+from .engine.call import Call, call_and_tensors, call_of
 from .engine.checks import Arguments, eagerly, outside
 from .engine.plan import Plan
 from .head.head import Head
@@ -122,7 +122,7 @@ def head_loss(
     if torch.compiler.is_compiling():
         return outside(head_loss)(hidden, head, batch, objective, options)
     arguments = ("head_loss", hidden, head, batch, objective, options)
-    return _run(lambda: linear_call(Arguments.of_head(*arguments)))
+    return _run(lambda: Arguments.of_head(*arguments))
 
 
 @eagerly
@@ -169,7 +169,7 @@ def logits_loss(
         verb="logits_loss", values=logits, batch=batch, terms=objective, transform=transform,
         options=DEFAULT if options is None else options, group=vocab_group, inplace=inplace,
     )  # fmt: skip
-    return _run(lambda: given_call(arguments))
+    return _run(lambda: arguments)
 
 
 @eagerly
@@ -202,7 +202,7 @@ def plan(
     if torch.compiler.is_compiling():
         return outside(plan)(hidden, head, batch, objective, options)
     terms = external_loss(frozenset(READ)) if objective is None else objective
-    return linear_plan(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
+    return call_of(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
 
 
 # ---------------------------------------------------------------------- running a call
@@ -216,8 +216,8 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(make: Callable[[], tuple[Call, list[Tensor | None]]]) -> Output:
-    call, tensors = make()
+def _run(make: Callable[[], Arguments]) -> Output:
+    call, tensors = call_and_tensors(make())
     measure: Callable[[], Metrics] = Metrics
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)

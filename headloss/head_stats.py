@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadStatistics
-from .engine.call import linear_call
+from .engine.call import call_and_tensors
 from .engine.checks import Arguments, check_targets, outside
 from .engine.operator import in_graph
 from .engine.plan import Plan
@@ -106,7 +106,7 @@ def head_stats(
             batch = error  # all ranks have to hear of it
     terms = external_loss(names, candidates=candidates)
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
-    call, tensors = linear_call(arguments)
+    call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         outputs = HeadStatistics.apply(call, names, *tensors)
     stats = _with_candidates(outputs, names)

@@ -14,7 +14,7 @@ from ..logits.accumulators import SlabAccumulator
 from ..logits.linear import LinearLogits, LogitSource, rows_left
 from ..logits.rows import ALL, BackwardInputs, steps
 from ..objective.weighted import Coefficients
-from .call import Call, LinearCall
+from .call import Call
 
 Gradients = list[Tensor | None]
 
@@ -49,7 +49,6 @@ def backward(
     if plan.schedule == "held":
         return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
     if isinstance(source, LinearLogits):
-        assert isinstance(call, LinearCall)
         return _in_slabs(call, source, inputs, factor)
     sums = call.accumulator(source)  # of given logits, a tile at a time
     for columns in steps(source.vocabulary, plan.tile.columns):
@@ -100,7 +99,7 @@ def of_tiles(
 
 
 def _in_slabs(
-    call: LinearCall, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
+    call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
     live = inputs.coefficients.live() if call.plan.skip_rows else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What the loop needs of a call; a subclass says where its logits come from.
+    """What the loop needs of a call.
 
     Attributes:
         requirements: what follows from the arguments, before the batch is packed.
@@ -68,13 +68,55 @@ class Call:
     @property
     def open(self) -> Callable[[Tensors], Any]:
         """Makes the logits of the scored tokens."""
-        raise NotImplementedError
+        requirements, plan, support = self.requirements, self.plan, self.scored.support
+        inputs = requirements.inputs
+        if inputs.given:
+            kind, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
+            return partial(
+                kind, context=self.context, order=self.scored.order, overwrites=overwrites
+            )
+        # A product measures logits of float16, whose gradient is written in float16.
+        measured = inputs.rescaled and requirements.backend == "triton"
+        make = partial(
+            ExpLogits if plan.exp_tiles else LinearLogits,
+            context=self.context,
+            compute_dtype=requirements.compute_dtype,
+            logits_dtype=self.options.logits_dtype,
+            fixed=requirements.fixed_product(self.options),
+            measured=measured and self.shard.group is None,
+        )
+        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
 
     @property
     def accumulator(self) -> Callable[[Any], Any]:
-        """Makes, of these, what takes their gradient: in blocks of tokens, of given logits in
+        """Makes, of these, what takes their gradient: in blocks of tokens, of given ones in
         tiles."""
-        raise NotImplementedError
+        if self.plan.in_place:  # the source has written the gradient already
+            return lambda source: source
+        if self.requirements.inputs.given:
+            return GivenAccumulator
+        more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
+        return partial(BlockAccumulator, buffers=self.buffers, **more)
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where the gradients of features and weights are added up."""
+        options, inputs = self.options, self.requirements.inputs
+        # Coefficients hold the upstream gradient already.
+        final = options.upstream is not None or inputs.scope == "external"
+        return GradientBuffers(
+            needs_grad=self.requirements.needs_grad,
+            accumulate_dtype=options.accumulate_dtype,
+            main_grad=options.main_grad,
+            direct=final and not inputs.rescaled,
+        )
+
+    @property
+    def in_one_launch(self) -> bool:
+        """Whether the gradient of given logits is known before their statistics, so that one launch
+        gives both."""
+        written = self.plan.in_place and self.plan.schedule == "one_pass"
+        return written and self.groups == (None, None) and self.requirements.slopes
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -155,70 +197,6 @@ class Call:
         return [(n, t, t._version) for n, t in fields if t is not None and not t.is_inference()]
 
 
-C = TypeVar("C", bound=Call)
-
-
-class LinearCall(Call):
-    """Of hidden states and a head."""
-
-    @property
-    def open(self) -> Callable[[Tensors], LinearLogits]:
-        requirements, options, support = self.requirements, self.options, self.scored.support
-        # A product measures logits of float16, whose gradient is written in float16.
-        measured = requirements.inputs.rescaled and requirements.backend == "triton"
-        make = partial(
-            ExpLogits if self.plan.exp_tiles else LinearLogits,
-            context=self.context,
-            compute_dtype=requirements.compute_dtype,
-            logits_dtype=options.logits_dtype,
-            fixed=requirements.fixed_product(options),
-            measured=measured and self.shard.group is None,
-        )
-        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
-
-    @property
-    def buffers(self) -> GradientBuffers:
-        """Where the gradients of features and weights are added up."""
-        options, inputs = self.options, self.requirements.inputs
-        # Coefficients hold the upstream gradient already.
-        final = options.upstream is not None or inputs.scope == "external"
-        return GradientBuffers(
-            needs_grad=self.requirements.needs_grad,
-            accumulate_dtype=options.accumulate_dtype,
-            main_grad=options.main_grad,
-            direct=final and not inputs.rescaled,
-        )
-
-    @property
-    def accumulator(self) -> Callable[[LinearLogits], BlockAccumulator]:
-        plan = self.plan
-        more = {"blocks": plan.chunks, "single_block": plan.single_block}
-        return partial(BlockAccumulator, buffers=self.buffers, **more)
-
-
-class GivenCall(Call):
-    """Of logits that exist already."""
-
-    @property
-    def in_one_launch(self) -> bool:
-        """Whether the gradient is known before the statistics, so that one launch gives both."""
-        plan, alone = self.plan, self.groups == (None, None)
-        inside = plan.in_place and plan.schedule == "one_pass"
-        return alone and inside and self.requirements.slopes
-
-    @property
-    def open(self) -> Callable[[Tensors], GivenLogits]:
-        kind = InPlaceLogits if self.plan.in_place else GivenLogits
-        overwrites = self.requirements.inputs.overwrites
-        return partial(kind, context=self.context, order=self.scored.order, overwrites=overwrites)
-
-    @property
-    def accumulator(self) -> Callable[[Any], Any]:
-        if self.plan.in_place:  # the source has written the gradient already
-            return lambda source: source
-        return GivenAccumulator
-
-
 def floor_of(sizes: Tensor) -> Tensor:
     """The power of two at or below each."""
     return sizes.log2().floor().exp2()
@@ -232,10 +210,12 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 # ---------------------------------------------------------------------- making a call
 
 
-def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
-    """The call of a verb on hidden states, and the tensors of its logits: features and weights
-    pairwise, bias."""
-    call, hidden, head = linear_plan(arguments), arguments.values, arguments.head
+def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
+    """The call of a verb, and the tensors of its logits: these, or features and weights pairwise,
+    bias."""
+    call, hidden, head = call_of(arguments), arguments.values, arguments.head
+    if head is None:
+        return call, [hidden]
     requirements, scored, shard = call.requirements, call.scored, call.shard
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if requirements.compute_dtype is not None:
@@ -247,28 +227,18 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
         x = Linear.apply(scored.gather, scored.scatter, by_position)
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
-    assert head is not None
     factors = [(x, head.weight)]
     if head.lora:
         factors = head.factors(x, shard.dropout, requirements.fixed_product(call.options))
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
-def linear_plan(arguments: Arguments) -> LinearCall:
-    """The same before a hidden state is looked at: they may be on the meta device."""
-    return _agreed(LinearCall, arguments, of_hidden_states)
-
-
-def given_call(arguments: Arguments) -> tuple[GivenCall, list[Tensor | None]]:
-    """The call of a verb on logits, and its tensor."""
-    return _agreed(GivenCall, arguments, of_given_logits), [arguments.values]
-
-
-def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirements]) -> C:
-    """A call that the ranks of its groups agree on, packed and planned. An error waits until all of
-    them have heard of it."""
+def call_of(arguments: Arguments) -> Call:
+    """A call that the ranks of its groups agree on, packed and planned; hidden states may be on the
+    meta device. An error waits until all ranks have heard of it."""
     a, batch, options = arguments, arguments.batch, arguments.options
     static = isinstance(options, Options) and options.static
+    require = of_given_logits if a.head is None else of_hidden_states
     requirements, error = attempt(None, lambda: require(a))
     shard: Any
     if a.group is None:
@@ -290,17 +260,10 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     if error is not None:
         raise error
     scored, plan, transform = packed
-    call = kind(
-        requirements=requirements,
-        batch=batch,
-        options=options,
-        shard=shard,
-        scored=scored,
-        plan=plan,
-        per_segment=fields,
-        transform=transform,
-        loss_fn=a.loss_fn,
-    )
+    call = Call(
+        requirements=requirements, batch=batch, options=options, shard=shard, scored=scored,
+        plan=plan, per_segment=fields, transform=transform, loss_fn=a.loss_fn,
+    )  # fmt: skip
     _ = call.context  # fields of teachers and candidates are checked
     return call
 

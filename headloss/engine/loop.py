@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ..kernels.interface import Measured
-from ..logits.given import InPlaceLogits
 from ..logits.linear import LogitSource
 from ..logits.rows import ALL, BackwardInputs, of_several, steps
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
 from .backward import ForwardResult, of_tiles
-from .call import Call, GivenCall, Tensors
+from .call import Call, Tensors
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
-    if isinstance(call, GivenCall) and call.in_one_launch:
+    if call.in_one_launch:
         return in_one_launch(call, tensors)
     result, schedule = sweep(call, tensors), call.plan.schedule
     if result.values is not None:
@@ -43,10 +42,9 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     return result._replace(coefficients=coefficients)
 
 
-def in_one_launch(call: GivenCall, tensors: Tensors) -> ForwardResult:
+def in_one_launch(call: Call, tensors: Tensors) -> ForwardResult:
     """Statistics and gradient at once, where the gradient is known before the statistics."""
     source = call.open(tensors)
-    assert isinstance(source, InPlaceLogits)
     needs, weighted, packed = call.requirements.needs, call.weighted, call.packed
     state = source.walk(needs, *weighted.beforehand(packed, needs))  # type: ignore[union-attr]
     measured = source.context.measured(state)

@@ -31,7 +31,7 @@ from ..options import DEFAULT, Options
 from ..statistics.softmax import Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
 from .backward import ForwardResult
-from .call import Call, linear_plan
+from .call import Call, call_of
 from .checks import Arguments, check_targets
 from .loop import sweep
 
@@ -121,7 +121,7 @@ def _open(
         ids: Any = tuple(support) or None
         batch = Batch(targets, candidate_ids=chosen, support_ids=ids)
         arguments = Arguments.of_head("head_stats", features[0], head, batch, objective, options)
-        call = linear_plan(arguments)
+        call = call_of(arguments)
     pairs[::2] = map(call.scored.gather, features)
     return call, [None if t is None else t.detach() for t in (*pairs, bias)]
 
