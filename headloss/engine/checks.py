@@ -6,7 +6,7 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +24,8 @@ from ..losses.trial import Reads
 from ..objective.reads import reads
 from ..objective.sample import Kinds
 from ..options import DEFAULT, Options
-from ..private import break_graph, in_forward_mode, in_function_transform
+from ..private import in_forward_mode, in_function_transform
 from ..statistics.softmax import Statistics
-
-P = ParamSpec("P")
-R = TypeVar("R")
-UNCOMPILED = (
-    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
-    "fullgraph=False, or call headloss.head_stats, which does not"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,18 +65,6 @@ class Arguments:
             options=DEFAULT if options is None else options, transform=transform_of(head),
             group=head.vocab_group,
         )  # fmt: skip
-
-
-def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
-    graph by itself, where it is being compiled."""
-    break_graph(verb, UNCOMPILED)
-    return verb
-
-
-def outside(verb: Callable[P, R]) -> Callable[P, R]:
-    """The same verb, run outside of the graph that is being compiled."""
-    return torch.compiler.disable(verb)  # type: ignore[no-any-return]
 
 
 def check_eager(verb: str, values: object = None, *others: object) -> None:
