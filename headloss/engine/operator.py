@@ -200,7 +200,10 @@ def _backward(ctx, upstream):
     last, slopes = first + ctx.count, [*upstream[:3], *upstream[5:6]]
     tensors, measured = (saved[:first], saved[first:last]), saved[last:]
     gradients = iter(_head_stats_backward(*tensors, *ctx.numbers, measured, slopes, ctx.wanted))
-    return [next(gradients) if wanted else None for wanted in ctx.wanted], *[None] * 4
+    of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
+    # One None stands for a list with a None in it, as many as there are for one of tensors alone.
+    of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
+    return of_factors, of_constants, None, None, None
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)
