@@ -136,10 +136,11 @@ class Call:
         upstream = self.options.upstream
         if self.loss_fn is not None:
             return ExternalLoss(self.loss_fn, scored, vocabulary, upstream)
-        requirements, totals = self.requirements, batch.totals
-        if totals is None:  # packing may have read them
-            counted = requirements.counted and scored.live is None
-            totals = Totals(len(scored), scored.count) if counted else Totals.of(batch)
+        requirements, totals, kinds = self.requirements, batch.totals, self.packed.kinds()
+        if totals is None:
+            more = batch.segments.group is not None or scored.live is not None
+            more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())
+            totals = Totals.of(batch) if more else Totals(len(scored), scored.count)
         weighted = bind(
             requirements.objective, self.packed, totals, vocabulary, requirements.wide,
             upstream=upstream, closed=requirements.slopes, logp_only=self.plan.schedule == "frozen",
@@ -157,8 +158,6 @@ class Call:
             requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
             every_column,
         )  # fmt: skip
-        if not requirements.beside:
-            return context
         teachers, keeps_tiles = requirements.objective.teachers, self.plan.keeps_tiles
         return measuring(context, self.packed, teachers, requirements.wide, keeps_tiles)
 
@@ -191,7 +190,7 @@ class Call:
     def read_again(self) -> list[tuple[str, Tensor, int]]:
         """Fields that the backward pass reads again, and how often each was changed in place.
         (Hooks that move what autograd saves would copy them.)"""
-        if not self.requirements.beside:
+        if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
         return [(n, t, t._version) for n, t in fields if t is not None and not t.is_inference()]
@@ -247,9 +246,7 @@ def call_of(arguments: Arguments) -> Call:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
         shard, error = agreed_shard(a.group, say, error, vocab_size, static)
-    packed, error = attempt(
-        error, lambda: _planned(batch, options, a.transform, shard, requirements)
-    )
+    packed, error = attempt(error, lambda: _planned(a, shard, requirements))
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
@@ -269,15 +266,16 @@ def call_of(arguments: Arguments) -> Call:
 
 
 def _planned(
-    batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
-    requirements: Requirements
+    arguments: Arguments, shard: WholeVocabulary, requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
+    batch, options, transform = arguments.batch, arguments.options, arguments.transform
     unit = requirements.inputs.segments_per_unit if options.static else None
     scored = packing_of(batch, shard.vocabulary, unit)
     shard.check_batch(batch, options.sequence_parallel)
-    if requirements.masks and not options.static:
-        check_masks(batch, requirements.masks, scored.view(batch, requirements.wide))
+    elsewhere = arguments.loss_fn or requirements.inputs.scope == "external"
+    if not (options.static or elsewhere):  # a loss that lives there may read what it likes
+        check_masks(batch, requirements.fields, scored, requirements.wide)
     plan = requirements.plan(options, scored, shard)
     if isinstance(transform.temperature, Tensor):
         rows = _temperatures(transform.temperature, batch, scored)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..arguments import IGNORE, check_dense, check_device, is_dtensor
 from ..batch.batch import LOGPS, Batch, check_ids
-from ..batch.packing import PackedBatch
+from ..batch.packing import Packing
 from ..head.dtensor import local_head
 from ..head.head import Head, autocast_dtype, check_head, transform_of
 from ..kernels.transform import Transform
@@ -243,24 +243,18 @@ def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
     return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
 
 
-def masks_of(kinds: Kinds, objective: Objective, read: set[str]) -> dict[str, bool]:
-    """Fields of `MASKS`, and whether a term reads them; none beside a loss that lives elsewhere,
-    which may read what it likes."""
-    if any(isinstance(term.function, Reads) for _, term in objective.parts):
-        return {}
-    return {name: name in read for name in MASKS if name in kinds}
-
-
-def check_masks(batch: Batch, masks: Mapping[str, bool], packed: PackedBatch) -> None:
+def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
     """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
-    one out, and is read by no term: of this call, whose `masks` says so, or of one before with the
-    same batch. Reads the device, once for each such field."""
-    batch._masks_read |= {name for name, read in masks.items() if read}
-    for name in masks.keys() - batch._masks_read:
-        out = (value := getattr(packed, name)) == MASKS[name]
+    one out, and is read by no term: of this call, or of one before with the same batch. Reads the
+    device, once for each such field."""
+    names = MASKS.keys() & batch.fields.keys()
+    batch._masks_read |= names & read
+    for name in names - batch._masks_read:
+        value = getattr(scored.view(batch, dtype), name)
+        out = value == MASKS[name]
         if value.dim() == 1 and out.any():
             token = int(out.nonzero()[0])
-            position = token if packed.index is None else int(packed.index[token])
+            position = token if scored.index is None else int(scored.index[token])
             raise ValueError(
                 f"{name}: got {MASKS[name]} at position {position}, which is scored, as no term "
                 f"reads {name}; to leave it out want a target of -100 there, or a term that reads "

@@ -5,7 +5,6 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_device, check_own_places
-from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..head.products import Fixed, sum_dtype
 from ..kernels.interface import Kernels
-from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
 from ..losses.trial import Reads
@@ -37,7 +34,6 @@ from .checks import (
     check_shape,
     check_topk,
     fields_read,
-    masks_of,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, make_plan
@@ -55,10 +51,8 @@ class Requirements:
         wide: dtype of statistics.
         needs_grad: which tensors want a gradient.
         compute_dtype: of products, under autocast; None: the tensors' own.
-        beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
-        counted: the batch's totals are numbers of tokens and segments, on this rank alone.
-        masks: fields of `MASKS`, and whether a term reads them.
+        fields: of the batch, that a term reads.
     """
 
     objective: Objective
@@ -68,10 +62,8 @@ class Requirements:
     wide: torch.dtype
     needs_grad: NeedsGrad
     compute_dtype: torch.dtype | None
-    beside: bool
     slopes: bool
-    counted: bool
-    masks: Mapping[str, bool]
+    fields: set[str]
 
     @property
     def kernels(self) -> Kernels:
@@ -125,11 +117,9 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
         "weight_size": head.weight.dtype.itemsize,
         "rescaled": dtype == torch.float16,
         "multiprocessors": kernels.multiprocessors(hidden.device),
-        "main_grad": options.main_grad is not None,
         "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
     }
-    batch, transform, kind = arguments.batch, arguments.transform, (backend, dtype, needs_grad)
-    return _required(objective, batch, options, transform, inputs, *kind, compute_dtype)
+    return _required(arguments, objective, inputs, backend, dtype, needs_grad, compute_dtype)
 
 
 def of_given_logits(arguments: Arguments) -> Requirements:
@@ -172,8 +162,7 @@ def of_given_logits(arguments: Arguments) -> Requirements:
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
         "in_place": backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     }
-    kind = backend, logits.dtype, needs_grad
-    return _required(objective, batch, options, transform, inputs, *kind)
+    return _required(arguments, objective, inputs, backend, logits.dtype, needs_grad)
 
 
 def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
@@ -189,11 +178,11 @@ def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
 
 
 def _required(
-    objective: Objective, batch: Batch, options: Options, transform: Transform,
-    inputs: dict[str, Any], backend: str, dtype: torch.dtype, needs_grad: NeedsGrad,
-    compute_dtype: torch.dtype | None = None
+    arguments: Arguments, objective: Objective, inputs: dict[str, Any], backend: str,
+    dtype: torch.dtype, needs_grad: NeedsGrad, compute_dtype: torch.dtype | None = None
 ) -> Requirements:
     """Trace the objective's terms, and say what follows for the plan beside its `inputs`."""
+    batch, options = arguments.batch, arguments.options
     wide, teachers, device = sum_dtype(dtype), objective.teachers, batch.targets.device
     if teachers:
         check_topk(batch)
@@ -202,7 +191,7 @@ def _required(
     traced = reads(objective, kinds, wide, device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, device)
-    warn_of_misspelt_fields(batch, read := fields_read(objective, traced))
+    warn_of_misspelt_fields(batch, fields := fields_read(objective, traced))
     needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
     into_hidden, into_weight = any(needs_grad.features), needs_grad.any_weight
     if (into_hidden or into_weight) and not gradients:
@@ -210,11 +199,10 @@ def _required(
             f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
             "states or weights require one (is everything detached?); call it under torch.no_grad()"
         )
-    beside = needs & BESIDE.keys()
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = inputs.pop("exp_tiles", False) and not of_tiles
-    exp_tiles &= not (transform.softcap is not None and "mean_logit" in gradients)
+    exp_tiles &= not (arguments.transform.softcap is not None and "mean_logit" in gradients)
     in_place = inputs.pop("in_place", False) and not of_tiles and "candidate_logps" not in needs
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
     # that is measured beside the statistics but the last.
@@ -223,7 +211,7 @@ def _required(
     # Columns that are measured one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    slopes = has_slopes(objective, kinds) and not beside
+    slopes = has_slopes(objective, kinds) and not needs & BESIDE.keys()
     # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
     restricted = any(term.kept_field for _, term in objective.parts)
     constant = slopes and not (restricted or any(term.fields for term in traced.values()))
@@ -237,7 +225,6 @@ def _required(
         "thorough": restricted or options.gradient_tolerance > 0,
         "segments_per_unit": objective.segments_per_unit,
         "grouped": batch.segments.group is not None,
-        "gathered": options.sequence_parallel,
         "logp_only": gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
         "in_place": in_place,
         "exp_tiles": exp_tiles,
@@ -245,7 +232,6 @@ def _required(
         "row_bytes": 2 if exp_tiles else wide.itemsize * tiles,
         "candidates": sum(kinds[field][1][-1] for field in listed),
     }
-    masked = torch.bool in (kind for kind, _ in kinds.values())
     return Requirements(
         objective=objective,
         needs=needs,
@@ -254,10 +240,8 @@ def _required(
         wide=wide,
         needs_grad=needs_grad,
         compute_dtype=compute_dtype,
-        beside=bool(teachers or beside),
         slopes=slopes,
-        counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
-        masks=masks_of(kinds, objective, read),
+        fields=fields,
     )
 
 
