@@ -16,8 +16,7 @@ from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
 from .losses.trial import Reads
-from .objective.reads import reads
-from .objective.sample import sample_statistics
+from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
 from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 

@@ -154,9 +154,9 @@ def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
 def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of the objective's coefficients and those that are owed, None
     where it is one, as far as the host may know."""
-    stated, scale, static = call.weighted.upstream, call.weighted.scale, call.options.static
-    if stated is None:
-        plain = not static and scale is None and upstream.is_cpu
+    options, scale = call.options, call.weighted.scale
+    if (stated := options.upstream) is None:
+        plain = not options.static and scale is None and upstream.is_cpu
         if plain and upstream.equal(torch.ones_like(upstream)):
             return None
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()

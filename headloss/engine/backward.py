@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..kernels.interface import Measured
@@ -65,12 +66,11 @@ def _of_frozen_head(
     sums, source, prob = result.sums, result.sums.source, coefficients.softmax.prob
     hidden, acts = sums.hidden, source.acts
     hidden.settle()
-    slope = coefficients.values.new_zeros(len(call.scored), dtype=source.dtype)
-    if prob is not None:
-        slope = -prob
+    logp = result.measured.stats.logp
+    slope = torch.zeros_like(logp) if prob is None else -prob
     if factor is not None:
         slope = slope * factor.to(slope.dtype)
-    slope = slope / call.unit(result.measured.stats.logp)
+    slope = slope / call.unit(logp)
     sparse = [part for part in source.beside if part.key in coefficients.extras]
     for i, total in hidden.totals.items():
         acts.scaled_rows(total, slope, out=total)

@@ -133,7 +133,7 @@ class Call:
         """The objective with a weight for each token. (It is made while the first product runs, and
         holds no call, which holds it.)"""
         scored, batch, vocabulary = self.scored, self.batch, self.shard.vocabulary
-        upstream = self.options.upstream
+        upstream = 1.0 if self.options.upstream is None else self.options.upstream
         if self.loss_fn is not None:
             return ExternalLoss(self.loss_fn, scored, vocabulary, upstream)
         requirements, totals, kinds = self.requirements, batch.totals, self.packed.kinds()

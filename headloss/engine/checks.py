@@ -20,9 +20,7 @@ from ..head.head import Head, autocast_dtype, check_head, transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
-from ..losses.trial import Reads
-from ..objective.reads import reads
-from ..objective.sample import Kinds
+from ..objective.reads import Kinds, reads
 from ..options import DEFAULT, Options
 from ..private import in_forward_mode, in_function_transform
 from ..statistics.softmax import Statistics
@@ -111,7 +109,16 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
-    check_main_grad(head.weight, options)
+    weight, grad = head.weight, options.main_grad
+    if grad is not None and (
+        grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device
+    ):
+        raise ValueError(
+            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+    if grad is not None and torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
     if batch.support is not None and objective.teachers:
         raise ValueError(
             f"support_ids: got them with {objective!r}, whose teachers have the whole vocabulary; "
@@ -214,19 +221,6 @@ def check_topk(batch: Batch) -> None:
             )
 
 
-def check_main_grad(weight: Tensor, options: Options) -> None:
-    grad = options.main_grad
-    if grad is None:
-        return
-    if grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device:
-        raise ValueError(
-            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
-            f"{tuple(weight.shape)} on {weight.device}"
-        )
-    if torch.is_grad_enabled() and not weight.requires_grad:
-        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
-
-
 # ---------------------------------------------------------------------- fields and terms
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
@@ -236,11 +230,6 @@ FIELDS += ("candidate_sampling_logps",)
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
-
-
-def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
-    read = {name for term in traced.values() for name in term.fields}
-    return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
 
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:

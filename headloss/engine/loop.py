@@ -73,7 +73,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             if schedule == "frozen":
                 unit = call.unit(measured.stats.logp, rows)
                 softmax = SoftmaxCoefficients(target=unit, prob=-unit)
-                coefficients = Coefficients(softmax, {}, unit)
+                coefficients = Coefficients(softmax, {})
             else:
                 weighted, chunk = call.weighted, block if several else None
                 coefficients = weighted.coefficients(measured.stats, call.packed, chunk)

@@ -33,7 +33,6 @@ from .checks import (
     check_objective,
     check_shape,
     check_topk,
-    fields_read,
     warn_of_misspelt_fields,
 )
 from .plan import Plan, make_plan
@@ -191,7 +190,9 @@ def _required(
     traced = reads(objective, kinds, wide, device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, device)
-    warn_of_misspelt_fields(batch, fields := fields_read(objective, traced))
+    fields = {name for term in traced.values() for name in term.fields}
+    fields |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+    warn_of_misspelt_fields(batch, fields)
     needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
     into_hidden, into_weight = any(needs_grad.features), needs_grad.any_weight
     if (into_hidden or into_weight) and not gradients:

@@ -53,7 +53,7 @@ def external_loss(
 def coefficients_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Coefficients:
     """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
     sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
-    return Coefficients(vjp(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
+    return Coefficients(vjp(slopes, stats, vocabulary), sparse)
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class ExternalLoss:
     loss: Callable[[Tensor, Tensor], Tensor]  # of log-probs and entropies in the targets' shape
     packing: Packing
     vocabulary: int
-    upstream: float | None  # the upstream gradient, where it is known in advance
+    upstream: float  # the upstream gradient, where it is known in advance
     named: ClassVar = (("loss", 1.0),)
     scale: ClassVar = None
 
@@ -85,8 +85,7 @@ class ExternalLoss:
             loss = scalar(self.loss(*full))
             _check_leaves(loss, list(leaves.values()))
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        coefficients = Coefficients(softmax, {}, value)
-        return coefficients if self.upstream is None else coefficients.times(self.upstream)
+        return Coefficients(softmax, {}, value).times(self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""

@@ -28,7 +28,7 @@ from ..statistics.softmax import (
     Statistics,
     vjp,
 )
-from .sample import Kinds
+from .reads import Kinds
 
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
@@ -68,10 +68,10 @@ class WeightedTerm(NamedTuple):
             return (weights * losses).sum(dtype=torch.float64)
         return losses.sum(dtype=torch.float64) * weights
 
-    def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
-        """Of the loss in closed form, times its upstream gradient where that is known."""
+    def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
+        """Of the loss in closed form, times its upstream gradient."""
         view = batch if self.included is None else without_poison(batch, self.included)
-        times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
+        times: Any = self.weights * (self.coefficient * upstream)
         for field in self.term.weight_fields:
             times = times * getattr(view, field)
         assert self.term.slopes is not None
@@ -107,7 +107,7 @@ class Coefficients(NamedTuple):
 
     softmax: SoftmaxCoefficients  # [n]
     extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    values: Tensor  # [K] float64, each term's share of its reduced value
+    values: Any = None  # [K] float64, each term's share of its reduced value, if there are terms
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Of some of the tokens."""
@@ -142,7 +142,7 @@ class WeightedObjective:
     dtype: torch.dtype  # of the statistics
     closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
-    upstream: float | None = None  # the upstream gradient, where it is known in advance
+    upstream: float = 1.0  # the upstream gradient, where it is known in advance
     logp_only: bool = False  # nothing will be pulled back from other statistics
 
     def coefficients(
@@ -157,8 +157,7 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients = Coefficients(softmax, extras, values)
-        return coefficients if self.upstream is None else coefficients.times(self.upstream)
+        return Coefficients(softmax, extras, values).times(self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
@@ -222,8 +221,7 @@ class WeightedObjective:
             for slope in slopes
             if not slope.constant
         ]
-        coefficients = Coefficients(softmax, {}, zero[:0])
-        return coefficients, torch.stack(moving).to(zero.dtype) if moving else None
+        return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """The same objective, its gradient times the power of two that brings the largest
