@@ -26,6 +26,7 @@ from ..logits.linear import ExpLogits, LinearLogits, RowContext
 from ..logits.measured_beside import measuring
 from ..logits.rows import ALL, Rows
 from ..logits.support import SupportLogits
+from ..losses.trial import Reads
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind
@@ -246,7 +247,9 @@ def call_of(arguments: Arguments) -> Call:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
         shard, error = agreed_shard(a.group, say, error, vocab_size, static)
-    packed, error = attempt(error, lambda: _planned(a, shard, requirements))
+    packed, error = attempt(
+        error, lambda: _planned(batch, options, a.transform, shard, requirements)
+    )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
@@ -266,15 +269,16 @@ def call_of(arguments: Arguments) -> Call:
 
 
 def _planned(
-    arguments: Arguments, shard: WholeVocabulary, requirements: Requirements
+    batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
+    requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
     """The scored tokens, the plan, and the transform with their temperatures."""
-    batch, options, transform = arguments.batch, arguments.options, arguments.transform
     unit = requirements.inputs.segments_per_unit if options.static else None
     scored = packing_of(batch, shard.vocabulary, unit)
     shard.check_batch(batch, options.sequence_parallel)
-    elsewhere = arguments.loss_fn or requirements.inputs.scope == "external"
-    if not (options.static or elsewhere):  # a loss that lives there may read what it likes
+    # A loss that lives elsewhere may read what it likes.
+    elsewhere = any(isinstance(t.function, Reads) for _, t in requirements.objective.parts)
+    if not (options.static or elsewhere):
         check_masks(batch, requirements.fields, scored, requirements.wide)
     plan = requirements.plan(options, scored, shard)
     if isinstance(transform.temperature, Tensor):

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from .. import kernels
 from ..arguments import check_device, check_own_places
+from ..batch.batch import Batch
 from ..batch.packing import Packing
 from ..head.head import Head, check_transform
 from ..head.products import Fixed, sum_dtype
 from ..kernels.interface import Kernels
+from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
 from ..losses.trial import Reads
@@ -118,7 +120,8 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
         "multiprocessors": kernels.multiprocessors(hidden.device),
         "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
     }
-    return _required(arguments, objective, inputs, backend, dtype, needs_grad, compute_dtype)
+    of_batch = objective, arguments.batch, options, arguments.transform
+    return _required(*of_batch, inputs, backend, dtype, needs_grad, compute_dtype)
 
 
 def of_given_logits(arguments: Arguments) -> Requirements:
@@ -161,7 +164,8 @@ def of_given_logits(arguments: Arguments) -> Requirements:
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
         "in_place": backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     }
-    return _required(arguments, objective, inputs, backend, logits.dtype, needs_grad)
+    of_batch = objective, batch, options, transform
+    return _required(*of_batch, inputs, backend, logits.dtype, needs_grad)
 
 
 def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
@@ -177,11 +181,11 @@ def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
 
 
 def _required(
-    arguments: Arguments, objective: Objective, inputs: dict[str, Any], backend: str,
-    dtype: torch.dtype, needs_grad: NeedsGrad, compute_dtype: torch.dtype | None = None
+    objective: Objective, batch: Batch, options: Options, transform: Transform,
+    inputs: dict[str, Any], backend: str, dtype: torch.dtype, needs_grad: NeedsGrad,
+    compute_dtype: torch.dtype | None = None
 ) -> Requirements:
     """Trace the objective's terms, and say what follows for the plan beside its `inputs`."""
-    batch, options = arguments.batch, arguments.options
     wide, teachers, device = sum_dtype(dtype), objective.teachers, batch.targets.device
     if teachers:
         check_topk(batch)
@@ -203,7 +207,7 @@ def _required(
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = inputs.pop("exp_tiles", False) and not of_tiles
-    exp_tiles &= not (arguments.transform.softcap is not None and "mean_logit" in gradients)
+    exp_tiles &= not (transform.softcap is not None and "mean_logit" in gradients)
     in_place = inputs.pop("in_place", False) and not of_tiles and "candidate_logps" not in needs
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
     # that is measured beside the statistics but the last.

@@ -85,7 +85,7 @@ class ExternalLoss:
             loss = scalar(self.loss(*full))
             _check_leaves(loss, list(leaves.values()))
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        return Coefficients(softmax, {}, value).times(self.upstream)
+        return Coefficients(softmax, {}, value).map(lambda t: t * self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""

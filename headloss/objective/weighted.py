@@ -118,10 +118,6 @@ class Coefficients(NamedTuple):
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
-    def times(self, factor: float) -> Coefficients:
-        """Multiplied by the upstream gradient."""
-        return self if factor == 1 else self.map(lambda t: t * factor)
-
     def without(self, rows: Tensor) -> Coefficients:
         """With 0 at rows [n] bool."""
         return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
@@ -157,7 +153,8 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        return Coefficients(softmax, extras, values).times(self.upstream)
+        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
