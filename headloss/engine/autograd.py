@@ -101,9 +101,15 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, Any, ForwardResult]:
-    """The call, the source of its logits where they are made again, and what was left."""
+    """The call, the source of its logits where they are made again, and what was left; RuntimeError
+    where a field that is read again is no longer what it was."""
     ctx.used = True
-    refuse_changes(ctx.read_again)
+    for name, tensor, version in ctx.read_again:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
+                "before the backward pass, which reads it again; give the batch a clone of it"
+            )
     call, saved = ctx.call, iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
     result = ctx.result._replace(tiles=[rebuild(saved) for rebuild in ctx.rebuild])
     tensors = list(saved)[len(call.constants) :]
@@ -139,16 +145,6 @@ def refuse_second_derivatives(of: str) -> None:
             f"headloss: got a backward pass through {of} with create_graph=True, but its second "
             "derivatives are not there; compute them from the logits, head.logits(hidden)"
         )
-
-
-def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
-    """RuntimeError where a field that the backward pass reads again is no longer what it was."""
-    for name, tensor, version in read_again:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
-                "before the backward pass, which reads it again; give the batch a clone of it"
-            )
 
 
 def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:

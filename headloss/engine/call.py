@@ -19,6 +19,8 @@ from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Linear
+from ..head.products import Fixed
+from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
@@ -35,7 +37,7 @@ from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
 from ..parallel.vocabulary import WholeVocabulary, agreed_shard
 from .checks import Arguments, check_masks, check_temperatures
-from .plan import Plan
+from .plan import Plan, make_plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
@@ -83,7 +85,7 @@ class Call:
             context=self.context,
             compute_dtype=requirements.compute_dtype,
             logits_dtype=self.options.logits_dtype,
-            fixed=requirements.fixed_product(self.options),
+            fixed=self.fixed,
             measured=measured and self.shard.group is None,
         )
         return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
@@ -98,6 +100,12 @@ class Call:
             return GivenAccumulator
         more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
         return partial(BlockAccumulator, buffers=self.buffers, **more)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """The product of which a row's bits depend on no other row, where it is traced for."""
+        acts: Kernels = self.context.acts
+        return acts.fixed_product if self.options.batch_invariant else None
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -156,8 +164,8 @@ class Call:
         requirements, scored = self.requirements, self.scored
         every_column = self.shard.group is None and scored.live is None
         context = RowContext(
-            requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
-            every_column,
+            kernels.load(requirements.backend), scored.targets, self.transform,
+            requirements.needs, self.shard, every_column,
         )  # fmt: skip
         teachers, keeps_tiles = requirements.objective.teachers, self.plan.keeps_tiles
         return measuring(context, self.packed, teachers, requirements.wide, keeps_tiles)
@@ -229,7 +237,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
         x = x.clone(memory_format=torch.contiguous_format)
     factors = [(x, head.weight)]
     if head.lora:
-        factors = head.factors(x, shard.dropout, requirements.fixed_product(call.options))
+        factors = head.factors(x, shard.dropout, call.fixed)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
@@ -248,7 +256,7 @@ def call_of(arguments: Arguments) -> Call:
         say = partial(of_vocabulary, a, requirements)
         shard, error = agreed_shard(a.group, say, error, vocab_size, static)
     packed, error = attempt(
-        error, lambda: _planned(batch, options, a.transform, shard, requirements)
+        error, lambda: planned(batch, options, a.transform, shard, requirements)
     )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
@@ -268,7 +276,7 @@ def call_of(arguments: Arguments) -> Call:
     return call
 
 
-def _planned(
+def planned(
     batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
     requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
@@ -280,7 +288,19 @@ def _planned(
     elsewhere = any(isinstance(t.function, Reads) for _, t in requirements.objective.parts)
     if not (options.static or elsewhere):
         check_masks(batch, requirements.fields, scored, requirements.wide)
-    plan = requirements.plan(options, scored, shard)
+    inputs, support = requirements.inputs, scored.support
+    inputs = replace(
+        inputs,
+        lengths=scored.lengths,
+        tokens=len(scored),
+        vocabulary=shard.widest,
+        support=0 if support is None else len(support.ids),
+        restricted=0 if support is None else support.restricted,
+        sharded=shard.group is not None,
+        memory=shard.memory or inputs.memory,
+        weight_gradient=inputs.weight_gradient or shard.weight_gradient,
+    )
+    plan = make_plan(inputs, options, requirements.backend)
     if isinstance(transform.temperature, Tensor):
         rows = _temperatures(transform.temperature, batch, scored)
         transform = replace(transform, temperature=rows.to(requirements.wide))

@@ -5,7 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_device, check_own_places
 from ..batch.batch import Batch
-from ..batch.packing import Packing
 from ..head.head import Head, check_transform
-from ..head.products import Fixed, sum_dtype
-from ..kernels.interface import Kernels
+from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
@@ -25,7 +23,6 @@ from ..losses.trial import Reads
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
-from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from .checks import (
     Arguments,
@@ -37,7 +34,6 @@ from .checks import (
     check_topk,
     warn_of_misspelt_fields,
 )
-from .plan import Plan, make_plan
 from .plan_inputs import PlanInputs
 
 
@@ -65,30 +61,6 @@ class Requirements:
     compute_dtype: torch.dtype | None
     slopes: bool
     fields: set[str]
-
-    @property
-    def kernels(self) -> Kernels:
-        return kernels.load(self.backend)
-
-    def fixed_product(self, options: Options) -> Fixed | None:
-        """The product of which a row's bits depend on no other row, where it is traced for."""
-        return self.kernels.fixed_product if options.batch_invariant else None
-
-    def plan(self, options: Options, scored: Packing, shard: WholeVocabulary) -> Plan:
-        """What runs for the tokens of the call."""
-        support = scored.support
-        inputs = replace(
-            self.inputs,
-            lengths=scored.lengths,
-            tokens=len(scored),
-            vocabulary=shard.widest,
-            support=0 if support is None else len(support.ids),
-            restricted=0 if support is None else support.restricted,
-            sharded=shard.group is not None,
-            memory=shard.memory or self.inputs.memory,
-            weight_gradient=self.inputs.weight_gradient or shard.weight_gradient,
-        )
-        return make_plan(inputs, options, self.backend)
 
 
 def of_hidden_states(arguments: Arguments) -> Requirements:

@@ -83,7 +83,17 @@ class ExternalLoss:
         with torch.enable_grad():
             full = (self.packing.scatter(t, rows) for t in leaves.values())
             loss = scalar(self.loss(*full))
-            _check_leaves(loss, list(leaves.values()))
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
+                "everything detached?)"
+            )
+        for leaf in leaves_of(loss):
+            if not any(leaf is one for one in leaves.values()):
+                raise ValueError(
+                    f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
+                    "caught in it; its gradient would be lost: detach it, or leave separable=None"
+                )
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
         return Coefficients(softmax, {}, value).map(lambda t: t * self.upstream)
 
@@ -102,18 +112,3 @@ def scalar(value: object) -> Tensor:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")
     return value
-
-
-def _check_leaves(value: Tensor, inputs: list[Tensor]) -> None:
-    """ValueError where a loss depends on no statistic, or on another tensor with a gradient."""
-    if not value.requires_grad:
-        raise ValueError(
-            "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
-            "everything detached?)"
-        )
-    for leaf in leaves_of(value):
-        if not any(leaf is one for one in inputs):
-            raise ValueError(
-                f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
-                "caught in it; its gradient would be lost: detach it, or leave separable=None"
-            )

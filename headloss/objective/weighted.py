@@ -6,7 +6,7 @@ T scored tokens, S segments, K terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -149,28 +149,6 @@ class WeightedObjective:
         parts = self.parts
         if chunk is not None:
             batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
-        slopes, shares = self._differentiated(parts, stats, batch, needed)
-        softmax = vjp(slopes, stats, self.vocabulary)
-        extras = {key: slopes[key] for key in stats.extras if key in slopes}
-        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
-        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
-
-    @property
-    def named(self) -> tuple[tuple[str, float], ...]:
-        """Each term's key and coefficient."""
-        return tuple((part.name, part.coefficient) for part in self.parts)
-
-    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
-        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
-        the coefficients would have to be copied to the device, and the copy would wait."""
-        pairs = zip(self.named, values, strict=False)
-        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
-
-    def _differentiated(
-        self, parts: Sequence[WeightedTerm], stats: Statistics, batch: PackedBatch, needed: bool
-    ) -> tuple[dict[Any, Tensor], list[Tensor]]:
-        """The gradient with respect to each statistic [n], and each term's value []."""
         slopes: dict[Any, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
@@ -200,7 +178,22 @@ class WeightedObjective:
             slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, batch)
         if self.scale is not None:
             slopes = {name: g * self.scale for name, g in slopes.items()}
-        return slopes, shares
+        softmax = vjp(slopes, stats, self.vocabulary)
+        extras = {key: slopes[key] for key in stats.extras if key in slopes}
+        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
+        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
+
+    @property
+    def named(self) -> tuple[tuple[str, float], ...]:
+        """Each term's key and coefficient."""
+        return tuple((part.name, part.coefficient) for part in self.parts)
+
+    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
+        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
+        the coefficients would have to be copied to the device, and the copy would wait."""
+        pairs = zip(self.named, values, strict=False)
+        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
