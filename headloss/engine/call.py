@@ -256,7 +256,7 @@ def call_of(arguments: Arguments) -> Call:
         say = partial(of_vocabulary, a, requirements)
         shard, error = agreed_shard(a.group, say, error, vocab_size, static)
     packed, error = attempt(
-        error, lambda: planned(batch, options, a.transform, shard, requirements)
+        error, lambda: packed_and_planned(batch, options, a.transform, shard, requirements)
     )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
@@ -276,7 +276,7 @@ def call_of(arguments: Arguments) -> Call:
     return call
 
 
-def planned(
+def packed_and_planned(
     batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
     requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
