@@ -14,9 +14,9 @@ from torch import Tensor
 from ..collectives import inside
 from ..kernels.interface import ExpTile
 from ..logits.rows import ALL
-from ..objective.external import READ, coefficients_of
-from ..objective.weighted import power_of_two, without_constants
-from ..statistics.softmax import BESIDE, CANDIDATES
+from ..objective.external import READ
+from ..objective.weighted import Coefficients, power_of_two, without_constants
+from ..statistics.softmax import BESIDE, CANDIDATES, vjp
 from .backward import ForwardResult, Gradients, backward
 from .call import Call, slope_of
 from .loop import forward, sweep
@@ -126,7 +126,8 @@ def backward_of_slopes(
     stats, factor = result.measured.stats, None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    coefficients = coefficients_of(slopes, stats, call.shard.vocabulary)
+    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
+    coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.inputs.rescaled and not call.options.batch_invariant:

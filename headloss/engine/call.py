@@ -35,7 +35,7 @@ from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
-from ..parallel.vocabulary import WholeVocabulary, agreed_shard
+from ..parallel.vocabulary import VocabShard, WholeVocabulary
 from .checks import Arguments, check_masks, check_temperatures
 from .plan import Plan, make_plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
@@ -254,7 +254,8 @@ def call_of(arguments: Arguments) -> Call:
     else:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
-        shard, error = agreed_shard(a.group, say, error, vocab_size, static)
+        of_ranks, error = agree("vocab_group", a.group, say, error, static)
+        shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size))
     packed, error = attempt(
         error, lambda: packed_and_planned(batch, options, a.transform, shard, requirements)
     )

@@ -28,7 +28,11 @@ from .call import Call, Tensors
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
     if call.in_one_launch:
-        return in_one_launch(call, tensors)
+        source, needs, weighted = call.open(tensors), call.requirements.needs, call.weighted
+        beforehand = weighted.beforehand(call.packed, needs)  # type: ignore[union-attr]
+        measured = source.context.measured(source.walk(needs, *beforehand))
+        shares = weighted.coefficients(measured.stats, call.packed, None, needed=False).values
+        return ForwardResult(measured, [], source, shares)
     result, schedule = sweep(call, tensors), call.plan.schedule
     if result.values is not None:
         return result
@@ -40,16 +44,6 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if schedule == "held":  # no later: the tiles take more than the gradients do
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
-
-
-def in_one_launch(call: Call, tensors: Tensors) -> ForwardResult:
-    """Statistics and gradient at once, where the gradient is known before the statistics."""
-    source = call.open(tensors)
-    needs, weighted, packed = call.requirements.needs, call.weighted, call.packed
-    state = source.walk(needs, *weighted.beforehand(packed, needs))  # type: ignore[union-attr]
-    measured = source.context.measured(state)
-    values = weighted.coefficients(measured.stats, packed, None, needed=False).values
-    return ForwardResult(measured, [], source, values)
 
 
 def sweep(call: Call, tensors: Tensors) -> ForwardResult:

@@ -23,7 +23,7 @@ from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
-from ..statistics.softmax import BESIDE, CANDIDATES, SoftmaxCoefficients, Statistics, vjp
+from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
@@ -48,12 +48,6 @@ def external_loss(
         options=(("gradients", tuple(sorted(gradients))),),
     )
     return Objective.of(term)
-
-
-def coefficients_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Coefficients:
-    """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
-    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
-    return Coefficients(vjp(slopes, stats, vocabulary), sparse)
 
 
 @dataclass(eq=False)

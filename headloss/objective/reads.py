@@ -53,30 +53,23 @@ def reads(
         with contextlib.suppress(TypeError):  # an option that has no hash
             read = read or _TABLE.get(key)
         if read is None:
-            read = _traced(name, term, kinds, dtype, device, observe, cuts)
+            sample = sample_batch(kinds, term, device)
+            teachers = [term.teacher] if term.teacher else []
+            stats = sample_statistics(dtype, device, kinds, teachers)
+            try:
+                read = trace(term, stats, sample.on(stats), observe)
+                if cuts:
+                    check_cuts(term, stats, sample)
+            except ValueError as error:
+                if isinstance(error, MissingField) or str(error).startswith(OURS):
+                    raise ValueError(f"term {name}: {error}") from None
+                raise
             with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
                 while len(_TABLE) >= MOST:
                     del _TABLE[next(iter(_TABLE))]
                 _TABLE[key] = read
         by_term[name] = read
     return by_term
-
-
-def _traced(
-    name: str, term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
-    cuts: bool
-) -> Reads:
-    sample = sample_batch(kinds, term, device)
-    stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
-    try:
-        read = trace(term, stats, sample.on(stats), observe)
-        if cuts:
-            check_cuts(term, stats, sample)
-    except ValueError as error:
-        if isinstance(error, MissingField) or str(error).startswith(OURS):
-            raise ValueError(f"term {name}: {error}") from None
-        raise
-    return read
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:

@@ -44,7 +44,13 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         "memory": requirements.inputs.memory,
         "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
     }
-    same = _of_logits(value) if head is None else _of_head(head, value)
+    same: dict[str, object] = {
+        "dtype": value.dtype,
+        "logits, contiguous along the vocabulary": value.stride(-1) == 1 or value.shape[-1] <= 1,
+        "logits.requires_grad": value.requires_grad and torch.is_grad_enabled(),
+    }
+    if head is not None:
+        same = _of_head(head, value)
     same |= _of_transform(transform) | _of_batch(batch)
     apart = ("static", "check_ranks")
     chosen = [o for o in vars(options).items() if not (o[0] in apart or isinstance(o[1], Tensor))]
@@ -151,14 +157,6 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
         "lora": [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora],
-    }
-
-
-def _of_logits(logits: Tensor) -> dict[str, object]:
-    return {
-        "dtype": logits.dtype,
-        "logits, contiguous along the vocabulary": logits.stride(-1) == 1 or logits.shape[-1] <= 1,
-        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
     }
 
 
