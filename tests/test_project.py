@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 10_343, "core tokens": 73_114}
+MOST = {"core lines": 10_152, "core tokens": 72_081}
 MOST |= {"kernels lines": 3_994, "kernels tokens": 32_057, "files on top": 14}
 
 

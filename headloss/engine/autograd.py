@@ -1,6 +1,7 @@
-"""What autograd sees of a call: one function of its tensors, to the loss or to statistics.
+"""What autograd sees of a call: one function of its tensors, to the loss or to statistics; and the
+gradient of the logits once the coefficients of all tokens are there.
 
-N positions, T of them scored, K candidates.
+N positions, T of them scored, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from ..collectives import inside
 from ..kernels.interface import ExpTile
-from ..logits.rows import ALL
+from ..logits.accumulators import SlabAccumulator
+from ..logits.linear import LinearLogits, rows_left
+from ..logits.rows import ALL, BackwardInputs, steps
 from ..objective.external import READ
 from ..objective.weighted import Coefficients, power_of_two, without_constants
 from ..statistics.softmax import BESIDE, CANDIDATES, vjp
-from .backward import ForwardResult, Gradients, backward
 from .call import Call, slope_of
-from .loop import forward, sweep
+from .loop import ForwardResult, forward, of_tiles, sweep
+
+Gradients = list[Tensor | None]
 
 
 class HeadLoss(torch.autograd.Function):
@@ -179,3 +183,81 @@ def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], 
         return lambda saved: (next(saved), None, rebuild(saved))
     tensors.append(tile)
     return next
+
+
+# ---------------------------------------------------------------------- gradients of the logits
+
+
+def backward(
+    call: Call, source: Any, result: ForwardResult, coefficients: Coefficients,
+    factor: Tensor | None
+) -> Gradients:  # fmt: skip
+    """Gradients times `factor`; `source` where the logits are made again."""
+    plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
+    if plan.schedule == "frozen":
+        return _of_frozen_head(call, result, coefficients, factor)
+    if plan.schedule == "held":
+        return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
+    if isinstance(source, LinearLogits):
+        return _in_slabs(call, source, inputs, factor)
+    sums = call.accumulator(source)  # of given logits, a tile at a time
+    for columns in steps(source.vocabulary, plan.tile.columns):
+        for rows in steps(len(source), plan.tile.rows):
+            sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)), columns)
+    return sums.finish(factor)  # type: ignore[no-any-return]
+
+
+def _of_frozen_head(
+    call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
+) -> Gradients:
+    """dlogp/dhidden per token times the objective's slope, plus what the slopes of candidates add
+    to it."""
+    sums, source, prob = result.sums, result.sums.source, coefficients.softmax.prob
+    hidden, acts = sums.hidden, source.acts
+    hidden.settle()
+    logp = result.measured.stats.logp
+    slope = torch.zeros_like(logp) if prob is None else -prob
+    if factor is not None:
+        slope = slope * factor.to(slope.dtype)
+    slope = slope / call.unit(logp)
+    sparse = [part for part in source.beside if part.key in coefficients.extras]
+    for i, total in hidden.totals.items():
+        acts.scaled_rows(total, slope, out=total)
+        for part in sparse:
+            slopes, targets = coefficients.extras[part.key], source.context.targets
+            values, pairs = part.beside_logp(result.measured, slopes, targets)
+            if factor is not None:
+                values = values * factor.to(values.dtype)
+            acts.support_sums(values, source.weights[i], pairs, total, add=True)
+    return sums.finish(None)  # type: ignore[no-any-return]
+
+
+def _in_slabs(
+    call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
+) -> Gradients:
+    """In slabs of columns: each slab of the weight gradient is written once."""
+    live = inputs.coefficients.live() if call.plan.skip_rows else None
+    index, every_row = rows_left(live), source
+    if index is not None:  # once, and not for each slab
+        source, inputs = source.take(index), inputs.rows(index)
+    # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
+    dense = index is not None and call.shard.group is not None
+    count, tile = len(source), call.plan.tile
+    at_once = count <= tile.rows and factor is None and source.additions == 1
+    sums = SlabAccumulator(every_row if dense else source, call.buffers, at_once)
+    for columns in steps(source.vocabulary, tile.columns):
+        sums.open(columns)
+        for rows in steps(count, tile.rows):
+            last = rows.stop == count and columns.stop == source.vocabulary
+            gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
+            sums.add(gradient.at(index) if dense else gradient, last)  # type: ignore[arg-type]
+            del gradient  # before the next one is made
+        sums.close(factor)
+    gradients = sums.finish(factor)
+    if index is not None and not dense:
+        for i in range(0, 2 * len(source.features), 2):
+            part = gradients[i]
+            if part is not None:
+                full = part.new_zeros(len(call.scored), part.shape[1])
+                gradients[i] = full.index_copy_(0, index, part)
+    return gradients

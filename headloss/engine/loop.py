@@ -6,12 +6,12 @@
 
 T tokens, V vocabulary, n tokens of a block. A source of logits owns the statistics and the gradient
 of its logits. The schedules differ in which blocks and columns the loop visits, and in when the
-gradient is computed (`engine.backward` has what comes later).
+gradient is computed (`engine.autograd` has what comes later).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,26 @@ from ..logits.linear import LogitSource
 from ..logits.rows import ALL, BackwardInputs, of_several, steps
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
-from .backward import ForwardResult, of_tiles
 from .call import Call, Tensors
+
+
+class ForwardResult(NamedTuple):
+    """What the forward pass leaves behind.
+
+    Attributes:
+        measured: the statistics of all tokens.
+        tiles: what each block's logits left, under a held schedule; they are used up.
+        sums: the gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by
+            each token's slope. None: they are to be found, from what was read.
+        values: each term's share of its reduced value, [K] in float64.
+        coefficients: of all tokens, where the gradients still need them.
+    """
+
+    measured: Measured
+    tiles: list[Any]
+    sums: Any = None
+    values: Any = None
+    coefficients: Coefficients | None = None
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
@@ -102,3 +120,18 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     extras |= dict.fromkeys(needs & {PEAK}, empty)
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
     return measured
+
+
+def of_tiles(
+    call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
+) -> Any:
+    """The sums of what was held, block by block."""
+    sums, blocks = call.accumulator(source), call.plan.blocks
+    inputs = BackwardInputs(result.measured, coefficients)
+    for block in blocks:
+        part = inputs if len(blocks) == 1 else inputs.rows(block.rows)
+        live = part.coefficients.live() if call.plan.skip_rows else None
+        part = part._replace(tile=result.tiles.pop(0), live=live)
+        sums.add(source.logit_gradient(block.rows, ALL, part))
+        del part  # its tile is used up
+    return sums

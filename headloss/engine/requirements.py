@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_device, check_own_places
 from ..batch.batch import Batch
-from ..head.head import Head, check_transform
+from ..head.head import check_transform
 from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
@@ -80,8 +80,14 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
             f"batch_invariant: got True for {dtype} on {hidden.device}, want a GPU with the triton "
             "backend and at most 32 bits: no other product keeps its order for another batch"
         )
-    needs_grad = _needs_grad(hidden.requires_grad, head)
-    plain = not head.lora and options.logits_dtype is None
+    enabled, lora, bias = torch.is_grad_enabled(), head.lora, head.bias
+    into = enabled and hidden.requires_grad
+    needs_grad = NeedsGrad(
+        features=(into, *(into or (enabled and x.a.requires_grad) for x in lora)),
+        weights=tuple(enabled and w.requires_grad for w in (head.weight, *(x.b for x in lora))),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
+    plain = not lora and options.logits_dtype is None
     inputs = {
         "width": hidden.shape[-1],
         "vocabulary": head.vocabulary,
@@ -138,18 +144,6 @@ def of_given_logits(arguments: Arguments) -> Requirements:
     }
     of_batch = objective, batch, options, transform
     return _required(*of_batch, inputs, backend, logits.dtype, needs_grad)
-
-
-def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
-    enabled = torch.is_grad_enabled()
-    into, bias = enabled and of_hidden, head.bias
-    return NeedsGrad(
-        features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
-        weights=tuple(
-            enabled and w.requires_grad for w in (head.weight, *(x.b for x in head.lora))
-        ),
-        bias=enabled and bias is not None and bias.requires_grad,
-    )
 
 
 def _required(

@@ -40,12 +40,9 @@ def external_loss(
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function: Any = Reads(statistics, frozenset(), differentiable)
+    options = (("gradients", tuple(sorted(gradients))),)
     term = Term(
-        name="external_loss",
-        function=function,
-        scope=scope,
-        reduction=token_mean,
-        options=(("gradients", tuple(sorted(gradients))),),
+        name="external_loss", function=function, scope=scope, reduction=token_mean, options=options
     )
     return Objective.of(term)
 
