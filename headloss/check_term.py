@@ -16,8 +16,7 @@ from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
 from .losses.trial import Reads
-from .objective.reads import reads
-from .objective.sample import sample_statistics
+from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
 from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
@@ -76,7 +75,12 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if term.teacher is not None:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, traced = _batch(term, fields)
-    stats = _statistics(batch)
+    # Of each token others, of the size that a sample's have.
+    kinds, device = batch.kinds(), batch.targets.device
+    stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
+    shares = {"generator": torch.Generator().manual_seed(1), "device": device}
+    stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
+    stats = replace(stats, top1=(stats.top1 > 0.75).double())
     values = _pure(term, stats, batch)
     _check_gradient(term, traced, stats, batch)
     cuts = _cuts(term, batch)
@@ -132,15 +136,6 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
                 value = -value.abs() if name.endswith("logps") else value
             fields[name] = value
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
-
-
-def _statistics(batch: PackedBatch) -> Statistics:
-    """Of each token others, of the size that a sample's have."""
-    kinds, device = batch.kinds(), batch.targets.device
-    stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
-    shares = {"generator": torch.Generator().manual_seed(1), "device": device}
-    stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
-    return replace(stats, top1=(stats.top1 > 0.75).double())
 
 
 def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:

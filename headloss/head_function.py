@@ -14,9 +14,10 @@ from torch import Tensor
 from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadLoss
-from .engine.call import linear_call
-from .engine.checks import Arguments, eagerly, outside
+from .engine.call import call_and_tensors
+from .engine.checks import Arguments
 from .head.head import Head, autocast_dtype, check_head
+from .head_loss import eagerly
 from .head_stats import head_stats
 from .losses.scope import Scope
 from .losses.term import Term
@@ -76,8 +77,6 @@ def head_function(
     >>> print(f"{hl.head_function(hidden, head, batch, loss_fn, separable='token').item():.4f}")
     1.1513
     """
-    if torch.compiler.is_compiling():
-        return outside(head_function)(hidden, head, batch, loss_fn, separable, options)
     check_head(head)
     if not (separable is None or (isinstance(separable, str) and separable in SCOPES)):
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
@@ -89,6 +88,6 @@ def head_function(
         return scalar(loss_fn(logps, entropies))
     objective, verb = external_loss(READ, SCOPES[separable]), "head_function"
     arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
-    call, tensors = linear_call(arguments)
+    call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         return HeadLoss.apply(call, *tensors)[0]  # type: ignore[no-any-return]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,19 +18,27 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch
 from .collectives import inside
 from .engine.autograd import HeadLoss
-from .engine.call import Call, given_call, linear_call, linear_plan
-from .engine.checks import Arguments, eagerly, outside
+from .engine.call import Call, call_and_tensors, call_of
+from .engine.checks import Arguments
 from .engine.plan import Plan
 from .head.head import Head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.external import READ, external_loss
 from .options import DEFAULT, Options
+from .private import break_graph
 from .statistics.metrics import Mean, Metrics, Observed, Sum, fold_all
 from .statistics.softmax import Statistics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+P = ParamSpec("P")
+R = TypeVar("R")
+UNCOMPILED = (
+    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
+    "fullgraph=False, or call headloss.head_stats, which does not"
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,6 +80,21 @@ class Output:
             f"Output(loss={self.loss.item():.6g}, terms: {terms}, {per_token},\n"
             f"    metrics: {', '.join(self.metrics)},\n    plan: {self.plan.schedule})"
         )
+
+
+def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
+    """The verb, which runs outside of a graph that is being compiled, and says why under
+    fullgraph=True."""
+
+    @wraps(verb)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        # Only then: the public decorator imports the compiler with the package.
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(verb)(*arguments, **options)  # type: ignore[no-any-return]
+        return verb(*arguments, **options)
+
+    break_graph(run, UNCOMPILED)
+    return run
 
 
 @eagerly
@@ -119,10 +142,8 @@ def head_loss(
     >>> [list(x.shape) for x in (out.logps, hidden.grad)]
     [[3], [3, 4]]
     """
-    if torch.compiler.is_compiling():
-        return outside(head_loss)(hidden, head, batch, objective, options)
     arguments = ("head_loss", hidden, head, batch, objective, options)
-    return _run(lambda: linear_call(Arguments.of_head(*arguments)))
+    return _run(lambda: Arguments.of_head(*arguments))
 
 
 @eagerly
@@ -160,16 +181,13 @@ def logits_loss(
     >>> print(f"{out.loss.item():.4f}")  # the logarithm of 10, squared
     5.3019
     """
-    if torch.compiler.is_compiling():
-        more = (temperature, softcap, logit_scale, vocab_group, inplace, options)
-        return outside(logits_loss)(logits, batch, objective, *more)
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     plain_numbers(transform, "scale", "softcap", "temperature")
     arguments = Arguments(
         verb="logits_loss", values=logits, batch=batch, terms=objective, transform=transform,
         options=DEFAULT if options is None else options, group=vocab_group, inplace=inplace,
     )  # fmt: skip
-    return _run(lambda: given_call(arguments))
+    return _run(lambda: arguments)
 
 
 @eagerly
@@ -199,10 +217,8 @@ def plan(
     >>> hl.plan(hidden, head, hl.Batch(torch.zeros(6).long()), hl.cross_entropy()).schedule
     'one_pass'
     """
-    if torch.compiler.is_compiling():
-        return outside(plan)(hidden, head, batch, objective, options)
     terms = external_loss(frozenset(READ)) if objective is None else objective
-    return linear_plan(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
+    return call_of(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
 
 
 # ---------------------------------------------------------------------- running a call
@@ -216,8 +232,8 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(make: Callable[[], tuple[Call, list[Tensor | None]]]) -> Output:
-    call, tensors = make()
+def _run(make: Callable[[], Arguments]) -> Output:
+    call, tensors = call_and_tensors(make())
     measure: Callable[[], Metrics] = Metrics
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)

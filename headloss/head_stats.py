@@ -14,8 +14,8 @@ from torch import Tensor
 from .batch.batch import Batch
 from .collectives import inside
 from .engine.autograd import HeadStatistics
-from .engine.call import linear_call
-from .engine.checks import Arguments, check_targets, outside
+from .engine.call import call_and_tensors
+from .engine.checks import Arguments, check_targets
 from .engine.operator import in_graph
 from .engine.plan import Plan
 from .head.head import Head, check_head
@@ -94,7 +94,8 @@ def head_stats(
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
             return _with_candidates(outputs, names)
         # The ranks compare their calls, which no graph can hold.
-        return outside(head_stats)(hidden, head, targets_or_batch, options, names)
+        run: Any = torch.compiler.disable(head_stats)
+        return run(hidden, head, targets_or_batch, options, names)  # type: ignore[no-any-return]
     if not names:
         with torch.no_grad():
             return head_stats(hidden, head, targets_or_batch, options)
@@ -106,7 +107,7 @@ def head_stats(
             batch = error  # all ranks have to hear of it
     terms = external_loss(names, candidates=candidates)
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
-    call, tensors = linear_call(arguments)
+    call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         outputs = HeadStatistics.apply(call, names, *tensors)
     stats = _with_candidates(outputs, names)

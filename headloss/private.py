@@ -28,7 +28,7 @@ def in_forward_mode() -> bool:
 
 def break_graph(verb: Callable[..., Any], message: str) -> None:
     """Has the compiler leave a function out, and say why with fullgraph=True. The public decorator
-    imports the compiler with the package, and every call would pass through another function."""
+    imports the compiler with the package."""
     verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
 
 

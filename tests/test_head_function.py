@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import headloss as hl
-from headloss.engine import requirements
+from headloss.engine import call as calls
 from headloss.engine.plan import make_plan
 from headloss.head import products
 from headloss.testing import trained_looking, within_budget
@@ -107,7 +107,7 @@ def test_against_float64(monkeypatch, name, separable, options, schedule, dtype)
         ran.append(make_plan(*args))
         return ran[-1]
 
-    monkeypatch.setattr(requirements, "make_plan", noted)
+    monkeypatch.setattr(calls, "make_plan", noted)
 
     def verb(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         batch, given = hl.Batch(targets), hl.Options(**options)

@@ -100,7 +100,7 @@ def given_in_graph(kind: str, dtype: torch.dtype):
     given = {"candidate_ids": batch.candidate_ids} if "candidates" in kind else {}
     if kind.startswith("flat"):
         given["support_ids"] = (support.reshape(-1), torch.arange(0, 6 * N + 1, 6))
-    elif kind != "candidates":
+    elif not kind.startswith("candidates"):
         given["support_ids"] = support
     return hidden, weight, hl.Batch(batch.targets, **given)
 
@@ -109,6 +109,7 @@ def given_in_graph(kind: str, dtype: torch.dtype):
     ("kind", "dtype"),
     [
         ("flat candidates", torch.float64),
+        ("candidates, temperatures", torch.float64),
         *(
             pytest.param(kind, dtype, marks=pytest.mark.slow)
             for kind in ("candidates", "padded", "mixed", "mixed candidates", "flat")
@@ -122,9 +123,11 @@ def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     options = hl.Options(schedule="recompute")
     names = ALL if "candidates" in kind else ALL[:2]
+    several = torch.linspace(0.5, 1, batch.targets.numel()).view_as(batch.targets)
+    temperature = several if "temperatures" in kind else 0.7
 
     def step(x, w):
-        head = hl.Head(w, temperature=0.7)
+        head = hl.Head(w, temperature=temperature)
         found = hl.head_stats(x, head, batch, options, names)
         loss = (found.logp * found.entropy).sum()
         if found.candidate_logps is not None:

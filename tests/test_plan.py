@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import headloss as hl
 from headloss import kernels
-from headloss.engine.call import linear_plan
+from headloss.engine.call import call_of, packed_and_planned
 from headloss.engine.checks import Arguments
 from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
 from headloss.engine.plan_inputs import PlanInputs
@@ -356,11 +356,12 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     assert found.memory == 79 << 30 and (found.first, found.size, found.vocabulary) == (5, 5, 10)
     head, batch = hl.Head(torch.zeros(10, 3)), hl.Batch(torch.arange(4))
     arguments = torch.zeros(4, 3), head, batch, hl.cross_entropy(), hl.Options()
-    call = linear_plan(Arguments.of_head("plan", *arguments))
+    call = call_of(Arguments.of_head("plan", *arguments))
     inputs = dataclasses.replace(call.requirements.inputs, on_gpu=True, memory=140 << 30)
     needs = dataclasses.replace(call.requirements, inputs=inputs)
     for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
-        assert needs.plan(call.options, call.scored, places).budget[0] == gib << 24
+        _, plan, _ = packed_and_planned(batch, call.options, call.transform, places, needs)
+        assert plan.budget[0] == gib << 24
 
 
 # ---------------------------------------------------------------------- bytes

@@ -23,8 +23,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of terms, once for each trial."""
     hl.clear_cache()
     names: list[str] = []
-    plain = reads._traced
-    monkeypatch.setattr(reads, "_traced", lambda *a: names.append(a[0]) or plain(*a))
+    plain = reads.trace
+    monkeypatch.setattr(reads, "trace", lambda *a: names.append(a[0].name) or plain(*a))
     return names
 
 

@@ -1,6 +1,7 @@
-"""What autograd sees of a call: one function of its tensors, to the loss or to statistics.
+"""What autograd sees of a call: one function of its tensors, to the loss or to statistics; and the
+gradient of the logits once the coefficients of all tokens are there.
 
-N positions, T of them scored, K candidates.
+N positions, T of them scored, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from torch import Tensor
 
 from ..collectives import inside
 from ..kernels.interface import ExpTile
-from ..logits.rows import ALL
-from ..objective.external import READ, coefficients_of
-from ..objective.weighted import power_of_two, without_constants
-from ..statistics.softmax import BESIDE, CANDIDATES
-from .backward import ForwardResult, Gradients, backward
+from ..logits.accumulators import SlabAccumulator
+from ..logits.linear import LinearLogits, rows_left
+from ..logits.rows import ALL, BackwardInputs, steps
+from ..objective.external import READ
+from ..objective.weighted import Coefficients, power_of_two, without_constants
+from ..statistics.softmax import BESIDE, CANDIDATES, vjp
 from .call import Call, slope_of
-from .loop import forward, sweep
+from .loop import ForwardResult, forward, of_tiles, sweep
+
+Gradients = list[Tensor | None]
 
 
 class HeadLoss(torch.autograd.Function):
@@ -101,9 +105,15 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, Any, ForwardResult]:
-    """The call, the source of its logits where they are made again, and what was left."""
+    """The call, the source of its logits where they are made again, and what was left; RuntimeError
+    where a field that is read again is no longer what it was."""
     ctx.used = True
-    refuse_changes(ctx.read_again)
+    for name, tensor, version in ctx.read_again:
+        if tensor._version != version:
+            raise RuntimeError(
+                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
+                "before the backward pass, which reads it again; give the batch a clone of it"
+            )
     call, saved = ctx.call, iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
     result = ctx.result._replace(tiles=[rebuild(saved) for rebuild in ctx.rebuild])
     tensors = list(saved)[len(call.constants) :]
@@ -120,7 +130,8 @@ def backward_of_slopes(
     stats, factor = result.measured.stats, None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    coefficients = coefficients_of(slopes, stats, call.shard.vocabulary)
+    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
+    coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.inputs.rescaled and not call.options.batch_invariant:
@@ -141,22 +152,12 @@ def refuse_second_derivatives(of: str) -> None:
         )
 
 
-def refuse_changes(read_again: Sequence[tuple[str, Tensor, int]]) -> None:
-    """RuntimeError where a field that the backward pass reads again is no longer what it was."""
-    for name, tensor, version in read_again:
-        if tensor._version != version:
-            raise RuntimeError(
-                f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
-                "before the backward pass, which reads it again; give the batch a clone of it"
-            )
-
-
 def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of the objective's coefficients and those that are owed, None
     where it is one, as far as the host may know."""
-    stated, scale, static = call.weighted.upstream, call.weighted.scale, call.options.static
-    if stated is None:
-        plain = not static and scale is None and upstream.is_cpu
+    options, scale = call.options, call.weighted.scale
+    if (stated := options.upstream) is None:
+        plain = not options.static and scale is None and upstream.is_cpu
         if plain and upstream.equal(torch.ones_like(upstream)):
             return None
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
@@ -182,3 +183,80 @@ def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], 
         return lambda saved: (next(saved), None, rebuild(saved))
     tensors.append(tile)
     return next
+
+
+# ---------------------------------------------------------------------- gradients of the logits
+
+
+def backward(
+    call: Call, source: Any, result: ForwardResult, coefficients: Coefficients,
+    factor: Tensor | None
+) -> Gradients:  # fmt: skip
+    """Gradients times `factor`; `source` where the logits are made again."""
+    plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
+    if plan.schedule == "frozen":
+        return _of_frozen_head(call, result, coefficients, factor)
+    if plan.schedule == "held":
+        return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
+    if isinstance(source, LinearLogits):
+        return _in_slabs(call, source, inputs, factor)
+    sums = call.accumulator(source)  # of given logits, a tile at a time
+    for columns in steps(source.vocabulary, plan.tile.columns):
+        for rows in steps(len(source), plan.tile.rows):
+            sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)), columns)
+    return sums.finish(factor)  # type: ignore[no-any-return]
+
+
+def _of_frozen_head(
+    call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
+) -> Gradients:
+    """dlogp/dhidden per token times the objective's slope, plus what the slopes of candidates add
+    to it."""
+    sums, source, prob = result.sums, result.sums.source, coefficients.softmax.prob
+    hidden, acts = sums.hidden, source.acts
+    hidden.settle()
+    logp = result.measured.stats.logp
+    slope = torch.zeros_like(logp) if prob is None else -prob
+    if factor is not None:
+        slope = slope * factor.to(slope.dtype)
+    slope = slope / call.unit(logp)
+    sparse = [part for part in source.beside if part.key in coefficients.extras]
+    for i, total in hidden.totals.items():
+        acts.scaled_rows(total, slope, out=total)
+        for part in sparse:
+            slopes, targets = coefficients.extras[part.key], source.context.targets
+            values, pairs = part.beside_logp(result.measured, slopes, targets)
+            if factor is not None:
+                values = values * factor.to(values.dtype)
+            acts.support_sums(values, source.weights[i], pairs, total, add=True)
+    return sums.finish(None)  # type: ignore[no-any-return]
+
+
+def _in_slabs(
+    call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
+) -> Gradients:
+    """In slabs of columns: each slab of the weight gradient is written once."""
+    live = inputs.coefficients.live() if call.plan.skip_rows else None
+    index, every_row = rows_left(live), source
+    if index is not None:  # once, and not for each slab
+        source, inputs = source.take(index), inputs.rows(index)
+    # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
+    dense = index is not None and call.shard.group is not None
+    count, tile = len(source), call.plan.tile
+    at_once = count <= tile.rows and factor is None and source.additions == 1
+    sums = SlabAccumulator(every_row if dense else source, call.buffers, at_once)
+    for columns in steps(source.vocabulary, tile.columns):
+        sums.open(columns)
+        for rows in steps(count, tile.rows):
+            gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
+            sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
+            del gradient  # before the next one is made
+        sums.close(factor)
+    gradients = sums.finish(factor)
+    if index is not None and not dense:
+        for i in range(0, 2 * len(source.features), 2):
+            part = gradients[i]
+            if part is not None:
+                full = part.new_zeros(len(call.scored), part.shape[1])
+                gradients[i] = full.index_copy_(0, index, part)
+    return gradients

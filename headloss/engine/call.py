@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing, packing_of
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Linear
+from ..head.products import Fixed
+from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
@@ -26,15 +28,16 @@ from ..logits.linear import ExpLogits, LinearLogits, RowContext
 from ..logits.rows import ALL, Rows
 from ..logits.support import SupportLogits
 from ..logits.teacher import measuring
+from ..losses.trial import Reads
 from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import agree, attempt
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
-from ..parallel.vocabulary import WholeVocabulary, agreed_shard
+from ..parallel.vocabulary import VocabShard, WholeVocabulary
 from .checks import Arguments, check_masks, check_temperatures
-from .plan import Plan
+from .plan import Plan, make_plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
@@ -43,7 +46,7 @@ Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """What the loop needs of a call; a subclass says where its logits come from.
+    """What the loop needs of a call.
 
     Attributes:
         requirements: what follows from the arguments, before the batch is packed.
@@ -68,13 +71,61 @@ class Call:
     @property
     def open(self) -> Callable[[Tensors], Any]:
         """Makes the logits of the scored tokens."""
-        raise NotImplementedError
+        requirements, plan, support = self.requirements, self.plan, self.scored.support
+        inputs = requirements.inputs
+        if inputs.given:
+            kind, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
+            return partial(
+                kind, context=self.context, order=self.scored.order, overwrites=overwrites
+            )
+        # A product measures logits of float16, whose gradient is written in float16.
+        measured = inputs.rescaled and requirements.backend == "triton"
+        make = partial(
+            ExpLogits if plan.exp_tiles else LinearLogits,
+            context=self.context,
+            compute_dtype=requirements.compute_dtype,
+            logits_dtype=self.options.logits_dtype,
+            fixed=self.fixed,
+            measured=measured and self.shard.group is None,
+        )
+        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
 
     @property
     def accumulator(self) -> Callable[[Any], Any]:
-        """Makes, of these, what takes their gradient: in blocks of tokens, of given logits in
+        """Makes, of these, what takes their gradient: in blocks of tokens, of given ones in
         tiles."""
-        raise NotImplementedError
+        if self.plan.in_place:  # the source has written the gradient already
+            return lambda source: source
+        if self.requirements.inputs.given:
+            return GivenAccumulator
+        more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
+        return partial(BlockAccumulator, buffers=self.buffers, **more)
+
+    @property
+    def fixed(self) -> Fixed | None:
+        """The product of which a row's bits depend on no other row, where it is traced for."""
+        acts: Kernels = self.context.acts
+        return acts.fixed_product if self.options.batch_invariant else None
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where the gradients of features and weights are added up."""
+        options, inputs = self.options, self.requirements.inputs
+        # Coefficients hold the upstream gradient already.
+        final = options.upstream is not None or inputs.scope == "external"
+        return GradientBuffers(
+            needs_grad=self.requirements.needs_grad,
+            accumulate_dtype=options.accumulate_dtype,
+            main_grad=options.main_grad,
+            direct=final and not inputs.rescaled,
+        )
+
+    @property
+    def in_one_launch(self) -> bool:
+        """Whether the gradient of given logits is known before their statistics, so that one launch
+        gives both."""
+        written = self.plan.in_place and self.plan.schedule == "one_pass"
+        return written and self.groups == (None, None) and self.requirements.slopes
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -91,13 +142,14 @@ class Call:
         """The objective with a weight for each token. (It is made while the first product runs, and
         holds no call, which holds it.)"""
         scored, batch, vocabulary = self.scored, self.batch, self.shard.vocabulary
-        upstream = self.options.upstream
+        upstream = 1.0 if self.options.upstream is None else self.options.upstream
         if self.loss_fn is not None:
             return ExternalLoss(self.loss_fn, scored, vocabulary, upstream)
-        requirements, totals = self.requirements, batch.totals
-        if totals is None:  # packing may have read them
-            counted = requirements.counted and scored.live is None
-            totals = Totals(len(scored), scored.count) if counted else Totals.of(batch)
+        requirements, totals, kinds = self.requirements, batch.totals, self.packed.kinds()
+        if totals is None:
+            more = batch.segments.group is not None or scored.live is not None
+            more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())
+            totals = Totals.of(batch) if more else Totals(len(scored), scored.count)
         weighted = bind(
             requirements.objective, self.packed, totals, vocabulary, requirements.wide,
             upstream=upstream, closed=requirements.slopes, logp_only=self.plan.schedule == "frozen",
@@ -112,11 +164,9 @@ class Call:
         requirements, scored = self.requirements, self.scored
         every_column = self.shard.group is None and scored.live is None
         context = RowContext(
-            requirements.kernels, scored.targets, self.transform, requirements.needs, self.shard,
-            every_column,
+            kernels.load(requirements.backend), scored.targets, self.transform,
+            requirements.needs, self.shard, every_column,
         )  # fmt: skip
-        if not requirements.beside:
-            return context
         teachers, keeps_tiles = requirements.objective.teachers, self.plan.keeps_tiles
         return measuring(context, self.packed, teachers, requirements.wide, keeps_tiles)
 
@@ -149,74 +199,10 @@ class Call:
     def read_again(self) -> list[tuple[str, Tensor, int]]:
         """Fields that the backward pass reads again, and how often each was changed in place.
         (Hooks that move what autograd saves would copy them.)"""
-        if not self.requirements.beside:
+        if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
         return [(n, t, t._version) for n, t in fields if t is not None and not t.is_inference()]
-
-
-C = TypeVar("C", bound=Call)
-
-
-class LinearCall(Call):
-    """Of hidden states and a head."""
-
-    @property
-    def open(self) -> Callable[[Tensors], LinearLogits]:
-        requirements, options, support = self.requirements, self.options, self.scored.support
-        # A product measures logits of float16, whose gradient is written in float16.
-        measured = requirements.inputs.rescaled and requirements.backend == "triton"
-        make = partial(
-            ExpLogits if self.plan.exp_tiles else LinearLogits,
-            context=self.context,
-            compute_dtype=requirements.compute_dtype,
-            logits_dtype=options.logits_dtype,
-            fixed=requirements.fixed_product(options),
-            measured=measured and self.shard.group is None,
-        )
-        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
-
-    @property
-    def buffers(self) -> GradientBuffers:
-        """Where the gradients of features and weights are added up."""
-        options, inputs = self.options, self.requirements.inputs
-        # Coefficients hold the upstream gradient already.
-        final = options.upstream is not None or inputs.scope == "external"
-        return GradientBuffers(
-            needs_grad=self.requirements.needs_grad,
-            accumulate_dtype=options.accumulate_dtype,
-            main_grad=options.main_grad,
-            direct=final and not inputs.rescaled,
-        )
-
-    @property
-    def accumulator(self) -> Callable[[LinearLogits], BlockAccumulator]:
-        plan = self.plan
-        more = {"blocks": plan.chunks, "single_block": plan.single_block}
-        return partial(BlockAccumulator, buffers=self.buffers, **more)
-
-
-class GivenCall(Call):
-    """Of logits that exist already."""
-
-    @property
-    def in_one_launch(self) -> bool:
-        """Whether the gradient is known before the statistics, so that one launch gives both."""
-        plan, alone = self.plan, self.groups == (None, None)
-        inside = plan.in_place and plan.schedule == "one_pass"
-        return alone and inside and self.requirements.slopes
-
-    @property
-    def open(self) -> Callable[[Tensors], GivenLogits]:
-        kind = InPlaceLogits if self.plan.in_place else GivenLogits
-        overwrites = self.requirements.inputs.overwrites
-        return partial(kind, context=self.context, order=self.scored.order, overwrites=overwrites)
-
-    @property
-    def accumulator(self) -> Callable[[Any], Any]:
-        if self.plan.in_place:  # the source has written the gradient already
-            return lambda source: source
-        return GivenAccumulator
 
 
 def floor_of(sizes: Tensor) -> Tensor:
@@ -232,10 +218,12 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 # ---------------------------------------------------------------------- making a call
 
 
-def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
-    """The call of a verb on hidden states, and the tensors of its logits: features and weights
-    pairwise, bias."""
-    call, hidden, head = linear_plan(arguments), arguments.values, arguments.head
+def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
+    """The call of a verb, and the tensors of its logits: these, or features and weights pairwise,
+    bias."""
+    call, hidden, head = call_of(arguments), arguments.values, arguments.head
+    if head is None:
+        return call, [hidden]
     requirements, scored, shard = call.requirements, call.scored, call.shard
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if requirements.compute_dtype is not None:
@@ -247,28 +235,18 @@ def linear_call(arguments: Arguments) -> tuple[LinearCall, list[Tensor | None]]:
         x = Linear.apply(scored.gather, scored.scatter, by_position)
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
-    assert head is not None
     factors = [(x, head.weight)]
     if head.lora:
-        factors = head.factors(x, shard.dropout, requirements.fixed_product(call.options))
+        factors = head.factors(x, shard.dropout, call.fixed)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
-def linear_plan(arguments: Arguments) -> LinearCall:
-    """The same before a hidden state is looked at: they may be on the meta device."""
-    return _agreed(LinearCall, arguments, of_hidden_states)
-
-
-def given_call(arguments: Arguments) -> tuple[GivenCall, list[Tensor | None]]:
-    """The call of a verb on logits, and its tensor."""
-    return _agreed(GivenCall, arguments, of_given_logits), [arguments.values]
-
-
-def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirements]) -> C:
-    """A call that the ranks of its groups agree on, packed and planned. An error waits until all of
-    them have heard of it."""
+def call_of(arguments: Arguments) -> Call:
+    """A call that the ranks of its groups agree on, packed and planned; hidden states may be on the
+    meta device. An error waits until all ranks have heard of it."""
     a, batch, options = arguments, arguments.batch, arguments.options
     static = isinstance(options, Options) and options.static
+    require = of_given_logits if a.head is None else of_hidden_states
     requirements, error = attempt(None, lambda: require(a))
     shard: Any
     if a.group is None:
@@ -276,9 +254,10 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     else:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
-        shard, error = agreed_shard(a.group, say, error, vocab_size, static)
+        of_ranks, error = agree("vocab_group", a.group, say, error, static)
+        shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size))
     packed, error = attempt(
-        error, lambda: _planned(batch, options, a.transform, shard, requirements)
+        error, lambda: packed_and_planned(batch, options, a.transform, shard, requirements)
     )
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
@@ -290,22 +269,15 @@ def _agreed(kind: type[C], arguments: Arguments, require: Callable[..., Requirem
     if error is not None:
         raise error
     scored, plan, transform = packed
-    call = kind(
-        requirements=requirements,
-        batch=batch,
-        options=options,
-        shard=shard,
-        scored=scored,
-        plan=plan,
-        per_segment=fields,
-        transform=transform,
-        loss_fn=a.loss_fn,
-    )
+    call = Call(
+        requirements=requirements, batch=batch, options=options, shard=shard, scored=scored,
+        plan=plan, per_segment=fields, transform=transform, loss_fn=a.loss_fn,
+    )  # fmt: skip
     _ = call.context  # fields of teachers and candidates are checked
     return call
 
 
-def _planned(
+def packed_and_planned(
     batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
     requirements: Requirements
 ) -> tuple[Packing, Plan, Transform]:
@@ -313,9 +285,23 @@ def _planned(
     unit = requirements.inputs.segments_per_unit if options.static else None
     scored = packing_of(batch, shard.vocabulary, unit)
     shard.check_batch(batch, options.sequence_parallel)
-    if requirements.masks and not options.static:
-        check_masks(batch, requirements.masks, scored.view(batch, requirements.wide))
-    plan = requirements.plan(options, scored, shard)
+    # A loss that lives elsewhere may read what it likes.
+    elsewhere = any(isinstance(t.function, Reads) for _, t in requirements.objective.parts)
+    if not (options.static or elsewhere):
+        check_masks(batch, requirements.fields, scored, requirements.wide)
+    inputs, support = requirements.inputs, scored.support
+    inputs = replace(
+        inputs,
+        lengths=scored.lengths,
+        tokens=len(scored),
+        vocabulary=shard.widest,
+        support=0 if support is None else len(support.ids),
+        restricted=0 if support is None else support.restricted,
+        sharded=shard.group is not None,
+        memory=shard.memory or inputs.memory,
+        weight_gradient=inputs.weight_gradient or shard.weight_gradient,
+    )
+    plan = make_plan(inputs, options, requirements.backend)
     if isinstance(transform.temperature, Tensor):
         rows = _temperatures(transform.temperature, batch, scored)
         transform = replace(transform, temperature=rows.to(requirements.wide))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,25 +14,16 @@ from torch.autograd.forward_ad import unpack_dual
 
 from ..arguments import IGNORE, check_dense, check_device, is_dtensor
 from ..batch.batch import LOGPS, Batch, check_ids
-from ..batch.packing import PackedBatch
+from ..batch.packing import Packing
 from ..head.dtensor import local_head
 from ..head.head import Head, autocast_dtype, check_head, transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
-from ..losses.trial import Reads
-from ..objective.reads import reads
-from ..objective.sample import Kinds
+from ..objective.reads import Kinds, reads
 from ..options import DEFAULT, Options
-from ..private import break_graph, in_forward_mode, in_function_transform
+from ..private import in_forward_mode, in_function_transform
 from ..statistics.softmax import Statistics
-
-P = ParamSpec("P")
-R = TypeVar("R")
-UNCOMPILED = (
-    "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
-    "fullgraph=False, or call headloss.head_stats, which does not"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,18 +63,6 @@ class Arguments:
             options=DEFAULT if options is None else options, transform=transform_of(head),
             group=head.vocab_group,
         )  # fmt: skip
-
-
-def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """Says with fullgraph=True why a compiled graph has no such call; without, the verb breaks the
-    graph by itself, where it is being compiled."""
-    break_graph(verb, UNCOMPILED)
-    return verb
-
-
-def outside(verb: Callable[P, R]) -> Callable[P, R]:
-    """The same verb, run outside of the graph that is being compiled."""
-    return torch.compiler.disable(verb)  # type: ignore[no-any-return]
 
 
 def check_eager(verb: str, values: object = None, *others: object) -> None:
@@ -130,7 +109,16 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
-    check_main_grad(head.weight, options)
+    weight, grad = head.weight, options.main_grad
+    if grad is not None and (
+        grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device
+    ):
+        raise ValueError(
+            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
+            f"{tuple(weight.shape)} on {weight.device}"
+        )
+    if grad is not None and torch.is_grad_enabled() and not weight.requires_grad:
+        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
     if batch.support is not None and objective.teachers:
         raise ValueError(
             f"support_ids: got them with {objective!r}, whose teachers have the whole vocabulary; "
@@ -233,19 +221,6 @@ def check_topk(batch: Batch) -> None:
             )
 
 
-def check_main_grad(weight: Tensor, options: Options) -> None:
-    grad = options.main_grad
-    if grad is None:
-        return
-    if grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device:
-        raise ValueError(
-            f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
-            f"{tuple(weight.shape)} on {weight.device}"
-        )
-    if torch.is_grad_enabled() and not weight.requires_grad:
-        raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")
-
-
 # ---------------------------------------------------------------------- fields and terms
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
@@ -257,29 +232,18 @@ _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
-def fields_read(objective: Objective, traced: dict[str, Reads]) -> set[str]:
-    read = {name for term in traced.values() for name in term.fields}
-    return read | {term.kept_field for _, term in objective.parts if term.kept_field is not None}
-
-
-def masks_of(kinds: Kinds, objective: Objective, read: set[str]) -> dict[str, bool]:
-    """Fields of `MASKS`, and whether a term reads them; none beside a loss that lives elsewhere,
-    which may read what it likes."""
-    if any(isinstance(term.function, Reads) for _, term in objective.parts):
-        return {}
-    return {name: name in read for name in MASKS if name in kinds}
-
-
-def check_masks(batch: Batch, masks: Mapping[str, bool], packed: PackedBatch) -> None:
+def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
     """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
-    one out, and is read by no term: of this call, whose `masks` says so, or of one before with the
-    same batch. Reads the device, once for each such field."""
-    batch._masks_read |= {name for name, read in masks.items() if read}
-    for name in masks.keys() - batch._masks_read:
-        out = (value := getattr(packed, name)) == MASKS[name]
+    one out, and is read by no term: of this call, or of one before with the same batch. Reads the
+    device, once for each such field."""
+    names = MASKS.keys() & batch.fields.keys()
+    batch._masks_read |= names & read
+    for name in names - batch._masks_read:
+        value = getattr(scored.view(batch, dtype), name)
+        out = value == MASKS[name]
         if value.dim() == 1 and out.any():
             token = int(out.nonzero()[0])
-            position = token if packed.index is None else int(packed.index[token])
+            position = token if scored.index is None else int(scored.index[token])
             raise ValueError(
                 f"{name}: got {MASKS[name]} at position {position}, which is scored, as no term "
                 f"reads {name}; to leave it out want a target of -100 there, or a term that reads "

@@ -6,30 +6,51 @@
 
 T tokens, V vocabulary, n tokens of a block. A source of logits owns the statistics and the gradient
 of its logits. The schedules differ in which blocks and columns the loop visits, and in when the
-gradient is computed (`engine.backward` has what comes later).
+gradient is computed (`engine.autograd` has what comes later).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels.interface import Measured
-from ..logits.given import InPlaceLogits
 from ..logits.linear import LogitSource
 from ..logits.rows import ALL, BackwardInputs, of_several, steps
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
-from .backward import ForwardResult, of_tiles
-from .call import Call, GivenCall, Tensors
+from .call import Call, Tensors
+
+
+class ForwardResult(NamedTuple):
+    """What the forward pass leaves behind.
+
+    Attributes:
+        measured: the statistics of all tokens.
+        tiles: what each block's logits left, under a held schedule; they are used up.
+        sums: the gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by
+            each token's slope. None: they are to be found, from what was read.
+        values: each term's share of its reduced value, [K] in float64.
+        coefficients: of all tokens, where the gradients still need them.
+    """
+
+    measured: Measured
+    tiles: list[Any]
+    sums: Any = None
+    values: Any = None
+    coefficients: Coefficients | None = None
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
-    if isinstance(call, GivenCall) and call.in_one_launch:
-        return in_one_launch(call, tensors)
+    if call.in_one_launch:
+        source, needs, weighted = call.open(tensors), call.requirements.needs, call.weighted
+        beforehand = weighted.beforehand(call.packed, needs)  # type: ignore[union-attr]
+        measured = source.context.measured(source.walk(needs, *beforehand))
+        shares = weighted.coefficients(measured.stats, call.packed, None, needed=False).values
+        return ForwardResult(measured, [], source, shares)
     result, schedule = sweep(call, tensors), call.plan.schedule
     if result.values is not None:
         return result
@@ -41,17 +62,6 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if schedule == "held":  # no later: the tiles take more than the gradients do
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
-
-
-def in_one_launch(call: GivenCall, tensors: Tensors) -> ForwardResult:
-    """Statistics and gradient at once, where the gradient is known before the statistics."""
-    source = call.open(tensors)
-    assert isinstance(source, InPlaceLogits)
-    needs, weighted, packed = call.requirements.needs, call.weighted, call.packed
-    state = source.walk(needs, *weighted.beforehand(packed, needs))  # type: ignore[union-attr]
-    measured = source.context.measured(state)
-    values = weighted.coefficients(measured.stats, packed, None, needed=False).values
-    return ForwardResult(measured, [], source, values)
 
 
 def sweep(call: Call, tensors: Tensors) -> ForwardResult:
@@ -75,7 +85,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             if schedule == "frozen":
                 unit = call.unit(measured.stats.logp, rows)
                 softmax = SoftmaxCoefficients(target=unit, prob=-unit)
-                coefficients = Coefficients(softmax, {}, unit)
+                coefficients = Coefficients(softmax, {})
             else:
                 weighted, chunk = call.weighted, block if several else None
                 coefficients = weighted.coefficients(measured.stats, call.packed, chunk)
@@ -110,3 +120,18 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     extras |= dict.fromkeys(needs & {PEAK}, empty)
     extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
     return measured
+
+
+def of_tiles(
+    call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
+) -> Any:
+    """The sums of what was held, block by block."""
+    sums, blocks = call.accumulator(source), call.plan.blocks
+    inputs = BackwardInputs(result.measured, coefficients)
+    for block in blocks:
+        part = inputs if len(blocks) == 1 else inputs.rows(block.rows)
+        live = part.coefficients.live() if call.plan.skip_rows else None
+        part = part._replace(tile=result.tiles.pop(0), live=live)
+        sums.add(source.logit_gradient(block.rows, ALL, part))
+        del part  # its tile is used up
+    return sums

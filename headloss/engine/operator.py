@@ -30,10 +30,9 @@ from ..objective.external import CANDIDATE, READ, external_loss
 from ..options import DEFAULT, Options
 from ..statistics.softmax import Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
-from .backward import ForwardResult
-from .call import Call, linear_plan
+from .call import Call, call_of
 from .checks import Arguments, check_targets
-from .loop import sweep
+from .loop import ForwardResult, sweep
 
 SPELT = ("backend", "static", "skip_rows")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
@@ -61,28 +60,23 @@ def in_graph(
     if isinstance(number, Tensor):
         number, per_token = 1.0, number.reshape(-1)
     ids = [t if t is None or t.dim() == 1 else t.flatten(0, -2) for t in ids]
+    if (schedule := options.schedule) not in ("auto", "recompute"):
+        raise ValueError(f'schedule: got "{schedule}", but a compiled graph is served by recompute')
+    for name in REFUSED:
+        if getattr(options, name) is not getattr(DEFAULT, name):
+            raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
     measured = _head_stats(
         [*(t for pair in pairs for t in pair), *([] if head.bias is None else [head.bias])],
         [targets.reshape(-1), per_token, *ids],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
-        _spelt(options, CANDIDATE[1] in gradients),
+        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in SPELT]}",
     )
     stats = [
         (t if name in gradients else t.detach()).view(targets.shape)
         for name, t in zip(READ, measured, strict=False)
     ]
     return [*stats, *(t.unflatten(0, targets.shape) for t in measured[5:6])]
-
-
-def _spelt(options: Options, tail: bool) -> str:
-    """Checks the options; `tail`: the candidates' rest is asked for."""
-    if (schedule := options.schedule) not in ("auto", "recompute"):
-        raise ValueError(f'schedule: got "{schedule}", but a compiled graph is served by recompute')
-    for name in REFUSED:
-        if getattr(options, name) is not getattr(DEFAULT, name):
-            raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
-    return f"{tail}, {[getattr(options, name) for name in SPELT]}"
 
 
 def _open(
@@ -121,7 +115,7 @@ def _open(
         ids: Any = tuple(support) or None
         batch = Batch(targets, candidate_ids=chosen, support_ids=ids)
         arguments = Arguments.of_head("head_stats", features[0], head, batch, objective, options)
-        call = linear_plan(arguments)
+        call = call_of(arguments)
     pairs[::2] = map(call.scored.gather, features)
     return call, [None if t is None else t.detach() for t in (*pairs, bias)]
 
@@ -200,7 +194,10 @@ def _backward(ctx, upstream):
     last, slopes = first + ctx.count, [*upstream[:3], *upstream[5:6]]
     tensors, measured = (saved[:first], saved[first:last]), saved[last:]
     gradients = iter(_head_stats_backward(*tensors, *ctx.numbers, measured, slopes, ctx.wanted))
-    return [next(gradients) if wanted else None for wanted in ctx.wanted], *[None] * 4
+    of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
+    # One None stands for a list with a None in it, as many as there are for one of tensors alone.
+    of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
+    return of_factors, of_constants, None, None, None
 
 
 _head_stats.register_autograd(_backward, setup_context=_setup_context)

@@ -147,7 +147,10 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         swept = tile.rows * tile.columns * p.slab_bytes + p.hidden_sums
         room = swept // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    single_block = _single_block(p, schedule, len(chunks), tile)
+    # One product is the returned weight gradient, so that no wider sum is needed.
+    one = len(chunks) <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
+    wider = options.main_grad is not None or p.given or p.rescaled
+    single_block = one and not (wider or 0 < p.restricted < p.tokens)
     exp_tiles = p.exp_tiles and not p.narrow
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
@@ -164,7 +167,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         exp_tiles=exp_tiles,
         in_place=p.in_place,
         bytes=parts,
-        peak_bytes=peak_bytes(p, parts),
+        peak_bytes=peak_bytes(p, parts, options),
         plain_bytes=p.tokens * p.vocabulary * (4 + 2 * p.element_size),
         reason=reason,
         budget=budget,
@@ -175,13 +178,6 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         support=p.support,
         restricted=p.restricted,
     )
-
-
-def _single_block(p: PlanInputs, schedule: Schedule, chunks: int, tile: Tile) -> bool:
-    """Whether one product is the whole weight gradient, so that no wider sum is needed."""
-    if p.main_grad or p.given or 0 < p.restricted < p.tokens or p.rescaled:
-        return False
-    return chunks <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
 
 
 def _choose(

@@ -37,7 +37,6 @@ class PlanInputs:
     lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
     segments_per_unit: int = 1
     grouped: bool = False  # segments run across ranks
-    gathered: bool = False  # hidden states are on several ranks
     sharded: bool = False  # hidden gradients are summed over ranks
     sparse: bool = True  # some tokens may be without a gradient
     thorough: bool = False  # a CPU leaves them out at any size: it is asked to, or they may be NaN
@@ -55,7 +54,6 @@ class PlanInputs:
     given: bool = False  # the logits exist already
     overwrites: bool = False  # and their gradient may overwrite them
     in_place: bool = False  # and a kernel works on them where they lie
-    main_grad: bool = False  # the weight gradient is added to a tensor of the caller's
     teachers: bool = False  # stand beside the logits
     candidates: int = 0  # columns of a token that are measured apart
     support: int = 0  # pairs of a token and a column of its support
@@ -121,7 +119,7 @@ def bytes_by_part(
         (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
         (not p.on_gpu, "working blocks", widened),
         (sent, "hidden gradient on its way", rows * p.width * max(4, p.element_size)),
-        (p.gathered, "gathered hidden states", p.tokens * p.width * p.element_size),
+        (options.sequence_parallel, "gathered hidden states", p.tokens * p.width * p.element_size),
         (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
         (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
         (slabs and p.hidden_sums, "hidden gradient accumulator", p.hidden_sums),
@@ -129,11 +127,12 @@ def bytes_by_part(
     return {name: size for taken, name, size in parts if taken}
 
 
-def peak_bytes(p: PlanInputs, parts: dict[str, int]) -> int:
+def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
     """With the returned gradients; one that is summed apart is made when the logits have gone."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
     hidden = p.hidden_gradient * p.tokens * columns * p.element_size
-    weight = (p.weight_gradient and not p.main_grad) * p.vocabulary * p.width * p.weight_size
+    returned = p.weight_gradient and options.main_grad is None
+    weight = returned * p.vocabulary * p.width * p.weight_size
     pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}
     late = sum(size for name, size in pairs.items() if name in parts)
     return hidden + weight + sum(parts.values()) - min(late, parts.get("logits", 0))

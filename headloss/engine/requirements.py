@@ -5,8 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor
 from .. import kernels
 from ..arguments import check_device, check_own_places
 from ..batch.batch import Batch
-from ..batch.packing import Packing
-from ..head.head import Head, check_transform
-from ..head.products import Fixed, sum_dtype
-from ..kernels.interface import Kernels
+from ..head.head import check_transform
+from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
@@ -26,7 +23,6 @@ from ..losses.trial import Reads
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
-from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from .checks import (
     Arguments,
@@ -36,11 +32,8 @@ from .checks import (
     check_objective,
     check_shape,
     check_topk,
-    fields_read,
-    masks_of,
     warn_of_misspelt_fields,
 )
-from .plan import Plan, make_plan
 from .plan_inputs import PlanInputs
 
 
@@ -55,10 +48,8 @@ class Requirements:
         wide: dtype of statistics.
         needs_grad: which tensors want a gradient.
         compute_dtype: of products, under autocast; None: the tensors' own.
-        beside: something is measured beside the statistics: teachers, candidates.
         slopes: the objective's gradient can be known before the statistics.
-        counted: the batch's totals are numbers of tokens and segments, on this rank alone.
-        masks: fields of `MASKS`, and whether a term reads them.
+        fields: of the batch, that a term reads.
     """
 
     objective: Objective
@@ -68,34 +59,8 @@ class Requirements:
     wide: torch.dtype
     needs_grad: NeedsGrad
     compute_dtype: torch.dtype | None
-    beside: bool
     slopes: bool
-    counted: bool
-    masks: Mapping[str, bool]
-
-    @property
-    def kernels(self) -> Kernels:
-        return kernels.load(self.backend)
-
-    def fixed_product(self, options: Options) -> Fixed | None:
-        """The product of which a row's bits depend on no other row, where it is traced for."""
-        return self.kernels.fixed_product if options.batch_invariant else None
-
-    def plan(self, options: Options, scored: Packing, shard: WholeVocabulary) -> Plan:
-        """What runs for the tokens of the call."""
-        support = scored.support
-        inputs = replace(
-            self.inputs,
-            lengths=scored.lengths,
-            tokens=len(scored),
-            vocabulary=shard.widest,
-            support=0 if support is None else len(support.ids),
-            restricted=0 if support is None else support.restricted,
-            sharded=shard.group is not None,
-            memory=shard.memory or self.inputs.memory,
-            weight_gradient=self.inputs.weight_gradient or shard.weight_gradient,
-        )
-        return make_plan(inputs, options, self.backend)
+    fields: set[str]
 
 
 def of_hidden_states(arguments: Arguments) -> Requirements:
@@ -115,8 +80,14 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
             f"batch_invariant: got True for {dtype} on {hidden.device}, want a GPU with the triton "
             "backend and at most 32 bits: no other product keeps its order for another batch"
         )
-    needs_grad = _needs_grad(hidden.requires_grad, head)
-    plain = not head.lora and options.logits_dtype is None
+    enabled, lora, bias = torch.is_grad_enabled(), head.lora, head.bias
+    into = enabled and hidden.requires_grad
+    needs_grad = NeedsGrad(
+        features=(into, *(into or (enabled and x.a.requires_grad) for x in lora)),
+        weights=tuple(enabled and w.requires_grad for w in (head.weight, *(x.b for x in lora))),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
+    plain = not lora and options.logits_dtype is None
     inputs = {
         "width": hidden.shape[-1],
         "vocabulary": head.vocabulary,
@@ -125,11 +96,10 @@ def of_hidden_states(arguments: Arguments) -> Requirements:
         "weight_size": head.weight.dtype.itemsize,
         "rescaled": dtype == torch.float16,
         "multiprocessors": kernels.multiprocessors(hidden.device),
-        "main_grad": options.main_grad is not None,
         "exp_tiles": plain and kernels.can_write_exp(backend, dtype, head.weight),
     }
-    batch, transform, kind = arguments.batch, arguments.transform, (backend, dtype, needs_grad)
-    return _required(objective, batch, options, transform, inputs, *kind, compute_dtype)
+    of_batch = objective, arguments.batch, options, arguments.transform
+    return _required(*of_batch, inputs, backend, dtype, needs_grad, compute_dtype)
 
 
 def of_given_logits(arguments: Arguments) -> Requirements:
@@ -172,20 +142,8 @@ def of_given_logits(arguments: Arguments) -> Requirements:
         # A kernel serves the logits where they lie: with unit stride along the vocabulary.
         "in_place": backend == "triton" and (logits.stride(-1) == 1 or logits.shape[-1] <= 1),
     }
-    kind = backend, logits.dtype, needs_grad
-    return _required(objective, batch, options, transform, inputs, *kind)
-
-
-def _needs_grad(of_hidden: bool, head: Head) -> NeedsGrad:
-    enabled = torch.is_grad_enabled()
-    into, bias = enabled and of_hidden, head.bias
-    return NeedsGrad(
-        features=(into, *(into or (enabled and lora.a.requires_grad) for lora in head.lora)),
-        weights=tuple(
-            enabled and w.requires_grad for w in (head.weight, *(x.b for x in head.lora))
-        ),
-        bias=enabled and bias is not None and bias.requires_grad,
-    )
+    of_batch = objective, batch, options, transform
+    return _required(*of_batch, inputs, backend, logits.dtype, needs_grad)
 
 
 def _required(
@@ -202,7 +160,9 @@ def _required(
     traced = reads(objective, kinds, wide, device, options.metrics, cuts=True)
     if options.static:
         check_dead_rows(objective, kinds, wide, device)
-    warn_of_misspelt_fields(batch, read := fields_read(objective, traced))
+    fields = {name for term in traced.values() for name in term.fields}
+    fields |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
+    warn_of_misspelt_fields(batch, fields)
     needs, gradients = _needs(traced, options), {g for r in traced.values() for g in r.gradients}
     into_hidden, into_weight = any(needs_grad.features), needs_grad.any_weight
     if (into_hidden or into_weight) and not gradients:
@@ -210,7 +170,6 @@ def _required(
             f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
             "states or weights require one (is everything detached?); call it under torch.no_grad()"
         )
-    beside = needs & BESIDE.keys()
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = inputs.pop("exp_tiles", False) and not of_tiles
@@ -223,7 +182,7 @@ def _required(
     # Columns that are measured one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    slopes = has_slopes(objective, kinds) and not beside
+    slopes = has_slopes(objective, kinds) and not needs & BESIDE.keys()
     # Who depends on statistics may clip, who reads a field may weigh by 0 or leave out.
     restricted = any(term.kept_field for _, term in objective.parts)
     constant = slopes and not (restricted or any(term.fields for term in traced.values()))
@@ -237,7 +196,6 @@ def _required(
         "thorough": restricted or options.gradient_tolerance > 0,
         "segments_per_unit": objective.segments_per_unit,
         "grouped": batch.segments.group is not None,
-        "gathered": options.sequence_parallel,
         "logp_only": gradients <= ({"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}),
         "in_place": in_place,
         "exp_tiles": exp_tiles,
@@ -245,7 +203,6 @@ def _required(
         "row_bytes": 2 if exp_tiles else wide.itemsize * tiles,
         "candidates": sum(kinds[field][1][-1] for field in listed),
     }
-    masked = torch.bool in (kind for kind, _ in kinds.values())
     return Requirements(
         objective=objective,
         needs=needs,
@@ -254,10 +211,8 @@ def _required(
         wide=wide,
         needs_grad=needs_grad,
         compute_dtype=compute_dtype,
-        beside=bool(teachers or beside),
         slopes=slopes,
-        counted=not (batch.segments.group is not None or "prompts" in kinds or masked),
-        masks=masks_of(kinds, objective, read),
+        fields=fields,
     )
 
 

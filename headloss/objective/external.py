@@ -23,7 +23,7 @@ from ..losses.identity import leaves_of
 from ..losses.scope import Scope
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
-from ..statistics.softmax import BESIDE, CANDIDATES, SoftmaxCoefficients, Statistics, vjp
+from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
@@ -40,20 +40,11 @@ def external_loss(
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function: Any = Reads(statistics, frozenset(), differentiable)
+    options = (("gradients", tuple(sorted(gradients))),)
     term = Term(
-        name="external_loss",
-        function=function,
-        scope=scope,
-        reduction=token_mean,
-        options=(("gradients", tuple(sorted(gradients))),),
+        name="external_loss", function=function, scope=scope, reduction=token_mean, options=options
     )
     return Objective.of(term)
-
-
-def coefficients_of(slopes: dict[str, Tensor], stats: Statistics, vocabulary: int) -> Coefficients:
-    """Coefficients from slopes, d loss / d statistic: [T] each, of candidates [T, K + 1]."""
-    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
-    return Coefficients(vjp(slopes, stats, vocabulary), sparse, torch.empty(0, device="cpu"))
 
 
 @dataclass(eq=False)
@@ -68,7 +59,7 @@ class ExternalLoss:
     loss: Callable[[Tensor, Tensor], Tensor]  # of log-probs and entropies in the targets' shape
     packing: Packing
     vocabulary: int
-    upstream: float | None  # the upstream gradient, where it is known in advance
+    upstream: float  # the upstream gradient, where it is known in advance
     named: ClassVar = (("loss", 1.0),)
     scale: ClassVar = None
 
@@ -83,10 +74,19 @@ class ExternalLoss:
         with torch.enable_grad():
             full = (self.packing.scatter(t, rows) for t in leaves.values())
             loss = scalar(self.loss(*full))
-            _check_leaves(loss, list(leaves.values()))
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
+                "everything detached?)"
+            )
+        for leaf in leaves_of(loss):
+            if not any(leaf is one for one in leaves.values()):
+                raise ValueError(
+                    f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
+                    "caught in it; its gradient would be lost: detach it, or leave separable=None"
+                )
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        coefficients = Coefficients(softmax, {}, value)
-        return coefficients if self.upstream is None else coefficients.times(self.upstream)
+        return Coefficients(softmax, {}, value).map(lambda t: t * self.upstream)
 
     def total(self, values: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
@@ -103,18 +103,3 @@ def scalar(value: object) -> Tensor:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"loss_fn: returned {got}, want a floating scalar tensor")
     return value
-
-
-def _check_leaves(value: Tensor, inputs: list[Tensor]) -> None:
-    """ValueError where a loss depends on no statistic, or on another tensor with a gradient."""
-    if not value.requires_grad:
-        raise ValueError(
-            "loss_fn: its value has no gradient with respect to log-probs or entropies (is "
-            "everything detached?)"
-        )
-    for leaf in leaves_of(value):
-        if not any(leaf is one for one in inputs):
-            raise ValueError(
-                f"loss_fn: a tensor of shape {tuple(leaf.shape)} that requires a gradient is "
-                "caught in it; its gradient would be lost: detach it, or leave separable=None"
-            )

@@ -1,19 +1,26 @@
-"""What the terms of an objective read, found by a trial and kept in one bounded table (law 4b)."""
+"""What the terms of an objective read, found by a trial on a small made-up batch and kept in one
+bounded table (law 4b)."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..batch.packing import MissingField
+from ..batch.batch import CURRENT, Current, Kind
+from ..batch.packing import MissingField, PackedBatch
+from ..batch.segments import Segments
 from ..losses.identity import fingerprint
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads, check_cuts, trace
-from .sample import Kinds, sample_batch, sample_statistics
+from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
+Kinds = Mapping[str, Kind]  # of fields, by name
+SAMPLE = 2  # tokens, in a segment each: enough for a pair
 OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
 MOST = 256  # entries of the table
 _TABLE: dict[Any, Reads] = {}
@@ -46,7 +53,17 @@ def reads(
         with contextlib.suppress(TypeError):  # an option that has no hash
             read = read or _TABLE.get(key)
         if read is None:
-            read = _traced(name, term, kinds, dtype, device, observe, cuts)
+            sample = sample_batch(kinds, term, device)
+            teachers = [term.teacher] if term.teacher else []
+            stats = sample_statistics(dtype, device, kinds, teachers)
+            try:
+                read = trace(term, stats, sample.on(stats), observe)
+                if cuts:
+                    check_cuts(term, stats, sample)
+            except ValueError as error:
+                if isinstance(error, MissingField) or str(error).startswith(OURS):
+                    raise ValueError(f"term {name}: {error}") from None
+                raise
             with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
                 while len(_TABLE) >= MOST:
                     del _TABLE[next(iter(_TABLE))]
@@ -55,26 +72,65 @@ def reads(
     return by_term
 
 
-def _traced(
-    name: str, term: Term, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
-    cuts: bool
-) -> Reads:
-    sample = sample_batch(kinds, term, device)
-    stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
-    try:
-        read = trace(term, stats, sample.on(stats), observe)
-        if cuts:
-            check_cuts(term, stats, sample)
-    except ValueError as error:
-        if isinstance(error, MissingField) or str(error).startswith(OURS):
-            raise ValueError(f"term {name}: {error}") from None
-        raise
-    return read
-
-
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Whether `WeightedObjective.beforehand` serves: modifiers may read statistics, and CURRENT is
     one."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
+
+
+# ---------------------------------------------------------------------- a made-up batch
+
+
+class _NoSums(Segments):
+    """Segments for tracing a token-scoped term, which may be called on parts of a segment."""
+
+    def sum(self, values: Tensor) -> Tensor:
+        raise ValueError('sums over segments, so it must declare scope="segment"')
+
+    mean = sum
+
+
+def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
+    """A batch of two made-up tokens with the fields of a real one, in as many segments as belong
+    together."""
+    ids = torch.arange(SAMPLE, device=device)
+    cls = _NoSums if term.scope == "token" else Segments
+    fields: dict[str, Tensor | Current] = {}
+    for name, (dtype, more) in kinds.items():
+        values = torch.full((SAMPLE, *more), 0.0 if more else -0.5, device=device)
+        fields[name] = CURRENT if dtype is None else values.to(dtype)
+    count = max(SAMPLE, term.segments_per_unit)
+    counts = (torch.arange(count, device=device) < SAMPLE).long()
+    return PackedBatch(torch.zeros_like(ids), cls(ids, count, counts=counts), fields)
+
+
+def sample_statistics(
+    dtype: torch.dtype, device: torch.device, kinds: Kinds, teachers: list, tokens: int = SAMPLE
+) -> Statistics:
+    """Statistics of made-up tokens, each a leaf that requires a gradient."""
+
+    def leaf(value: float, *more: int) -> Tensor:
+        return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
+
+    def outcomes(ids: str, more: int = 0) -> Tensor:
+        """Log-probs of K columns, of some more, and of the rest."""
+        return leaf(-2.0, kinds[ids][1][-1] + more + 1)
+
+    stored = {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys()
+    extras: dict[object, Tensor] = {
+        t: outcomes("teacher_topk_ids", t.tail == "sampled") if stored else leaf(0.3)
+        for t in teachers
+    }
+    extras |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
+    if "candidate_ids" in kinds:
+        extras[CANDIDATES] = outcomes("candidate_ids")
+    return Statistics(
+        logp=leaf(-1.0),
+        lse=leaf(2.0),
+        entropy=leaf(1.5),
+        mean_logit=leaf(0.1),
+        top1=leaf(1.0).detach(),
+        extras=extras,
+    )

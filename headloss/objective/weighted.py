@@ -6,7 +6,7 @@ T scored tokens, S segments, K terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ..statistics.softmax import (
     Statistics,
     vjp,
 )
-from .sample import Kinds
+from .reads import Kinds
 
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
@@ -68,10 +68,10 @@ class WeightedTerm(NamedTuple):
             return (weights * losses).sum(dtype=torch.float64)
         return losses.sum(dtype=torch.float64) * weights
 
-    def slopes(self, batch: PackedBatch, upstream: float | None = None) -> list[Slope]:
-        """Of the loss in closed form, times its upstream gradient where that is known."""
+    def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
+        """Of the loss in closed form, times its upstream gradient."""
         view = batch if self.included is None else without_poison(batch, self.included)
-        times: Any = self.weights * (self.coefficient * (1.0 if upstream is None else upstream))
+        times: Any = self.weights * (self.coefficient * upstream)
         for field in self.term.weight_fields:  # a number times integers has the default dtype
             times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None
@@ -107,7 +107,7 @@ class Coefficients(NamedTuple):
 
     softmax: SoftmaxCoefficients  # [n]
     extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    values: Tensor  # [K] float64, each term's share of its reduced value
+    values: Any = None  # [K] float64, each term's share of its reduced value, if there are terms
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Of some of the tokens."""
@@ -117,10 +117,6 @@ class Coefficients(NamedTuple):
         """Apply `function` to every tensor."""
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
-
-    def times(self, factor: float) -> Coefficients:
-        """Multiplied by the upstream gradient."""
-        return self if factor == 1 else self.map(lambda t: t * factor)
 
     def without(self, rows: Tensor) -> Coefficients:
         """With 0 at rows [n] bool."""
@@ -142,7 +138,7 @@ class WeightedObjective:
     dtype: torch.dtype  # of the statistics
     closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
     scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
-    upstream: float | None = None  # the upstream gradient, where it is known in advance
+    upstream: float = 1.0  # the upstream gradient, where it is known in advance
     logp_only: bool = False  # nothing will be pulled back from other statistics
 
     def coefficients(
@@ -153,28 +149,6 @@ class WeightedObjective:
         parts = self.parts
         if chunk is not None:
             batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
-        slopes, shares = self._differentiated(parts, stats, batch, needed)
-        softmax = vjp(slopes, stats, self.vocabulary)
-        extras = {key: slopes[key] for key in stats.extras if key in slopes}
-        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients = Coefficients(softmax, extras, values)
-        return coefficients if self.upstream is None else coefficients.times(self.upstream)
-
-    @property
-    def named(self) -> tuple[tuple[str, float], ...]:
-        """Each term's key and coefficient."""
-        return tuple((part.name, part.coefficient) for part in self.parts)
-
-    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
-        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
-        the coefficients would have to be copied to the device, and the copy would wait."""
-        pairs = zip(self.named, values, strict=False)
-        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
-
-    def _differentiated(
-        self, parts: Sequence[WeightedTerm], stats: Statistics, batch: PackedBatch, needed: bool
-    ) -> tuple[dict[Any, Tensor], list[Tensor]]:
-        """The gradient with respect to each statistic [n], and each term's value []."""
         slopes: dict[Any, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
@@ -204,7 +178,22 @@ class WeightedObjective:
             slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, batch)
         if self.scale is not None:
             slopes = {name: g * self.scale for name, g in slopes.items()}
-        return slopes, shares
+        softmax = vjp(slopes, stats, self.vocabulary)
+        extras = {key: slopes[key] for key in stats.extras if key in slopes}
+        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
+        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
+
+    @property
+    def named(self) -> tuple[tuple[str, float], ...]:
+        """Each term's key and coefficient."""
+        return tuple((part.name, part.coefficient) for part in self.parts)
+
+    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
+        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
+        the coefficients would have to be copied to the device, and the copy would wait."""
+        pairs = zip(self.named, values, strict=False)
+        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
@@ -222,8 +211,7 @@ class WeightedObjective:
             for slope in slopes
             if not slope.constant
         ]
-        coefficients = Coefficients(softmax, {}, zero[:0])
-        return coefficients, torch.stack(moving).to(zero.dtype) if moving else None
+        return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """The same objective, its gradient times the power of two that brings the largest

@@ -105,7 +105,11 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    records = _gathered(group, _record(facts))
+    words = [1]  # it has failed; else 0, what has to be equal, its own numbers
+    if facts is not None:
+        sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
+        words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
+    records = _gathered(group, words + [0] * (WORDS - len(words)))
     if any(record[:3] != [0, *records[0][1:3]] for record in records):
         return None, _explained(role, group, facts, error)
     assert facts is not None
@@ -118,15 +122,6 @@ def agree(
         del learned[next(iter(learned))]
     learned[facts.key] = of_ranks
     return of_ranks, None
-
-
-def _record(facts: Facts | None) -> list[int]:
-    """[WORDS] whether the rank has failed, checksums of what has to be equal, its own numbers."""
-    words = [1]
-    if facts is not None:
-        sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
-        words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
-    return words + [0] * (WORDS - len(words))
 
 
 def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:

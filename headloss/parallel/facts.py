@@ -23,7 +23,6 @@ from .agreement import HIGHEST, MOST, Facts, OwnNumbers
 
 if TYPE_CHECKING:
     from ..losses.term import Objective
-    from ..options import Options
 
 # Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
 APART = ("teacher_logits", "candidate_ids")
@@ -45,25 +44,38 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         "memory": requirements.inputs.memory,
         "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
     }
-    same = _of_logits(value) if head is None else _of_head(head, value)
-    same |= _of_transform(transform) | _of_batch(batch) | _of_plan(objective, options, requirements)
+    same: dict[str, object] = {
+        "dtype": value.dtype,
+        "logits, contiguous along the vocabulary": value.stride(-1) == 1 or value.shape[-1] <= 1,
+        "logits.requires_grad": value.requires_grad and torch.is_grad_enabled(),
+    }
+    if head is not None:
+        same = _of_head(head, value)
+    same |= _of_transform(transform) | _of_batch(batch)
+    apart = ("static", "check_ranks")
+    chosen = [o for o in vars(options).items() if not (o[0] in apart or isinstance(o[1], Tensor))]
+    same |= {
+        "objective": _names(objective),
+        "options": chosen,
+        "inplace": requirements.inputs.overwrites,
+        "statistics": sorted(requirements.needs),
+    }
 
     def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
-        apart = spread or head is None
         compared = _values_of_batch(batch) | _text_of(objective, batch)
-        compared["hidden: differs"] = [] if apart else [_sampled(value, batch.targets)]
+        sample = [] if spread or head is None else [_sampled(value, batch.targets)]
+        compared["hidden: differs"] = sample
         per_token = isinstance(transform.temperature, Tensor)
         compared["temperature: differs"] = [transform.temperature] if per_token else []  # type: ignore[list-item]
         compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
         return compared
 
-    common: Any = {"numbers": numbers, "same": same, "values": values}
-    if options.static:
-        return Facts(check=options.check_ranks, **common)
-    # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
-    survey = batch._survey().check(ANY_VOCABULARY)
-    common |= {"counts": survey.lengths, "highest": survey.highest}
-    return Facts(check=options.check_ranks, **common)
+    read: Any = {}
+    if not options.static:
+        # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
+        survey = batch._survey().check(ANY_VOCABULARY)
+        read = {"counts": survey.lengths, "highest": survey.highest}
+    return Facts(numbers=numbers, same=same, values=values, check=options.check_ranks, **read)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
@@ -83,7 +95,9 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
     if len(batch.fields) > MOST:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
     names = sorted(batch.fields)
-    forms = {name: _form(batch, name) for name in names}
+    # 1 for a field with the shape of values per token, 2 per segment, 3 for both.
+    fits = {name: batch._fits(name) for name in names}
+    forms = {name: per_token + 2 * of_segments for name, (per_token, of_segments) in fits.items()}
     same = {
         "fields": " ".join(names),
         "segments.count": batch.segments.count,
@@ -94,19 +108,11 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
     }
 
     def values(said: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
-        fields = {
-            f"{name}: its values per segment differ": [batch.fields[name]]
-            for name in per_segment(said)
-        }
-        return {**fields, **_text_of(objective, batch)}  # type: ignore[dict-item]
+        differ = ": its values per segment differ"
+        fields: Any = {name + differ: [batch.fields[name]] for name in per_segment(said)}
+        return fields | _text_of(objective, batch)  # type: ignore[no-any-return]
 
     return Facts(numbers=forms, same=same, values=values, check=options.check_ranks)
-
-
-def _form(batch: Batch, name: str) -> int:
-    """1 for a field with the shape of values per token, 2 per segment, 3 for both."""
-    per_token, of_segments = batch._fits(name)
-    return per_token + 2 * of_segments
 
 
 def per_segment(said: OwnNumbers) -> frozenset[str]:
@@ -127,22 +133,19 @@ def per_segment(said: OwnNumbers) -> frozenset[str]:
 
 
 def _of_batch(batch: Batch) -> dict[str, object]:
-    rank, totals = batch.targets.dim(), batch.totals
+    rank, totals, fields = batch.targets.dim(), batch.totals, []
     numbers = [] if totals is None else totals._numbers
+    for name, value in sorted(batch.fields.items()):
+        kind, most = "", rank if name in APART else None
+        if isinstance(value, Tensor):
+            kind = f"{value.dtype}{tuple(value.shape[:most])}"
+        fields.append(f"{name}:{kind}")
     return {
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
-        "fields": " ".join(
-            f"{name}:{_kind(value, rank if name in APART else None)}"
-            for name, value in sorted(batch.fields.items())
-        ),
+        "fields": " ".join(fields),
         "totals": [None if isinstance(t, Tensor) else float(t) for t in numbers],
     }
-
-
-def _kind(value: Any, rank: int | None) -> str:
-    """A field's dtype and the first dimensions of its shape; None: all."""
-    return f"{value.dtype}{tuple(value.shape[:rank])}" if isinstance(value, Tensor) else ""
 
 
 def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
@@ -157,33 +160,11 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
     }
 
 
-def _of_logits(logits: Tensor) -> dict[str, object]:
-    return {
-        "dtype": logits.dtype,
-        "logits, contiguous along the vocabulary": logits.stride(-1) == 1 or logits.shape[-1] <= 1,
-        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
-    }
-
-
 def _of_transform(transform: Transform) -> dict[str, object]:
     temperature: Any = transform.temperature
     temperature = "per token" if isinstance(temperature, Tensor) else temperature
     values = transform.scale, transform.softcap, temperature
     return {"logit_scale, softcap, temperature": values}
-
-
-def _of_plan(objective: Objective, options: Options, requirements: Any) -> dict[str, object]:
-    chosen = vars(options).items()
-    return {
-        "objective": _names(objective),
-        "options": [
-            (name, value)
-            for name, value in chosen
-            if name not in ("static", "check_ranks") and not isinstance(value, Tensor)
-        ],
-        "inplace": requirements.inputs.overwrites,
-        "statistics": sorted(requirements.needs),
-    }
 
 
 def _names(objective: Objective) -> list[tuple[Any, ...]]:

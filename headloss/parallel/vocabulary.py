@@ -23,7 +23,7 @@ from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
-from .agreement import HIGHEST, Facts, OwnNumbers, agree, attempt
+from .agreement import HIGHEST, OwnNumbers, agree, attempt
 from .facts import of_positions
 
 if TYPE_CHECKING:
@@ -176,15 +176,6 @@ class VocabShard(WholeVocabulary):
         return hidden * mask / (1 - p)
 
 
-def agreed_shard(
-    group: Any, facts: Callable[[], Facts], error: Exception | None, vocab_size: int | None,
-    static: bool = False
-) -> tuple[Any, Exception | None]:  # fmt: skip
-    """This rank's slice, or the error that every rank is to raise; see `agree`."""
-    of_ranks, error = agree("vocab_group", group, facts, error, static)
-    return attempt(error, lambda: VocabShard(group, of_ranks, vocab_size))
-
-
 def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
@@ -198,7 +189,8 @@ def shard_of_positions(
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
     _, error = attempt(None, check)
     facts = functools.partial(of_positions, head, hidden, k, check_ranks)
-    shard, error = agreed_shard(group, facts, error, head.vocab_size)
+    of_ranks, error = agree("vocab_group", group, facts, error)
+    shard, error = attempt(error, lambda: VocabShard(group, of_ranks, head.vocab_size))
     if error is not None:
         raise error
     return shard  # type: ignore[no-any-return]

@@ -63,7 +63,7 @@ OF_PART = {
     "headloss/losses/term": "term_api travel bad_input misuse",
     "headloss/losses/trial": "term_api misuse",
     "headloss/objective": "metrics tolerance policy_terms statistics head_function",
-    "headloss/objective/sample": "term_api misuse",
+    "headloss/objective/reads": "reads term_api misuse",
     "headloss/objective/weighted": "candidate_ids metrics tolerance policy_terms statistics",
     "headloss/statistics": "metrics statistics",
     "headloss/statistics/divergence": "distillation",
