@@ -59,7 +59,7 @@ def in_graph(
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     number, per_token = head.temperature, None
     if isinstance(number, Tensor):
-        number, per_token = 1.0, number.reshape(-1)
+        number, per_token = 1.0, number.expand(targets.shape).flatten()
     ids = [t if t is None or t.dim() == 1 else t.flatten(0, -2) for t in ids]
     measured = _head_stats(
         [*(t for pair in pairs for t in pair), *([] if head.bias is None else [head.bias])],

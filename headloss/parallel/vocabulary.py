@@ -9,7 +9,6 @@ them (law 7).
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +18,7 @@ from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
 from ..batch.batch import Batch
+from ..batch.packing import packing_of
 from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..kernels.interface import Kernels, Measured
@@ -41,10 +41,6 @@ class WholeVocabulary:
     def __init__(self, vocabulary: int) -> None:
         # V, columns of this rank's slice, and the most columns that any rank holds.
         self.vocabulary = self.size = self.widest = vocabulary
-
-    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
-        """ValueError where another rank's ids are outside the vocabulary, or where the ranks'
-        hidden states are not those of all positions."""
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
         """From partials of this rank's slice to those of the whole vocabulary."""
@@ -76,14 +72,17 @@ class VocabShard(WholeVocabulary):
     Args:
         numbers: of each rank (`facts.of_vocabulary`).
         vocab_size: V, None: the rows of all ranks.
+        batch: of a call that has one.
 
     Raises:
-        ValueError: numbers that do not fit.
+        ValueError: numbers that do not fit; a rank's ids outside the vocabulary; hidden states that
+            are not those of all positions.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None
-    ) -> None:
+        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None,
+        batch: Any = None
+    ) -> None:  # fmt: skip
         self.group: distributed.ProcessGroup = group
         rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:
@@ -110,17 +109,16 @@ class VocabShard(WholeVocabulary):
         self.vocabulary, self.widest = vocabulary, max(sizes)
         self.first, self.size = firsts[self.rank], sizes[self.rank]
         self.weight_gradient, self.memory = any(numbers["weight_gradient"]), min(numbers["memory"])
-        # Rows of hidden states that each rank was given; all 0: every rank was given all.
-        self.tokens, self.highest = numbers["tokens"], numbers[HIGHEST]
-
-    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
-        for rank, highest in enumerate(self.highest):
-            if highest >= self.vocabulary:
+        # Rows of hidden states that each rank was given; all -1: every rank was given all.
+        self.tokens = numbers["tokens"]
+        for rank, highest in enumerate(numbers[HIGHEST]):
+            if highest >= vocabulary:
+                packing_of(batch, vocabulary)  # names the field and the position, on such a rank
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
-                    f"{self.vocabulary}"
+                    f"{vocabulary}"
                 )
-        if sequence_parallel and sum(self.tokens) != batch.targets.numel():
+        if batch and self.tokens[0] >= 0 and sum(self.tokens) != batch.targets.numel():
             raise ValueError(
                 f"hidden: got {self.tokens} tokens on the ranks of vocab_group, want "
                 f"{batch.targets.numel()} in all, the targets'"
@@ -156,8 +154,6 @@ class VocabShard(WholeVocabulary):
     def gathered(self, hidden: Tensor) -> Tensor:
         """[N, H] hidden states of all ranks, in rank order. Each then takes its own rows of the
         gradient, which is the same on all."""
-        if not any(self.tokens):
-            return hidden
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 
@@ -178,11 +174,11 @@ class VocabShard(WholeVocabulary):
 
 def agreed_shard(
     group: Any, facts: Callable[[], Facts], error: Exception | None, vocab_size: int | None,
-    static: bool = False
+    static: bool = False, batch: Batch | None = None
 ) -> tuple[Any, Exception | None]:  # fmt: skip
     """This rank's slice, or the error that every rank is to raise; see `agree`."""
     of_ranks, error = agree("vocab_group", group, facts, error, static)
-    return attempt(error, lambda: VocabShard(group, of_ranks, vocab_size))
+    return attempt(error, lambda: VocabShard(group, of_ranks, vocab_size, batch))
 
 
 def shard_of_positions(
@@ -197,8 +193,9 @@ def shard_of_positions(
         run: Any = torch.compiler.disable(shard_of_positions)
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
     _, error = attempt(None, check)
-    facts = functools.partial(of_positions, head, hidden, k, check_ranks)
-    shard, error = agreed_shard(group, facts, error, head.vocab_size)
+    shard, error = agreed_shard(
+        group, lambda: of_positions(head, hidden, k, check_ranks), error, head.vocab_size
+    )
     if error is not None:
         raise error
     return shard  # type: ignore[no-any-return]
