@@ -127,7 +127,7 @@ class Head:
             _check_floating("bias", self.bias, "[V] or None")
             if self.bias.shape != self.weight.shape[:1]:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
-        plain_numbers(self, "temperature", "softcap", "logit_scale")
+        plain_numbers(self, "temperature", "softcap", "logit_scale", "vocab_size")
         check_transform(self.temperature, self.softcap, self.logit_scale)
         rows, width = self.weight.shape
         if (size := self.vocab_size) is not None:
