@@ -68,6 +68,16 @@ def test_a_change_in_place_raises(what, called):
         loss(again, hl.distillation())
 
 
+def test_a_field_that_is_assigned_to_raises():
+    """Terms would read the values that the batch was made with."""
+    batch = hl.Batch(torch.arange(6), advantages=torch.ones(6))
+    batch.advantages = torch.zeros(6)
+    hidden, head = torch.ones(6, 4), hl.Head(torch.ones(V, 4))
+    for options in (None, hl.Options(static=True)):
+        with pytest.raises(ValueError, match="advantages: was assigned to, want batch.with_fields"):
+            hl.head_loss(hidden, head, batch, hl.reinforce(), options)
+
+
 def test_with_fields_shares_the_order_and_not_the_fields():
     batch = made()
     loss(batch)

@@ -183,9 +183,9 @@ class Batch:
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
             fields["support_ids"] = moved(self.support.value)
-        targets, segments = moved(self.targets), self.segments
-        segments = Segments(moved(segments.ids), segments.count, segments.group)
-        return Batch(targets, segments, totals=self.totals, **fields)
+        here = self.segments
+        segments = Segments(moved(here.ids), here.count, here.group)
+        return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
@@ -330,8 +330,6 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 def _may_ask_device() -> bool:
     """False while a graph is captured or compiled, and in a data loader's worker."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.utils.data.get_worker_info():
         return False
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return False
-    return torch.utils.data.get_worker_info() is None
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
