@@ -183,8 +183,8 @@ class Batch:
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
             fields["support_ids"] = moved(self.support.value)
-        here = self.segments
-        segments = Segments(moved(here.ids), here.count, here.group)
+        segments = self.segments
+        segments = Segments(moved(segments.ids), segments.count, segments.group)
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
