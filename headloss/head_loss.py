@@ -203,7 +203,8 @@ def plan(
     Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], as there.
 
     Args:
-        hidden, head, batch, options: as of `head_loss`; tensors may be on the meta device.
+        hidden, head, batch, options: as of `head_loss`; hidden states and the head may be on the
+            meta device.
         objective: None asks for the plan of `head_stats` with its default gradients.
 
     Returns:

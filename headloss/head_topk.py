@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,16 +63,20 @@ def head_topk(
     check_options(options := DEFAULT if options is None else options)
     head = local_head(head)
     compute = autocast_dtype(hidden)
-    check = functools.partial(head.validate, hidden, compute_dtype=compute)
+
+    def check() -> None:
+        head.validate(hidden, compute_dtype=compute)
+        if isinstance(t := head.temperature, Tensor) and not options.static:
+            check_temperatures(t.reshape(-1), None)
+
     shard = shard_of_positions(head, hidden, check, k, options.check_ranks)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= shard.vocabulary:
         raise ValueError(f"k: got {k!r}, want an integer in 1..{shard.vocabulary}")
-    if isinstance(t := head.temperature, Tensor) and not options.static:
-        check_temperatures(t.reshape(-1), None)
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
     transform = transform_of(head)
     if isinstance(t := transform.temperature, Tensor):
-        transform = replace(transform, temperature=t.reshape(-1).to(sum_dtype(x.dtype)))
+        rows = t.expand(hidden.shape[:-1]).flatten()
+        transform = replace(transform, temperature=rows.to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     acts = kernels.load("reference")
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded

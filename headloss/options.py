@@ -103,6 +103,7 @@ class Options:
         for name in flags.split():
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, want True or False")
+        plain_numbers(self, "chunk_tokens", "memory_budget", "gradient_tolerance", "upstream")
         for name in ("chunk_tokens", "memory_budget"):
             if getattr(self, name) is not None:
                 want = "a positive integer or None"
@@ -112,7 +113,6 @@ class Options:
                 *others, last = map(str, dtypes)
                 want = f"{', '.join(others)} or {last}"
                 raise ValueError(f"{name}: got {getattr(self, name)}, want {want}")
-        plain_numbers(self, "gradient_tolerance", "upstream")
         x, name = self.gradient_tolerance, "gradient_tolerance"
         check_number(name, x, "a number >= 0", "a finite number >= 0", lambda x: x >= 0)
         if x and self.static:

@@ -387,6 +387,12 @@ def test_prime_rl_sampling_mask() -> None:
     assert output["mask_logprobs"].shape == (2, 5, 3) and not output["mask_logprobs"].any()
     with pytest.raises(ValueError, match="sampling_mask: has ids, want a temperature"):
         forward(made, hidden, ids, sampling_mask=ids[..., None])
+    for wrong in (ids, ids[:1, :, None], ids[:, :4, None]):
+        with pytest.raises(ValueError, match=r"sampling_mask: got shape .*, want \(2, 5, 'K'\)"):
+            forward(made, hidden, ids, heat, sampling_mask=wrong)
+    for wrong in (3, ids[..., None].float(), ids[..., None] > 0, [[[1]]]):
+        with pytest.raises(TypeError, match="sampling_mask: got .*, want integers"):
+            forward(made, hidden, ids, heat, sampling_mask=wrong)
 
 
 @pytest.mark.parametrize("cap", [None, 3.0])

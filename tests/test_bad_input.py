@@ -505,6 +505,7 @@ def test_flags_of_another_type():
             r"main_grad: got torch.bfloat16 \(9, 4\) .* want torch.float32",
         ),
         ({"device": "meta"}, "main_grad: got .* on meta, want .* on cpu"),
+        ({"requires_grad": True}, "main_grad: .* that requires no gradient"),
     ],
 )
 def test_main_grad(given, match):

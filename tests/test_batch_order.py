@@ -42,15 +42,18 @@ def test_other_segments_are_seen():
     assert loss(batch, objective) == want != before
 
 
+@pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("what", ["targets", "segments", "ids"])
-def test_a_change_in_place_raises(what):
+def test_a_change_in_place_raises(what, called):
+    """Also before the first call: on every device a batch is looked at when it is made."""
     ids = torch.tensor([[1, 2]] * 6)
     segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1]), 2)
     logps = torch.full((6, 2), -1.5)
     batch = hl.Batch(
         torch.arange(6), segments, teacher_topk_ids=ids, teacher_topk_logps=logps
     )
-    loss(batch, hl.distillation())
+    if called:
+        loss(batch, hl.distillation())
     changed = {"targets": batch.targets, "segments": segments.ids, "ids": ids}[what]
     changed.view(-1)[0] = V + 3 if what == "ids" else 1
     with pytest.raises(RuntimeError, match="changed in place since it was made"):
@@ -63,6 +66,16 @@ def test_a_change_in_place_raises(what):
             loss(again, hl.distillation())
     else:
         loss(again, hl.distillation())
+
+
+def test_a_field_that_is_assigned_to_raises():
+    """Terms would read the values that the batch was made with."""
+    batch = hl.Batch(torch.arange(6), advantages=torch.ones(6))
+    batch.advantages = torch.zeros(6)
+    hidden, head = torch.ones(6, 4), hl.Head(torch.ones(V, 4))
+    for options in (None, hl.Options(static=True)):
+        with pytest.raises(ValueError, match="advantages: was assigned to, want batch.with_fields"):
+            hl.head_loss(hidden, head, batch, hl.reinforce(), options)
 
 
 def test_with_fields_shares_the_order_and_not_the_fields():

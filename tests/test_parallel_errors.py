@@ -75,6 +75,13 @@ def test_bad_values_of_one_rank_are_raised_on_all(world: World) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
+def test_wrong_values_of_one_rank_are_raised_on_all(world: World) -> None:
+    for found in world.run(parallel_errors.wrong_values_of_one, seconds=SECONDS):
+        for match, message in zip(parallel_errors.WRONG_VALUES, found, strict=True):
+            assert re.match(match, message), found
+
+
+@pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_term_that_raises_on_one_rank_raises_on_all(world: World) -> None:
     found = world.run(parallel_errors.raises_while_traced, seconds=SECONDS)
     assert found[-1] == "KeyError: 'missing'", found

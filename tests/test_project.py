@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 9_968, "core tokens": 70_543}
+MOST = {"core lines": 9_973, "core tokens": 70_589}
 MOST |= {"kernels lines": 3_876, "kernels tokens": 31_142, "files on top": 14}
 
 

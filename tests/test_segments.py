@@ -234,6 +234,14 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
     torch.testing.assert_close(out.loss, -logps[:4].mean() / 2)
 
 
+def test_padding_of_labels_predicts_nothing() -> None:
+    """However many tokens of it stand side by side, and whatever their labels are."""
+    ids = torch.tensor([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1])
+    batch = hl.Batch.from_labels(torch.arange(10), Segments.from_ids(ids))
+    assert batch.targets.tolist() == [-100, -100, 3, -100, -100, 6, -100, -100, -100, -100]
+    hl.head_loss(torch.ones(10, 2), hl.Head(torch.ones(10, 2)), batch, hl.cross_entropy())
+
+
 def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):
     """Neither may wait for the other outside of the collective."""
     together = threading.Barrier(2)

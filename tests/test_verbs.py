@@ -563,3 +563,36 @@ def test_micro_batches_add_up_in_main_grad():
             hidden[rows], hl.Head(weight), part, hl.cross_entropy(), options
         ).loss.backward()
     torch.testing.assert_close(total.double(), want.gradients["weight"], rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------- a temperature in a tensor
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_one_temperature_for_all_tokens_may_be_a_tensor(static):
+    """In every verb, compiled too; each gives what the number gives."""
+    hidden, weight, batch = problem()
+    hidden, weight, targets = hidden.detach(), weight.detach(), batch.targets
+    number, tensor = 0.75, torch.tensor(0.75)
+    options = hl.Options(static=static)
+
+    def numbers(temperature) -> list[Tensor]:
+        head = hl.Head(weight, temperature=temperature)
+        out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options)
+        logits = hidden @ weight.T
+        given = hl.logits_loss(logits, batch, hl.cross_entropy(), temperature, options=options)
+        stats = hl.head_stats(hidden, head, targets, options)
+        foreign = hl.head_function(hidden, head, batch, lambda a, b: (a + b).sum(), "token")
+        best = hl.head_topk(hidden, head, 3, options)
+        return [out.loss, given.loss, *stats, foreign, *best, head.logits(hidden)]
+
+    for one, two in zip(numbers(tensor), numbers(number), strict=True):
+        torch.testing.assert_close(one, two)
+
+    def step(temperature) -> Tensor:
+        return hl.head_stats(hidden, hl.Head(weight, temperature=temperature), targets).logp
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tensor), step(number))
+    with pytest.raises(ValueError, match="temperature: got 0.0 at position 0, want a finite"):
+        hl.head_topk(hidden, hl.Head(weight, temperature=torch.tensor(0.0)), 2)

@@ -364,3 +364,10 @@ def test_candidates_of_a_frozen_head_may_not_change_in_between(schedule: str) ->
         return out.loss.backward()
     with pytest.raises(RuntimeError, match="batch.candidate_ids: it, or a tensor whose"):
         out.loss.backward()
+
+
+def test_integers_of_numpy_are_integers():
+    options = hl.Options(chunk_tokens=np.int64(3), memory_budget=np.int32(1 << 20))
+    head = hl.Head(torch.zeros(9, 4), vocab_size=np.int64(7))
+    numbers = options.chunk_tokens, options.memory_budget, head.vocab_size
+    assert numbers == (3, 1 << 20, 7) and {type(number) for number in numbers} == {int}

@@ -126,7 +126,7 @@ class Batch:
         self._set_fields(named)
         self._masks_read: frozenset[str] = frozenset()  # by the terms of earlier calls
         self._last_survey: Survey | None = None
-        if targets.is_cuda and _may_ask_device():
+        if _may_ask_device():
             self._survey()
 
     @classmethod
@@ -134,13 +134,14 @@ class Batch:
         """A batch from unshifted labels [..]: position t's target is the label at t + 1.
 
         The shift stays inside each segment: the last token of a document never predicts the next
-        document's first. Other fields are taken as they are, aligned with the targets.
+        document's first, and padding with a negative id predicts nothing. Other fields are taken as
+        they are, aligned with the targets.
         """
         _check_targets(labels, "labels")
         segments = _segments_of("labels", labels, segments)
         flat, ids = labels.reshape(-1), segments.ids.reshape(-1)
         targets = torch.full_like(flat, IGNORE)
-        targets[:-1] = torch.where(ids[1:] == ids[:-1], flat[1:], IGNORE)
+        targets[:-1] = torch.where((ids[1:] == ids[:-1]) & (ids[1:] >= 0), flat[1:], IGNORE)
         return cls(targets.reshape(labels.shape), segments, **fields)
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
@@ -182,9 +183,9 @@ class Batch:
         fields = {name: moved(value) for name, value in self.fields.items()}
         if self.support is not None:
             fields["support_ids"] = moved(self.support.value)
-        targets, segments = moved(self.targets), self.segments
+        segments = self.segments
         segments = Segments(moved(segments.ids), segments.count, segments.group)
-        return Batch(targets, segments, totals=self.totals, **fields)
+        return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
@@ -329,8 +330,6 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 def _may_ask_device() -> bool:
     """False while a graph is captured or compiled, and in a data loader's worker."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.utils.data.get_worker_info():
         return False
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return False
-    return torch.utils.data.get_worker_info() is None
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -249,12 +249,14 @@ def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packin
             into, at the end; nothing is read, checked or dropped then.
 
     Raises:
-        ValueError: a target outside the vocabulary; at a scored position, a segment id outside
-            its range or an id field's value beyond the vocabulary; a support that is not what it
-            should be.
+        ValueError: a field that was assigned to; a target outside the vocabulary; at a scored
+            position, a segment id outside its range or an id field's value beyond the vocabulary; a
+            support that is not what it should be.
         RuntimeError: the batch was changed in place since it was made.
     """
     support = batch.support
+    if assigned := batch.fields.keys() & vars(batch):  # the values as they were would be read
+        raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
         if support is not None:
             _check_static(batch)

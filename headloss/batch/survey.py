@@ -94,8 +94,8 @@ class Survey:
 
     @property
     def highest(self) -> int:
-        """The largest of all scored targets and ids of columns."""
-        return max(self.numbers[0][2 : 3 + len(self.id_fields)])
+        """The largest of all scored targets and ids of columns, where none stands twice."""
+        return max(self.numbers[0][2:] + self.numbers[2][:1])
 
     def check(self, vocabulary: int) -> Survey:
         """The same; ValueError for a bad target, segment or id field, where it is scored."""

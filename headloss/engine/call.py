@@ -41,6 +41,7 @@ from .plan import Plan, make_plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
+ANY_VOCABULARY = 1 << 62
 Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its gradients
 
 
@@ -248,6 +249,9 @@ def call_of(arguments: Arguments) -> Call:
     static = isinstance(options, Options) and options.static
     require = of_given_logits if a.head is None else of_hidden_states
     requirements, error = attempt(None, lambda: require(a))
+    packed, error = attempt(
+        error, lambda: _packed(batch, options, a.transform, a.group, requirements)
+    )
     shard: Any
     if a.group is None:
         shard, error = attempt(error, lambda: WholeVocabulary(requirements.inputs.vocabulary))
@@ -255,20 +259,18 @@ def call_of(arguments: Arguments) -> Call:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
         of_ranks, error = agree("vocab_group", a.group, say, error, static)
-        shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size))
-    packed, error = attempt(
-        error, lambda: packed_and_planned(batch, options, a.transform, shard, requirements)
-    )
+        shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size, batch))
+    plan, error = attempt(error, lambda: _planned(options, packed[0], shard, requirements))
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
         of_ranks, error = agree(
-            "segments.group", across, lambda: of_segments(a, packed[1], requirements), error, static
+            "segments.group", across, lambda: of_segments(a, plan, requirements), error, static
         )
         fields, error = attempt(error, lambda: per_segment(of_ranks))
     if error is not None:
         raise error
-    scored, plan, transform = packed
+    scored, transform = packed
     call = Call(
         requirements=requirements, batch=batch, options=options, shard=shard, scored=scored,
         plan=plan, per_segment=fields, transform=transform, loss_fn=a.loss_fn,
@@ -277,18 +279,38 @@ def call_of(arguments: Arguments) -> Call:
     return call
 
 
-def packed_and_planned(
-    batch: Batch, options: Options, transform: Transform, shard: WholeVocabulary,
-    requirements: Requirements
-) -> tuple[Packing, Plan, Transform]:
-    """The scored tokens, the plan, and the transform with their temperatures."""
+def _packed(
+    batch: Batch, options: Options, transform: Transform, group: Any, requirements: Requirements
+) -> tuple[Packing, Transform]:
+    """The scored tokens, and the transform with their temperatures, [T]. What is wrong with values
+    is raised here, before the ranks of a vocabulary's group hear of each other, hence on all."""
     unit = requirements.inputs.segments_per_unit if options.static else None
-    scored = packing_of(batch, shard.vocabulary, unit)
-    shard.check_batch(batch, options.sequence_parallel)
+    vocabulary = requirements.inputs.vocabulary if group is None else ANY_VOCABULARY
+    scored = packing_of(batch, vocabulary, unit)
     # A loss that lives elsewhere may read what it likes.
     elsewhere = any(isinstance(t.function, Reads) for _, t in requirements.objective.parts)
     if not (options.static or elsewhere):
         check_masks(batch, requirements.fields, scored, requirements.wide)
+    if not isinstance(temperature := transform.temperature, Tensor):
+        return scored, transform
+    if temperature.shape not in ((), scored.shape):
+        raise ValueError(
+            f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
+            f"token, {tuple(scored.shape)}"
+        )
+    rows = temperature.expand(scored.shape).flatten()
+    rows = rows if scored.index is None else rows[scored.index]
+    if scored.live is None:
+        check_temperatures(rows, scored.index)
+    else:  # no division by the 0 of an unscored row
+        rows = torch.where(scored.live, rows, 1)
+    return scored, replace(transform, temperature=rows.to(requirements.wide))
+
+
+def _planned(
+    options: Options, scored: Packing, shard: WholeVocabulary, requirements: Requirements
+) -> Plan:
+    """What runs for the tokens of the call."""
     inputs, support = requirements.inputs, scored.support
     inputs = replace(
         inputs,
@@ -301,26 +323,4 @@ def packed_and_planned(
         memory=shard.memory or inputs.memory,
         weight_gradient=inputs.weight_gradient or shard.weight_gradient,
     )
-    plan = make_plan(inputs, options, requirements.backend)
-    if isinstance(transform.temperature, Tensor):
-        rows = _temperatures(transform.temperature, batch, scored)
-        transform = replace(transform, temperature=rows.to(requirements.wide))
-    return scored, plan, transform
-
-
-def _temperatures(temperature: Tensor, batch: Batch, scored: Packing) -> Tensor:
-    """[T] of the scored tokens, checked where these are known to the host."""
-    if temperature.dim() == 0:
-        rows = temperature.expand(len(scored))
-    elif temperature.shape != batch.targets.shape:
-        raise ValueError(
-            f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
-            f"token, {tuple(batch.targets.shape)}"
-        )
-    else:
-        rows = temperature.reshape(-1)
-        rows = rows if scored.index is None else rows[scored.index]
-    if scored.live is not None:  # else a division by the 0 of an unscored row
-        return torch.where(scored.live, rows, 1)
-    check_temperatures(rows, scored.index)
-    return rows
+    return make_plan(inputs, options, requirements.backend)

@@ -112,10 +112,11 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     weight, grad = head.weight, options.main_grad
     if grad is not None and (
         grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device
-    ):
+        or grad.requires_grad  # it may be the weight itself
+    ):  # fmt: skip
         raise ValueError(
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
-            f"{tuple(weight.shape)} on {weight.device}"
+            f"{tuple(weight.shape)} on {weight.device} that requires no gradient"
         )
     if grad is not None and torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError("main_grad: got a tensor, but the weight requires no gradient; want None")

@@ -58,7 +58,7 @@ def in_graph(
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     number, per_token = head.temperature, None
     if isinstance(number, Tensor):
-        number, per_token = 1.0, number.reshape(-1)
+        number, per_token = 1.0, number.expand(targets.shape).flatten()
     ids = [t if t is None or t.dim() == 1 else t.flatten(0, -2) for t in ids]
     if (schedule := options.schedule) not in ("auto", "recompute"):
         raise ValueError(f'schedule: got "{schedule}", but a compiled graph is served by recompute')

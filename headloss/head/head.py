@@ -92,8 +92,8 @@ class Head:
         weight: [V, H], of a floating dtype. That of a LoRA-wrapped module is the base layer's:
             `Head.of` reads the adapters too.
         bias: [V], or None.
-        temperature: a number, or a tensor with one value per token, in the shape of the targets;
-            finite and > 0 at scored positions.
+        temperature: a number, a 0-dim tensor, or a tensor with one value per token, in the shape of
+            the targets; finite and > 0 at scored positions.
         softcap: z = softcap * tanh(z / softcap), or None.
         logit_scale: the raw logits are multiplied by it.
         vocab_size: the first `vocab_size` rows are scored; the others are padding.
@@ -127,7 +127,7 @@ class Head:
             _check_floating("bias", self.bias, "[V] or None")
             if self.bias.shape != self.weight.shape[:1]:
                 raise _misfit("bias", self.bias, f"({self.weight.shape[0]},)", self.weight)
-        plain_numbers(self, "temperature", "softcap", "logit_scale")
+        plain_numbers(self, "temperature", "softcap", "logit_scale", "vocab_size")
         check_transform(self.temperature, self.softcap, self.logit_scale)
         rows, width = self.weight.shape
         if (size := self.vocab_size) is not None:
@@ -255,7 +255,7 @@ class Head:
             check_device(name, value, hidden, "that of hidden,")
         if isinstance(self.temperature, Tensor):
             want = hidden.shape[:-1] if token_shape is None else token_shape
-            if self.temperature.shape != want:
+            if self.temperature.shape not in ((), want):
                 raise ValueError(
                     f"temperature: got shape {tuple(self.temperature.shape)}, want a number or one "
                     f"value per token, {tuple(want)}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import check_integers
 from ..batch.batch import Batch
 from ..head.head import Head
 from ..head_loss import head_loss
@@ -58,10 +59,17 @@ def forward(
     gradient; 0 in empty slots, and for tokens that have the whole vocabulary.
 
     Raises:
-        ValueError: no labels, or a sampling mask that has ids without a temperature.
+        ValueError: no labels, or a sampling mask of another shape, or one that has ids without a
+            temperature.
+        TypeError: a sampling mask that is no tensor of integers.
     """
     if labels is None:
         raise ValueError("labels: got None, want [B, L]")
+    if sampling_mask is not None:
+        shape = check_integers("sampling_mask", sampling_mask).shape
+        if shape[:-1] != labels.shape:
+            want = (*labels.shape, "K")
+            raise ValueError(f"sampling_mask: got shape {tuple(shape)}, want {want}")
     head = Head(self.weight, softcap=getattr(self, "softcap", None))
     if temperature is None:
         if sampling_mask is not None and bool((sampling_mask >= 0).any()):

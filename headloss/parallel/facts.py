@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 # Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
 APART = ("teacher_logits", "candidate_ids")
-ANY_VOCABULARY = 1 << 62
 OWN = (PROCESS_GROUP, torch.device)  # of which each rank has its own
 
 
@@ -39,7 +39,7 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     spread = options.sequence_parallel
     numbers = {
         "rows": value.shape[-1] if head is None else head.weight.shape[0],
-        "tokens": value.shape[:-1].numel() if spread else 0,
+        "tokens": value.shape[:-1].numel() if spread else -1,
         "weight_gradient": requirements.needs_grad.any_weight,
         "memory": requirements.inputs.memory,
         "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
@@ -70,18 +70,19 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
         return compared
 
-    read: Any = {}
-    if not options.static:
-        # Wrong ids that need no vocabulary to be seen are raised here, hence on all ranks.
-        survey = batch._survey().check(ANY_VOCABULARY)
-        read = {"counts": survey.lengths, "highest": survey.highest}
-    return Facts(numbers=numbers, same=same, values=values, check=options.check_ranks, **read)
+    facts = Facts(numbers=numbers, same=same, values=values, check=options.check_ranks)
+    if options.static:
+        return facts
+    survey = batch._survey()
+    return replace(facts, counts=survey.lengths, highest=survey.highest)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     """Of a verb on positions alone."""
-    numbers = {"rows": head.weight.shape[0], "teacher_columns": -1}
-    numbers |= dict.fromkeys(("tokens", "weight_gradient", "memory"), 0)
+    numbers = {
+        "rows": head.weight.shape[0], "tokens": -1, "weight_gradient": 0, "memory": 0,
+        "teacher_columns": -1,
+    }  # fmt: skip
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
     same |= _of_transform(transform_of(head))
     sample = {"hidden: differs": [_sampled(hidden)]}
@@ -143,6 +144,7 @@ def _of_batch(batch: Batch) -> dict[str, object]:
     return {
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
+        "support_ids": batch.support is not None,
         "fields": " ".join(fields),
         "totals": [None if isinstance(t, Tensor) else float(t) for t in numbers],
     }

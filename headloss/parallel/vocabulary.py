@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from torch.nn.functional import dropout, pad
 
 from ..batch.batch import Batch
+from ..batch.packing import packing_of
 from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..kernels.interface import Kernels, Measured
@@ -41,10 +42,6 @@ class WholeVocabulary:
     def __init__(self, vocabulary: int) -> None:
         # V, columns of this rank's slice, and the most columns that any rank holds.
         self.vocabulary = self.size = self.widest = vocabulary
-
-    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
-        """ValueError where another rank's ids are outside the vocabulary, or where the ranks'
-        hidden states are not those of all positions."""
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
         """From partials of this rank's slice to those of the whole vocabulary."""
@@ -76,14 +73,17 @@ class VocabShard(WholeVocabulary):
     Args:
         numbers: of each rank (`facts.of_vocabulary`).
         vocab_size: V, None: the rows of all ranks.
+        batch: of a call that has one.
 
     Raises:
-        ValueError: numbers that do not fit.
+        ValueError: numbers that do not fit; a rank's ids outside the vocabulary; hidden states that
+            are not those of all positions.
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None
-    ) -> None:
+        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None,
+        batch: Batch | None = None
+    ) -> None:  # fmt: skip
         self.group: distributed.ProcessGroup = group
         rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:
@@ -110,17 +110,16 @@ class VocabShard(WholeVocabulary):
         self.vocabulary, self.widest = vocabulary, max(sizes)
         self.first, self.size = firsts[self.rank], sizes[self.rank]
         self.weight_gradient, self.memory = any(numbers["weight_gradient"]), min(numbers["memory"])
-        # Rows of hidden states that each rank was given; all 0: every rank was given all.
-        self.tokens, self.highest = numbers["tokens"], numbers[HIGHEST]
-
-    def check_batch(self, batch: Batch, sequence_parallel: bool) -> None:
-        for rank, highest in enumerate(self.highest):
-            if highest >= self.vocabulary:
+        # Rows of hidden states that each rank was given; all -1: every rank was given all.
+        self.tokens = numbers["tokens"]
+        for rank, highest in enumerate(numbers[HIGHEST]):
+            if batch is not None and highest >= vocabulary:
+                packing_of(batch, vocabulary)  # names the field and the position, on such a rank
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
-                    f"{self.vocabulary}"
+                    f"{vocabulary}"
                 )
-        if sequence_parallel and sum(self.tokens) != batch.targets.numel():
+        if batch and self.tokens[0] >= 0 and sum(self.tokens) != batch.targets.numel():
             raise ValueError(
                 f"hidden: got {self.tokens} tokens on the ranks of vocab_group, want "
                 f"{batch.targets.numel()} in all, the targets'"
@@ -156,8 +155,6 @@ class VocabShard(WholeVocabulary):
     def gathered(self, hidden: Tensor) -> Tensor:
         """[N, H] hidden states of all ranks, in rank order. Each then takes its own rows of the
         gradient, which is the same on all."""
-        if not any(self.tokens):
-            return hidden
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 

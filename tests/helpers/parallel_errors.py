@@ -407,6 +407,50 @@ def bad_values_of_one() -> list[str]:
     return found
 
 
+WRONG_VALUES = (
+    r"support_ids: got ids \[1\] at position 0, want the target, 0, among them",
+    r"(support_ids|targets): got id 1000000",
+    r"support_ids: differs",
+    r"mask: got 0 at position 2, which is scored",
+    r"temperature: got -1.0 at position 2",
+    r"temperature: got -1.0 at position 2",
+)
+
+
+def wrong_values_of_one() -> list[str]:
+    """Values that only a look at them can tell, wrong on the last rank alone, in calls that are not
+    the group's first and compare none."""
+    s = setup("vocabulary")
+    s.run()
+    own, others = torch.arange(T).unsqueeze(1), torch.full((T, 1), V)
+    far = others + (10**6 - V) * s.last
+    mask, temperature = torch.ones(T), torch.ones(T)
+    mask[2], temperature[2] = float(not s.last), 1 - 2 * s.last
+    fields: list[dict[str, Any]] = [
+        {"support_ids": own + s.last},
+        {"support_ids": torch.cat([own, far], 1)},
+        {"support_ids": own} if s.last else {},
+        {"mask": mask},
+    ]
+    head, warm = (hl.Head(s.weight, temperature=t, **s.head) for t in (1.0, temperature))
+    calls: list[Callable[[], object]] = [
+        lambda f=f: hl.head_loss(s.hidden, head, hl.Batch(s.targets, **f), hl.cross_entropy())
+        for f in fields
+    ]
+    calls += [lambda: hl.head_stats(s.hidden, warm, s.targets)]
+    calls += [lambda: hl.head_topk(s.hidden, warm, 2)]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("nothing was raised")
+        assert setup("vocabulary").run().loss.isfinite()
+    return found
+
+
 def raises_while_traced() -> str:
     """A term that raises where it is tried, on the last rank alone."""
     s = setup("vocabulary")
