@@ -266,9 +266,10 @@ def test_quantile(quantile: str) -> None:
         entropy = case.entropy.tolist()
         cut = exact_cut(entropy, quantile)
         assert factor(term, case).tolist() == [float(e >= cut) for e in entropy]
+        # (From 2.14 on torch.quantile rounds a rank, so that one that is whole lies beyond itself.)
         case = make(lengths=lengths, dtype=torch.float32)
-        cut = torch.quantile(case.entropy.detach(), 1 - float(quantile))
-        assert torch.equal(factor(term, case), (case.entropy >= cut).float())
+        cut = exact_cut(case.entropy.tolist(), quantile)
+        assert factor(term, case).tolist() == [float(e >= cut) for e in case.entropy.tolist()]
 
 
 def test_a_whole_rank_keeps_its_own_token() -> None:
@@ -330,7 +331,7 @@ def test_quantile_over_a_group(tmp_path: Path) -> None:
     arguments = (str(tmp_path / "store"), sizes, tmp_path)
     multiprocessing.start_processes(_rank, arguments, nprocs=len(sizes), start_method="fork")
     whole = torch.linspace(0, 3, sum(sizes)).cos()
-    want = (whole >= torch.quantile(whole.double(), 0.6)).float().split(sizes)
+    want = (whole >= exact_cut(whole.tolist(), "0.4")).float().split(sizes)
     for rank, expected in enumerate(want):
         assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), expected)
 

@@ -11,8 +11,7 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # on a CPU, for the tests
 # Whether instructions may be written out: AMD's compiler takes what it does not know for nothing.
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
-# The Tritons for which gluon.py is compiled in the tests. Gluon changes with each: an unknown one is
-# not used.
+# The Tritons for which gluon.py was compiled. Gluon changes with each: an unknown one is not used.
 GLUON = ("3.6", "3.7", "3.8", "3.9")
 
 
