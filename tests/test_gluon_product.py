@@ -149,8 +149,8 @@ def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
         assert overlaps(gpu) is served
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    versions = {"3.6.1+git": True, "3.9.0": True}
-    versions |= dict.fromkeys(["3.5.1", "3.7.0", "3.10.0", "3.60.0", "4.0.0"], False)
+    versions = dict.fromkeys(["3.6.1+git", "3.7.1", "3.8.0", "3.9.0"], True)
+    versions |= dict.fromkeys(["3.5.1", "3.10.0", "3.60.0", "4.0.0"], False)
     for version, served in versions.items():
         monkeypatch.setattr(triton, "__version__", version)
         assert overlaps(gpu) is served

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import headloss as hl
 from headloss import kernels
-from headloss.engine.call import call_of, packed_and_planned
+from headloss.engine.call import call_of, plan_of
 from headloss.engine.checks import Arguments
 from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
 from headloss.engine.plan_inputs import PlanInputs
@@ -360,7 +360,7 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     inputs = dataclasses.replace(call.requirements.inputs, on_gpu=True, memory=140 << 30)
     needs = dataclasses.replace(call.requirements, inputs=inputs)
     for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
-        _, plan, _ = packed_and_planned(batch, call.options, call.transform, places, needs)
+        plan = plan_of(call.scored, places, needs, call.options)
         assert plan.budget[0] == gib << 24
 
 

@@ -260,7 +260,7 @@ def call_of(arguments: Arguments) -> Call:
         say = partial(of_vocabulary, a, requirements)
         of_ranks, error = agree("vocab_group", a.group, say, error, static)
         shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size, batch))
-    plan, error = attempt(error, lambda: _planned(options, packed[0], shard, requirements))
+    plan, error = attempt(error, lambda: plan_of(packed[0], shard, requirements, options))
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
@@ -307,8 +307,8 @@ def _packed(
     return scored, replace(transform, temperature=rows.to(requirements.wide))
 
 
-def _planned(
-    options: Options, scored: Packing, shard: WholeVocabulary, requirements: Requirements
+def plan_of(
+    scored: Packing, shard: WholeVocabulary, requirements: Requirements, options: Options
 ) -> Plan:
     """What runs for the tokens of the call."""
     inputs, support = requirements.inputs, scored.support

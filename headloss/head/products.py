@@ -164,6 +164,8 @@ class WideLinear(torch.autograd.Function):
             into_x = input_gradient(gradient, weight, x.dtype, ctx.fixed)
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
-            add_weight_gradient_(total, gradient, x)
+            # (In a compiled graph blocks are not counted, which would tie it to their number.)
+            fresh = x.shape[0] > 0 and not torch.is_grad_enabled()  # else it has a graph
+            add_weight_gradient_(total, gradient, x, fresh)
             into_weight = total.to(weight.dtype)
         return into_x, into_weight, None
