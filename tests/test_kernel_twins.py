@@ -31,7 +31,6 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton.given import Shape
-from headloss.logits.rows import dense_order
 from headloss.statistics.softmax import SoftmaxCoefficients, SoftmaxState, finish
 from headloss.testing import plain, trained_looking
 
@@ -145,7 +144,7 @@ def test_products_and_held_terms(n, v, name):
 
         if twins.is_multiple(backward):  # from the same terms, each in memory of its own
             copies = [mine._replace(exp_logits=mine.exp_logits.clone()) for _ in range(2)]
-            order = dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
+            order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
             pairs = [
                 a.held_multiple_(one, backward, x=x, order=order)
@@ -157,7 +156,7 @@ def test_products_and_held_terms(n, v, name):
             scaled = [p[1][:count].float() for p in pairs]
             torch.testing.assert_close(*scaled, rtol=2e-5 + EPS[dtype], atol=6e-8)
         keep = torch.arange(n, device=DEVICE) % 3 > 0
-        order = dense_order(keep, n - 1)
+        order = triton_backend.dense_order(keep, n - 1)
         copies = [mine._replace(exp_logits=mine.exp_logits.clone()) for _ in range(2)]
         found, twin = (
             a.held_gradient_(one, backward, order=order)
@@ -185,7 +184,7 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
         assert error(found, oracle) <= 2 * EPS[dtype] + 1e-5
     terms = (z.float() - normalizer.max_logit.unsqueeze(1)).exp().to(torch.bfloat16)
     keep = torch.arange(n, device=DEVICE) % 3 > 0
-    order = dense_order(keep, n - 1)
+    order = triton_backend.dense_order(keep, n - 1)
     held = ExpTile(terms, normalizer.max_logit)
     wide = ExpTile(terms.double(), normalizer.max_logit.double())
     found = triton_backend.held_gradient_(held, backward, order=order)[: int(keep.sum())]
@@ -213,7 +212,7 @@ def test_order(n):
     patterns = list(itertools.product((False, True), repeat=n))
     for pattern in patterns[:: max(1, len(patterns) // 8)]:
         keep, most = torch.tensor(pattern, dtype=torch.bool, device=DEVICE), n - 2
-        mine, twin = (order(keep, most) for order in (dense_order, twins.dense_order))
+        mine, twin = (a.dense_order(keep, most) for a in (triton_backend, twins))
         assert torch.equal(mine.count, twin.count)
         count = int(twin.count)
         assert torch.equal(mine.rows[:count], twin.rows[:count])

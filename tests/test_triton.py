@@ -28,7 +28,6 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
-from headloss.logits.rows import dense_order
 from headloss.statistics.softmax import Normalizer, SoftmaxState, finish
 
 
@@ -162,10 +161,12 @@ def test_power_of_two_scaling_is_exact():
     assert torch.equal(small.float() * 1024, large.float())
 
 
-def test_dense_order_reads_no_row_after_it_is_written():
+@pytest.mark.parametrize("block", [4, 2048])
+def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
+    monkeypatch.setattr("headloss.kernels.triton.order.BLOCK", block)
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
-        rows, count = dense_order(torch.tensor(pattern, device=DEVICE), 4)
+        rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
         if len(kept) > 4:  # moving is not worth it
             assert int(count) == 6 and rows.tolist() == list(range(6))
             continue

@@ -24,7 +24,6 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, ExpTile, Forward
 from headloss.kernels.transform import Transform
-from headloss.logits.rows import dense_order
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish, merge
 from headloss.testing import plain, trained_looking
 
@@ -134,7 +133,7 @@ def test_held_gradient(which, name):
         return  # exp z of 0 does not tell z: such a call keeps logits
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
-        order = dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
+        order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
         got = triton_backend.held_gradient_(copy, backward, order=order)
         assert got.data_ptr() == copy.exp_logits.data_ptr()
         if count:
@@ -290,7 +289,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     kept = {"none": [], "few": [0, 3, 7, 8], "all": range(n), "no order": ()}[case]
     mask = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     mask[list(kept)] = True
-    order = None if case == "no order" else dense_order(mask, n)
+    order = None if case == "no order" else triton_backend.dense_order(mask, n)
     one, other = (ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift) for _ in range(2))
     multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
     expected, nothing = triton_backend.held_multiple_(other, backward)

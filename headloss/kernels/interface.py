@@ -294,6 +294,16 @@ class Kernels(Acts, Protocol):
         `held_gradient_`.
         """
 
+    # ------------------------------------------------------------------ rows
+
+    def dense_order(self, keep: Tensor, most: int) -> Order:
+        """Which row goes to which place, so that those of keep [n] bool come first.
+
+        A kept row below their number stays where it is, the others fill the gaps: no row is read
+        after it is written, in whatever order the rows are worked on. Where more than `most` are
+        kept, moving is not worth it: all stay, and all count.
+        """
+
     # ------------------------------------------------------------------ logits where they lie
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:

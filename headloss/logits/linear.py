@@ -21,7 +21,7 @@ from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import PEAK
 from .beside import LogitTile, Product
-from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, dense_order, steps
+from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
@@ -285,7 +285,7 @@ class ExpLogits(LinearLogits):
         multiple: Any = None
         features: Any = None
         if live is not None:
-            order = dense_order(live, int(MOST * len(live)))
+            order = acts.dense_order(live, int(MOST * len(live)))
             count_copy = HostCopy(order.count)
         chosen = self._chosen(rows, ALL, inputs) if self.beside else []
         c, cap = backward.coefficients, backward.transform.softcap

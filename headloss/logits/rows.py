@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..kernels.interface import Kernels, Measured, Order, Support
+from ..kernels.interface import Kernels, Measured, Support
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
@@ -99,21 +98,6 @@ def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Me
 def steps(total: int, step: int) -> list[slice]:
     """Consecutive slices of at most `step`."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
-
-
-def dense_order(keep: Tensor, most: int) -> Order:
-    """Which row goes to which place, so that those of keep [n] bool come first.
-
-    A kept row below their number stays where it is, the others fill the gaps: no row is read after
-    it is written, in whatever order the rows are worked on. Where more than `most` are kept, moving
-    is not worth it: all stay, and all count. The device is not waited for.
-    """
-    n, kept, at = len(keep), keep.sum(0, keepdim=True), torch.arange(len(keep), device=keep.device)
-    moves = kept <= most
-    gap, mover = moves & ~keep & (at < kept), moves & keep & (at >= kept)
-    movers = at.new_zeros(n + 1).scatter_(0, torch.where(mover, mover.cumsum(0) - 1, n), at)
-    rows = torch.where(gap, movers[gap.cumsum(0) - 1], at)
-    return Order(rows, torch.where(moves, kept, n))
 
 
 def compact_(raw: Tensor, index: Tensor) -> Tensor:

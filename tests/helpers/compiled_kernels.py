@@ -174,6 +174,7 @@ class Form:
     def rows(self) -> Iterator[tuple[str, Call]]:
         index, x = whole(N), self.x
         more = {"places": index, "out": some(N, H)} if self.full else {}
+        yield "order", lambda: acts.dense_order(some(N, dtype=torch.bool), N)
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
         for value in (some(V, H), some(V, H, dtype=x.dtype)):
             factor = self.if_full(some(1)[0])
