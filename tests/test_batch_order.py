@@ -76,6 +76,10 @@ def test_a_field_that_is_assigned_to_raises():
     for options in (None, hl.Options(static=True)):
         with pytest.raises(ValueError, match="advantages: was assigned to, want batch.with_fields"):
             hl.head_loss(hidden, head, batch, hl.reinforce(), options)
+    batch = hl.Batch(torch.arange(6))
+    batch.support_ids = torch.arange(6).unsqueeze(1)
+    with pytest.raises(ValueError, match="support_ids: was assigned to, want batch.with_fields"):
+        hl.head_loss(hidden, head, batch, hl.cross_entropy())
 
 
 def test_with_fields_shares_the_order_and_not_the_fields():

@@ -255,7 +255,8 @@ def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packin
         RuntimeError: the batch was changed in place since it was made.
     """
     support = batch.support
-    if assigned := batch.fields.keys() & vars(batch):  # the values as they were would be read
+    # The values as they were would be read, and a support that was not there by none.
+    if assigned := {"support_ids", *batch.fields} & vars(batch).keys():
         raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
         if support is not None:
