@@ -3,10 +3,10 @@ gradient.
 
     PYTHONPATH=.:tests python tests/helpers/stays.py   # every stay of a GRPO call on one GPU
 
-A *stay* is each time that hidden states, or something made of them, enter a file as an argument of
-a function, in the order in which the functions run. A *climb* is a stay in a file that imports the
-one that was left. The call is one of the triton backend; its kernels are replaced by nothing, which
-needs no GPU.
+A *stay* is each time that hidden states enter a file as an argument of a function, in the order in
+which the functions run; or, counted apart, they or something made of them, such as the statistics
+that enter the functions of terms. A *climb* is a stay in a file that imports the one that was left.
+The call is one of the triton backend; its kernels are replaced by nothing, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ T, H, V = 16, 16, 32
 
 
 class Followed(TorchDispatchMode):
-    """Storages that hold hidden states, or what operations and kernels made of them."""
+    """Storages that hold hidden states, with `derived` also those of what operations and kernels
+    made of them."""
 
-    def __init__(self, *inputs: Tensor) -> None:
+    def __init__(self, *inputs: Tensor, derived: bool) -> None:
         super().__init__()
+        self.derived = derived
         self.alive: list[Tensor] = []  # so that no address is used twice
         self.inputs = {start_of(t) for t in inputs}
         self.made: set[int] = set()
@@ -59,7 +61,8 @@ class Followed(TorchDispatchMode):
     def made_of(self, before: Any, after: Any) -> None:
         tensors = [t for t in tree_leaves(after) if isinstance(t, Tensor)]
         self.alive += tensors
-        if any(self.holds(t) for t in tree_leaves(before) if isinstance(t, Tensor)):
+        inputs = [t for t in tree_leaves(before) if isinstance(t, Tensor)]
+        if self.derived and any(map(self.holds, inputs)):
             self.made |= {start_of(t) for t in tensors} - self.inputs
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -98,15 +101,15 @@ def without_kernels(followed: Followed) -> Iterator[None]:
         yield
 
 
-def stays() -> list[tuple[str, str]]:
-    """(module, function) of each stay."""
+def stays(derived: bool) -> list[tuple[str, str]]:
+    """(module, function) of each stay of hidden states; `derived`: or of what was made of them."""
     hidden = torch.randn(T, H).bfloat16().requires_grad_()
     weight = torch.randn(V, H).bfloat16().requires_grad_()
     old, advantages = -torch.rand(T), torch.randn(4)
     segments = hl.Segments.from_lengths([4] * 4)
     batch = hl.Batch(torch.arange(T), segments, advantages=advantages, old_logps=old)
     hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())  # the batch's order is found
-    followed = Followed(weight, batch.targets, segments.ids, advantages, old)
+    followed = Followed(weight, batch.targets, segments.ids, advantages, old, derived=derived)
     followed.made.add(start_of(hidden))
     found: list[tuple[str, str]] = []
 
@@ -151,7 +154,8 @@ def climbs(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    stations = stays()
-    for name, function in stations:
-        print(f"{name:24} {function}")
-    print(f"{len(stations)} stays, {len(climbs(stations))} climbs")
+    for what, derived in (("hidden states", False), ("or what was made of them", True)):
+        stations = stays(derived)
+        for name, function in stations:
+            print(f"{name:24} {function}")
+        print(f"{what}: {len(stations)} stays, {len(climbs(stations))} climbs\n")
