@@ -138,9 +138,12 @@ FLOAT = torch.float32
 
 
 @pytest.mark.parametrize("dtypes", [(SIXTEEN, SIXTEEN), (FLOAT, FLOAT), (FLOAT, SIXTEEN)])
-def test_a_row_of_a_product_is_its_own(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+@pytest.mark.parametrize("columns", [150, 9])  # of a vocabulary, and of an adapter's rank
+def test_a_row_of_a_product_is_its_own(
+    dtypes: tuple[torch.dtype, torch.dtype], columns: int
+) -> None:
     x = torch.randn(140, 77, device=DEVICE).to(dtypes[0])
-    w = torch.randn(77, 150, device=DEVICE).to(dtypes[1])
+    w = torch.randn(77, columns, device=DEVICE).to(dtypes[1])
     want = (x.double() @ w.double()).float()
     for b in (w, w.t().contiguous().t()):
         whole = triton_backend.fixed_product(x, b)

@@ -61,9 +61,13 @@ def fixed_product(
     if n and m:
         wide = a.dtype != b.dtype
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
+        rows, columns = ROWS, COLUMNS
+        # Of an adapter's rank, without tensor cores, whose order of k is their tile's.
+        if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
+            rows, columns = ROWS // 4, max(16, triton.next_power_of_2(m))
         launch(
-            cdiv(n, ROWS) * cdiv(m, COLUMNS),
-            *(matrix_of(a), strided(b), matrix_of(out), n, m, k), ROWS=ROWS, COLUMNS=COLUMNS,
+            cdiv(n, rows) * cdiv(m, columns),
+            *(matrix_of(a), strided(b), matrix_of(out), n, m, k), ROWS=rows, COLUMNS=columns,
             DEPTH=BYTES // (4 if wide else a.element_size()), WIDE=wide,
             PRECISION="tf32" if tf32 else "ieee", ADD=add
         )
