@@ -54,8 +54,11 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
     total = targets.numel()
     flat = call.hidden.reshape(total, call.hidden.shape[-1])
     if call.place == "segments":
-        tokens = (torch.randint(RANKS, (total,), generator=generator) == rank).nonzero().squeeze(1)
+        places = torch.randint(RANKS, (total,), generator=generator)
         segments = hl.Batch(targets, fuzz.segments_of(call)).segments
+        if (places.bincount(minlength=RANKS) == segments.count).all():
+            places[0] = 1 - places[0]  # else a field of segments is as long as one of tokens
+        tokens = (places == rank).nonzero().squeeze(1)
         call.segments = ("ids", (segments.ids.reshape(-1)[tokens], segments.count, group))
 
         def mine_of(value: Any) -> Any:
