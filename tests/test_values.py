@@ -195,6 +195,15 @@ def test_kl_shaped_with_modifiers_and_errors() -> None:
         hl.kl_shaped(hl.grpo, beta=1.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["kl_shaped", "rlsd_shaped"])
+def test_a_term_without_advantages_cannot_be_shaped(name: str) -> None:
+    shaped = {"kl_shaped": hl.kl_shaped(hl.kl(), beta=0.1), "rlsd_shaped": hl.rlsd_shaped(hl.kl())}
+    fields = ("advantages", "old_logps", "ref_logps", "teacher_logps")
+    batch = hl.Batch(torch.arange(3), **{name: torch.zeros(3) for name in fields})
+    with pytest.raises(ValueError, match=f"{name}: term: got one that reads no advantages"):
+        hl.head_loss(torch.ones(3, 4), hl.Head(torch.ones(5, 4)), batch, shaped[name])
+
+
 def test_kl_shaped_lets_a_term_read_as_ever() -> None:
     """A field by name, one that may be missing, the advantages by `get`."""
 

@@ -25,7 +25,12 @@ class _Shaped:
     """A batch with other advantages."""
 
     def __init__(self, batch: Any, advantages: Tensor) -> None:
-        self._batch, self.advantages = batch, advantages
+        self._batch, self._advantages, self.used = batch, advantages, False
+
+    @property
+    def advantages(self) -> Tensor:
+        self.used = True
+        return self._advantages
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batch, name)
@@ -44,19 +49,26 @@ Advantages = Callable[..., Tensor]  # (stats, batch, **options) to [T]
 
 
 def _called(
-    stats: Statistics, batch: Any, *, of: Callable[..., Any], by: Advantages, **how: Any
-) -> Any:
-    return of(stats, _Shaped(batch, by(stats, batch, **how)))
+    stats: Statistics, batch: Any, *, of: Callable[..., Any], by: Advantages,
+    name: str | None = None, **how: Any
+) -> Any:  # fmt: skip
+    """A term's loss or metrics; under the name of a modifier ValueError where it reads no
+    advantages."""
+    shaped = _Shaped(batch, by(stats, batch, **how))
+    values = of(stats, shaped)
+    if name is not None and not shaped.used:
+        raise ValueError(f"{name}: term: got one that reads no advantages, want one that does")
+    return values
 
 
 def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -> Term:
     """`term` with the advantages that `by` makes of the options `how`, which its repr shows under
-    `name`; TypeError where it is no term."""
+    `name`; TypeError where it is no term, ValueError in a call where it reads no advantages."""
     if not isinstance(term, Term):
         raise TypeError(f"{name}: term: got {type(term).__name__}, want a Term")
     return replace(
         term,
-        function=functools.partial(_called, of=term.function, by=by, **how),
+        function=functools.partial(_called, of=term.function, by=by, name=name, **how),
         observe=term.observe and functools.partial(_called, of=term.observe, by=by, **how),
         options=(*term.options, (name, tuple(how.items()))),
         scope=wider(term.scope, needs),
