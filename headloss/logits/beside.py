@@ -35,7 +35,7 @@ class LogitTile(NamedTuple):
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
 
     def state(
-        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+        self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
         """Of all columns but `without` [n, K], and of those that gave `onto`."""
         if without is not None:
@@ -74,7 +74,7 @@ class Pairs(NamedTuple):
         return torch.where(in_window, torch.where(inside, z, -torch.inf), 0)
 
     def state(
-        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+        self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
         """Of all pairs but those of the columns `without`; there is only one such tile."""
         support = self.support if without is None else self.find(without)[2]
@@ -101,6 +101,11 @@ class Pairs(NamedTuple):
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
+def normalizer_of(shard: Any, partials: SoftmaxState) -> Normalizer:
+    """Over the whole vocabulary, from the state of a rank's slice."""
+    return finish(shard.merge(partials), 1, NOTHING)[1]
+
+
 @dataclass(eq=False)
 class SquaredSum:
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
@@ -123,7 +128,7 @@ class SquaredSum:
     def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
         """[n], once all logits were added."""
         assert self.partials is not None
-        _, twice = finish(self.shard.merge(self.partials), 1, NOTHING)
+        twice = normalizer_of(self.shard, self.partials)
         self.partials = None
         peak, log_sum = normalizer
         return ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
@@ -142,7 +147,6 @@ class Candidates:
     heads_own: bool
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
     tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
-    acts: Kernels
     shard: Any  # of the vocabulary on the ranks of a group
     tokens: Tensor | None = None  # [n] which of the T these are; None: all
     logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
@@ -188,7 +192,7 @@ class Candidates:
         (peak, log_sum), tail = normalizer, torch.zeros_like(z[:, 0])
         if self.tail:
             assert self.partials is not None
-            _, others = finish(self.shard.merge(self.partials), 1, NOTHING)
+            others = normalizer_of(self.shard, self.partials)
             self.tail_normalizer[:, self._places(rows)] = torch.stack(others)
             top, top_sum = (t.to(dtype) for t in others)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
@@ -200,8 +204,7 @@ class Candidates:
         return torch.cat([log_p, tail], 1)
 
     def add_to_pairs_(self, values: Tensor, rows: slice, logits: Pairs, slopes: Tensor) -> None:
-        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is added to
-        values [P], the rest of dL/draw."""
+        """Add the part of slopes [n, K + 1] to values [P], the rest of dL/draw of pairs."""
         transform = self.transform.rows(rows)
         pairs, present, others = logits.find(self._ids(rows))
         chosen = transform.vjp_(slopes[:, :-1].to(values.dtype, copy=True), logits.raw[pairs])
@@ -228,21 +231,17 @@ class Candidates:
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
-    def gradient(
-        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Tensor,
-        extra: Tensor | None = None, others: Backward | None = None
-    ) -> Tensor:
-        """The candidates' part of d/draw of a tile, from slopes [n, K + 1] of `value`; see
-        `DenseTeacher.gradient`."""
+    def part(
+        self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor
+    ) -> StoredTopk:
+        """The part of an objective that has slopes [n, K + 1] of `value`, on a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
-            log_p = measured.stats.extras[self.key]
-            gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
-        gradient = gradient.to(self.tail_normalizer.dtype)
+            slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
+        slopes = slopes.to(self.tail_normalizer.dtype)
         tail = self._tail(rows) if self.tail else measured.normalizer
-        outcomes = StoredTopk(
+        return StoredTopk(
             self.columns(rows, columns),
             Distribution(self.transform.rows(rows), tail),
-            gradient[:, :-1].contiguous(),
-            gradient[:, -1].contiguous(),
+            slopes[:, :-1].contiguous(),
+            slopes[:, -1].contiguous(),
         )
-        return self.acts.part_gradient_(raw, outcomes, extra, others)

@@ -149,7 +149,7 @@ class LogitSource:
         extra: Any = None
         for part in parts:  # all but the last need the student's logits unchanged
             last = others if part is parts[-1] else None
-            extra = part.gradient(raw, *tile, slopes[part.key], extra, last)
+            extra = self.acts.part_gradient_(raw, part.part(*tile, slopes[part.key]), extra, last)
         return extra
 
 

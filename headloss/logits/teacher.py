@@ -1,5 +1,4 @@
-"""What a call measures beside the softmax of its logits, from terms' teachers and the batch's
-fields; above all a teacher, which measures divergences and pulls them back.
+"""What a call measures beside the softmax of its logits, above all divergences from a teacher.
 
 T tokens, n tokens of a step, v columns of a slab.
 """
@@ -17,12 +16,12 @@ from torch import Tensor
 from ..batch.packing import PackedBatch
 from ..head.dtensor import local_head
 from ..head.head import transform_of
-from ..kernels.interface import Backward, Forward, Measured
+from ..kernels.interface import Measured
 from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer, finish
-from .beside import NOTHING, Candidates, LogitTile, SquaredSum
+from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
+from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -36,24 +35,21 @@ def measuring(
 ) -> RowContext:
     """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
     batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""
-    acts, _, transform, needs, shard, *_ = context
-
-    def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
-        tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
-        return Candidates(
-            key=key, ids=ids, transform=of, heads_own=key == CANDIDATES, tail=tail,
-            tail_normalizer=tail_normalizer, acts=acts, shard=shard,
-        )  # fmt: skip
-
+    transform, needs, shard = context.transform, context.needs, context.shard
     stored = [t for t in teachers if t.source(batch) == "topk"]
     beside: list[DenseTeacher | Candidates | SquaredSum] = [
         DenseTeacher(t, context, batch, wide, keeps_tiles) for t in teachers if t not in stored
     ]
-    for t in stored:
-        beside.append(candidates(t, t.columns(batch), _at(transform, t.temperature), True))
+    chosen: list[Any] = [(t, t.columns(batch), _at(transform, t.temperature)) for t in stored]
     if needs & {"candidate_logps", "candidate_tail"}:
-        tail = "candidate_tail" in needs
-        beside.append(candidates(CANDIDATES, batch.candidate_ids, transform, tail))
+        chosen.append((CANDIDATES, batch.candidate_ids, transform))
+    for key, ids, of in chosen:
+        own = key == CANDIDATES
+        beside.append(Candidates(
+            key=key, ids=ids, transform=of, heads_own=own, shard=shard,
+            tail=not own or "candidate_tail" in needs,
+            tail_normalizer=torch.empty(2, len(batch), dtype=wide, device=ids.device),
+        ))  # fmt: skip
     if COLLISION in needs:
         half = replace(transform, temperature=transform.temperature / 2)
         beside.append(SquaredSum(half, shard))
@@ -65,8 +61,7 @@ class DenseTeacher:
 
     Args:
         key: the term's description of it.
-        context: the student's; where its head's transform is the term's, its normalizer is known
-            already.
+        context: the student's.
         wide: dtype of statistics.
         keeps: whether the gradient of some tokens follows their measurement at once, so that logits
             made from hidden states are kept for it.
@@ -77,7 +72,7 @@ class DenseTeacher:
     def __init__(
         self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
     ) -> None:
-        self.key, self.shard, self.acts = key, context.shard, context.acts
+        self.key, self.shard = key, context.shard
         student, size = _at(context.transform, key.temperature), context.shard.size
         self.source: Any
         if key.source(batch) == "logits":
@@ -87,13 +82,13 @@ class DenseTeacher:
             self.source = _of_hidden(context, batch, key, wide)
             teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        self.heads_own = context.transform is student
-        # Both sides' normalizers and the mean slope, which `value` fills and `gradient` reads.
+        self.heads_own = context.transform is student  # whose normalizer is measured anyway
+        # Both sides' normalizers and the mean slope, which `value` fills and `part` reads.
         self.memory = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
         *sides, self.mean_slope = self.memory.unbind()
         normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:])
         self.sides = tuple(map(Distribution, (student, teacher), normalizers))
-        self.student: Tensor | None = None  # logits that are to be measured
+        self.student: LogitTile | None = None  # that is to be measured
         self.kept: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
 
     def take(self, index: Tensor) -> DenseTeacher:
@@ -105,28 +100,23 @@ class DenseTeacher:
 
     def add(self, rows: Rows, tile: LogitTile) -> None:
         """Take the student's logits of some tokens, over the whole vocabulary."""
-        self.student = tile.raw
+        self.student = tile
 
     def value(self, rows: slice, normalizer: Normalizer) -> Tensor:
         """[n] divergences; `normalizer` is the student's at its head's own temperature."""
         assert self.student is not None
+        (tile, self.student), self.kept = (self.student, None), None
         student, teacher = (side.transform for side in self.sides)
-        (raw, self.student), self.kept = (self.student, None), None
-        p = normalizer if self.heads_own else self._normalizer(raw, student)
-        raw_teacher = self._teacher(rows, ALL)
-        q = self._normalizer(raw_teacher, teacher)
+        p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(student))
+        other = tile._replace(raw=self._teacher(rows, ALL))
+        q = normalizer_of(self.shard, other.state(teacher))
         sides = Distribution(student, p), Distribution(teacher, q)
         pair = Pair(*sides, self.key.kind, self.key.beta)
-        value, mean_slope = self.shard.sum(self.acts.divergence(raw, raw_teacher, pair))
+        value, mean_slope = self.shard.sum(tile.acts.divergence(tile.raw, other.raw, pair))
         if self.keeps:
-            self.kept = (rows.start or 0, raw_teacher)
+            self.kept = (rows.start or 0, other.raw)
         torch.stack([*p, *q, mean_slope], out=self.memory[:, rows])
         return value
-
-    def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
-        """log-sum-exp."""
-        partials = self.acts.partials(raw, Forward(None, 0, transform, NOTHING))
-        return finish(self.shard.merge(partials), 1, NOTHING)[1]
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read: a copy where no act takes them as they are, or where the
@@ -138,21 +128,18 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def gradient(
-        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, weight: Tensor,
-        extra: Tensor | None = None, others: Backward | None = None
-    ) -> Tensor:
-        """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
-        gradient of the whole objective, in raw's memory or in `others.to`."""
+    def part(
+        self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor
+    ) -> Divergence:
+        """The part of an objective that has slopes [n] of `value`, on a tile."""
+        (first, raw), self.kept = self.kept or (0, None), None
+        if raw is None:
+            raw = self._teacher(rows, columns)
+        elif isinstance(rows, Tensor):
+            raw = compact_(raw, rows - first)
         student, teacher = (side.rows(rows) for side in self.sides)
         pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        (first, raw_teacher), self.kept = self.kept or (0, None), None
-        if raw_teacher is None:
-            raw_teacher = self._teacher(rows, columns)
-        elif isinstance(rows, Tensor):
-            raw_teacher = compact_(raw_teacher, rows - first)
-        part = Divergence(raw_teacher, pair, self.mean_slope[rows], weight)
-        return self.acts.part_gradient_(raw, part, extra, others)
+        return Divergence(raw, pair, self.mean_slope[rows], slopes)
 
 
 def _of_hidden(
