@@ -231,9 +231,7 @@ class Candidates:
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
-    def part(
-        self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor
-    ) -> StoredTopk:
+    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
         """The part of an objective that has slopes [n, K + 1] of `value`, on a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)

@@ -128,9 +128,7 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def part(
-        self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor
-    ) -> Divergence:
+    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
         """The part of an objective that has slopes [n] of `value`, on a tile."""
         (first, raw), self.kept = self.kept or (0, None), None
         if raw is None:
