@@ -39,7 +39,7 @@ class NeedsGrad(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """What a softmax needs to know of its tokens and its backend, in addition to the logits."""
+    """What a source knows of its tokens and its backend, beside the logits."""
 
     acts: Kernels
     targets: Tensor  # [T] columns of the whole vocabulary
@@ -67,8 +67,8 @@ class RowContext(NamedTuple):
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
         first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
         arguments = self.targets[rows], first, transform, normalizer
-        all_columns = self.all_columns and columns is ALL and isinstance(inputs.tile, Tensor)
-        all_columns = all_columns and not inputs.coefficients.extras  # their tile may be of logits
+        logits = isinstance(inputs.tile, Tensor) and not inputs.coefficients.extras  # nor others'
+        all_columns = self.all_columns and columns is ALL and logits
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
     def measured(self, partials: Any) -> Measured:
@@ -107,15 +107,14 @@ class LogitSource:
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
         gradient will take of their logits, which are then one tile."""
-        partials = raw = None
+        partials = raw = tile = None
         for columns in tiles:
-            raw = None  # before the next one is made
-            raw = self.raw(rows, columns)
-            tile = LogitTile(raw, self.context.shard.first + (columns.start or 0), self.acts)
+            raw = tile = None  # before the next one is made
+            raw, forward = self.raw(rows, columns), self.context.forward(rows, columns)
+            tile = LogitTile(raw, forward.first, self.acts)
             for part in self.beside:
                 part.add(rows, tile)
-            del tile
-            partials = self.acts.partials(raw, self.context.forward(rows, columns), partials)
+            partials = self.acts.partials(raw, forward, partials)
         measured = self.context.measured(partials)
         return self.completed(rows, measured), raw if keep else None
 
