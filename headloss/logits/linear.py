@@ -108,23 +108,23 @@ class LogitSource:
         """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
         gradient will take of their logits, which are then one tile."""
         partials = raw = tile = None
+        states: Any = [None] * len(self.beside)
         for columns in tiles:
             raw = tile = None  # before the next one is made
             raw, forward = self.raw(rows, columns), self.context.forward(rows, columns)
             tile = LogitTile(raw, forward.first, self.acts)
-            for part in self.beside:
-                part.add(rows, tile)
+            states = [p.add(rows, tile, s) for p, s in zip(self.beside, states, strict=True)]
             partials = self.acts.partials(raw, forward, partials)
         measured = self.context.measured(partials)
-        return self.completed(rows, measured), raw if keep else None
+        return self.completed(rows, measured, states), raw if keep else None
 
-    def completed(self, rows: slice, measured: Measured) -> Measured:
-        """With what is measured in addition to the statistics."""
+    def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
+        """With what is measured in addition to the statistics, and what its gradient takes."""
         extras, normalizer = measured.stats.extras, measured.normalizer
         if PEAK in self.context.needs:
             extras[PEAK] = normalizer.max_logit.clone()
-        for part in self.beside:
-            extras[part.key] = part.value(rows, normalizer)
+        for part, state in zip(self.beside, states, strict=True):
+            extras.update(part.value(rows, state, normalizer))
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
@@ -243,9 +243,8 @@ class ExpLogits(LinearLogits):
         else:
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
         product = Product(x, weight, self.bias, shard.first, self.acts)
-        for part in self.beside:
-            part.add(rows, product)
-        return self.completed(rows, measured), held
+        states = [part.add(rows, product, None) for part in self.beside]
+        return self.completed(rows, measured, states), held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)

@@ -53,12 +53,12 @@ class SupportLogits(LinearLogits):
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         raw, needs, support = self.raw(rows), self.context.needs, self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.context.forward(rows))
-        for part in self.beside:
-            part.add(rows, Pairs(raw, support, self.acts))
+        pairs = Pairs(raw, support, self.acts)
+        states = [part.add(rows, pairs, None) for part in self.beside]
         stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, full, held = self.completed(rows, Measured(stats, normalizer)), None, None
+        measured, full, held = self.completed(rows, Measured(stats, normalizer), states), None, None
         index = self.support.unrestricted(rows)
         if index is not None:
             full = self.full.take(index + (rows.start or 0))
@@ -93,7 +93,7 @@ class SupportLogits(LinearLogits):
         for part in self.beside:
             if part.key in slopes:
                 logits = Pairs(raw, support, self.acts)
-                part.add_to_pairs_(values, rows, logits, slopes[part.key])
+                part.add_to_pairs_(values, rows, logits, inputs.measured, slopes[part.key])
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 

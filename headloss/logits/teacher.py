@@ -44,12 +44,8 @@ def measuring(
     if needs & {"candidate_logps", "candidate_tail"}:
         chosen.append((CANDIDATES, batch.candidate_ids, transform))
     for key, ids, of in chosen:
-        own = key == CANDIDATES
-        beside.append(Candidates(
-            key=key, ids=ids, transform=of, heads_own=own, shard=shard,
-            tail=not own or "candidate_tail" in needs,
-            tail_normalizer=torch.empty(2, len(batch), dtype=wide, device=ids.device),
-        ))  # fmt: skip
+        tail = key != CANDIDATES or "candidate_tail" in needs
+        beside.append(Candidates(key, ids, of, key == CANDIDATES, tail, shard))
     if COLLISION in needs:
         half = replace(transform, temperature=transform.temperature / 2)
         beside.append(SquaredSum(half, shard))
@@ -72,72 +68,68 @@ class DenseTeacher:
     def __init__(
         self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
     ) -> None:
-        self.key, self.shard = key, context.shard
-        student, size = _at(context.transform, key.temperature), context.shard.size
+        self.key, self.shard, self.wide = key, context.shard, wide
         self.source: Any
+        self.student = _at(context.transform, key.temperature)
         if key.source(batch) == "logits":
-            logits = _wide_field("teacher_logits", batch, size, "the student's vocabulary")
-            self.source, teacher = View(logits, batch.index), Transform(temperature=key.temperature)
+            want = self.shard.size, "the student's vocabulary"
+            self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)
+            self.teacher = Transform(temperature=key.temperature)
         else:
             self.source = _of_hidden(context, batch, key, wide)
-            teacher = self.source.context.transform
+            self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        self.heads_own = context.transform is student  # whose normalizer is measured anyway
-        # Both sides' normalizers and the mean slope, which `value` fills and `part` reads.
-        self.memory = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
-        *sides, self.mean_slope = self.memory.unbind()
-        normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:])
-        self.sides = tuple(map(Distribution, (student, teacher), normalizers))
-        self.student: LogitTile | None = None  # that is to be measured
-        self.kept: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
+        self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
+        self.raw: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Of some of the tokens, after they were measured."""
+        """Of some of the tokens."""
         some = copy(self)
-        some.source, some.mean_slope = self.source.take(index), self.mean_slope[index]
-        some.sides = tuple(side.rows(index) for side in self.sides)
+        some.source = self.source.take(index)
         return some
 
-    def add(self, rows: Rows, tile: LogitTile) -> None:
-        """Take the student's logits of some tokens, over the whole vocabulary."""
-        self.student = tile
+    def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
+        """The student's logits of some tokens, which come in one tile."""
+        return tile
 
-    def value(self, rows: slice, normalizer: Normalizer) -> Tensor:
-        """[n] divergences; `normalizer` is the student's at its head's own temperature."""
-        assert self.student is not None
-        (tile, self.student), self.kept = (self.student, None), None
-        student, teacher = (side.transform for side in self.sides)
-        p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(student))
+    def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> dict[object, Tensor]:
+        """[n] divergences, and both sides' normalizers and the mean slope; `normalizer` is the
+        student's at its head's own temperature."""
+        self.raw = None
+        p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         other = tile._replace(raw=self._teacher(rows, ALL))
-        q = normalizer_of(self.shard, other.state(teacher))
-        sides = Distribution(student, p), Distribution(teacher, q)
-        pair = Pair(*sides, self.key.kind, self.key.beta)
-        value, mean_slope = self.shard.sum(tile.acts.divergence(tile.raw, other.raw, pair))
+        q = normalizer_of(self.shard, other.state(self.teacher))
+        shares = tile.acts.divergence(tile.raw, other.raw, self._pair(p, q))
+        value, mean_slope = self.shard.sum(shares)
         if self.keeps:
-            self.kept = (rows.start or 0, other.raw)
-        torch.stack([*p, *q, mean_slope], out=self.memory[:, rows])
-        return value
+            self.raw = (rows.start or 0, other.raw)
+        of_gradient = {(self.key, i): t for i, t in enumerate((*p, *q, mean_slope))}
+        return {self.key: value, **of_gradient}
+
+    def _pair(self, p: Normalizer, q: Normalizer) -> Pair:
+        student, teacher = Distribution(self.student, p), Distribution(self.teacher, q)
+        return Pair(student, teacher, self.key.kind, self.key.beta)
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read: a copy where no act takes them as they are, or where the
         student's have more digits."""
         if isinstance(self.source, LinearLogits):
             return self.source.raw(rows, columns)
-        tile, dtype = self.source.read(rows, columns), self.mean_slope.dtype
+        tile, dtype = self.source.read(rows, columns), self.wide
         if dtype == torch.float64 or tile.dtype not in READABLE:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
     def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
         """The part of an objective that has slopes [n] of `value`, on a tile."""
-        (first, raw), self.kept = self.kept or (0, None), None
+        (first, raw), self.raw = self.raw or (0, None), None
         if raw is None:
             raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             raw = compact_(raw, rows - first)
-        student, teacher = (side.rows(rows) for side in self.sides)
-        pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        return Divergence(raw, pair, self.mean_slope[rows], slopes)
+        *sides, mean_slope = (measured.stats.extras[self.key, i] for i in range(5))
+        pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
+        return Divergence(raw, pair, mean_slope, slopes)
 
 
 def _of_hidden(
