@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -416,6 +418,25 @@ def test_logits_loss(objective, inplace, shift):
     assert (seen == [work.data_ptr()]) == over
     budget = 3 * error(2 * rough.to(dtype), 2 * exact) + EPS[dtype] + 1e-6
     assert error(gradient, 2 * exact) <= budget
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=repr)
+def test_the_gradient_outlives_the_logits(objective, backend):
+    """Where it was written in the forward pass, in memory of its own."""
+    leaf, clean, batch = problem(torch.float32, LAYOUTS["packed"])
+    work = LAYOUTS["packed"](leaf * 1)
+    logits = weakref.ref(work.untyped_storage())
+    options = hl.Options(backend=backend, schedule="one_pass")
+    out = hl.logits_loss(work, batch, objective, options=options)
+    assert out.plan.in_place == (backend == "triton") and logits() is not None
+    del work
+    gc.collect()  # of what Triton's interpreter leaves
+    assert logits() is None
+    (2 * out.loss).backward()
+    _, exact = by_autograd(clean, batch, objective, torch.float64)
+    gradient = LAYOUTS["packed"](leaf.grad).double()
+    torch.testing.assert_close(gradient, 2 * exact, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("options", [{}, {"upstream": 1.0}, {"static": True}], ids=str)

@@ -235,5 +235,5 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
             features=[features], weights=[head], fixed=None, acts=acts, context=context
         )
         hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk)])
-        hidden.add(LogitGradient(part, rows, multiple), slice(None))
+        hidden.add(LogitGradient(part, rows, multiple))
         torch.testing.assert_close(hidden.totals[0][chunk], want)

@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, is_dtensor, plain_numbers
 from ..kernels.transform import Transform
-from .products import Fixed, WideLinear
+from .products import Fixed, WideLinear, sum_dtype
 from .reading import Fields, read_model, read_module
 
 Dropout = Callable[[Tensor, float], Tensor]
@@ -57,10 +57,7 @@ class Lora:
         check_matrix("lora.a", self.a, "[r, H]")
         check_matrix("lora.b", self.b, "[V, r]")
         if self.b.shape[1] != self.a.shape[0]:
-            raise ValueError(
-                f"lora.b: got shape {tuple(self.b.shape)}, want [V, {self.a.shape[0]}] for a of "
-                f"shape {tuple(self.a.shape)}"
-            )
+            raise _misfit("lora.b", self.b, f"[V, {self.a.shape[0]}]", self.a, "a")
         if self.b.dtype != self.a.dtype:
             raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
         plain_numbers(self, "scaling", "dropout")
@@ -83,10 +80,9 @@ class Head:
 
     Shapes: a weight [V, H] makes logits [.., V] of hidden states [.., H].
 
-    FSDP2 holds parameters as DTensors and has them whole inside the forward of the module that it
-    wraps: make the head and call there. Elsewhere gather them with `full_tensor(grad_placements=
-    [Partial("avg")] * device_mesh.ndim)`. The backward of a plain `full_tensor()` takes all ranks'
-    gradients to be the same: where their data differ it drops those of the other ranks.
+    FSDP2 has parameters whole inside the forward of the module that it wraps: make the head and
+    call there. Elsewhere gather them with `full_tensor(grad_placements=[Partial("avg")] *
+    device_mesh.ndim)`; a plain one drops the gradients of other ranks' data.
 
     Attributes:
         weight: [V, H], of a floating dtype. That of a LoRA-wrapped module is the base layer's:
@@ -134,8 +130,8 @@ class Head:
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
             # A slice of the vocabulary may hold fewer rows than `vocab_size`.
-            sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
-            if size < 1 or (size > rows and not sharded):
+            most = rows if self.vocab_group is self.vocab_mesh_dim is None else size
+            if not 1 <= size <= most:
                 want = f"want 1 <= vocab_size <= {rows}, the rows"
                 raise ValueError(f"vocab_size: got {size}, {want}")
         if not isinstance(self.lora, tuple) or not all(isinstance(x, Lora) for x in self.lora):
@@ -148,8 +144,8 @@ class Head:
 
     def __repr__(self) -> str:
         """What differs from the defaults; of tensors the shape and dtype."""
-        held = {f.name: (getattr(self, f.name), f.default) for f in fields(self)}
-        shown = [f"{n}={brief(x)}" for n, (x, usual) in held.items() if x is not usual]
+        values = ((f, getattr(self, f.name)) for f in fields(self))
+        shown = (f"{f.name}={brief(x)}" for f, x in values if x is not f.default)
         return f"Head({', '.join(shown)})"
 
     # ------------------------------------------------------------------ making them
@@ -206,8 +202,7 @@ class Head:
         Differentiable. It materialises the logits: for tests and small inputs.
         """
         self.validate(hidden)
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        rows = slice(self.vocabulary)
+        dtype, rows = sum_dtype(hidden.dtype), slice(self.vocabulary)
         z = hidden.new_zeros((), dtype=dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for features, weight in self.factors(hidden.reshape(-1, hidden.shape[-1])):
@@ -246,7 +241,11 @@ class Head:
                 f"hidden: got {hidden.dtype}, want the dtype of weight, {self.weight.dtype}; cast "
                 f"one of them{way_out}"
             )
-        for name, value in self._tensors():
+        named = [("weight", self.weight), ("bias", self.bias), ("temperature", self.temperature)]
+        named += [(f"lora[{i}].{n}", getattr(x, n)) for i, x in enumerate(self.lora) for n in "ab"]
+        for name, value in named:
+            if not isinstance(value, Tensor):
+                continue
             if is_dtensor(value):
                 raise TypeError(
                     f"{name}: got a DTensor placed {getattr(value, 'placements', ())}, want a "
@@ -260,14 +259,6 @@ class Head:
                     f"temperature: got shape {tuple(self.temperature.shape)}, want a number or one "
                     f"value per token, {tuple(want)}"
                 )
-
-    # ------------------------------------------------------------------ how
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        named = [("weight", self.weight), ("bias", self.bias), ("temperature", self.temperature)]
-        for index, lora in enumerate(self.lora):
-            named += [(f"lora[{index}].a", lora.a), (f"lora[{index}].b", lora.b)]
-        return [(name, value) for name, value in named if isinstance(value, Tensor)]
 
 
 def _with_adapters(fields: Fields) -> Fields:
@@ -355,6 +346,8 @@ def _check_floating(name: str, value: object, want: str) -> None:
     check_dense(name, value)
 
 
-def _misfit(name: str, value: Tensor, want: str, weight: Tensor) -> ValueError:
-    got, shape = tuple(value.shape), tuple(weight.shape)
-    return ValueError(f"{name}: got shape {got}, want {want} for a weight of shape {shape}")
+def _misfit(
+    name: str, value: Tensor, want: str, other: Tensor, what: str = "a weight"
+) -> ValueError:
+    got, shape = tuple(value.shape), tuple(other.shape)
+    return ValueError(f"{name}: got shape {got}, want {want} for {what} of shape {shape}")

@@ -119,9 +119,7 @@ def _read_tuner(layer: Any) -> Fields:
         if name in layer.lora_variant:
             variant = type(layer.lora_variant[name]).__name__
             raise _unknown(layer, f"adapter {name!r} is a {variant} (DoRA and its like); merge it")
-    fields = read_module(layer.base_layer)
-    fields["lora"] = tuple(read(layer, name) for name in adapters)
-    return fields
+    return read_module(layer.base_layer) | {"lora": tuple(read(layer, n) for n in adapters)}
 
 
 def _read_lora(layer: Any, name: str) -> Fields:

@@ -28,9 +28,7 @@ class GradientBuffers(NamedTuple):
     needs_grad: NeedsGrad
     accumulate_dtype: torch.dtype  # of the weight gradient over blocks, beside logits in float32
     main_grad: Tensor | None  # float32 [V, H] that the weight gradient is added to, not returned
-    # Blocks are added to it as they come; else their sum at the end, times the factor. (Slabs
-    # always are.)
-    direct: bool
+    direct: bool  # blocks are added to it as they come; else their sum is, times the factor
 
 
 class BlockAccumulator:
@@ -44,14 +42,13 @@ class BlockAccumulator:
     by_factor = True  # the factor is still missing from `weights` at the end
 
     def __init__(
-        self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any] | None,
+        self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any],
         single_block: bool
     ) -> None:
-        needs_grad = buffers.needs_grad
+        needs_grad, main_grad = buffers.needs_grad, buffers.main_grad
         self.source = source
         self.hidden = HiddenGradient(source, needs_grad.features, blocks)
-        self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
-        direct = self.main_grad is not None and (buffers.direct or blocks is None)
+        self.main_grad = main_grad if needs_grad.weights[0] else None
         wide = source.dtype == torch.float64
         self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
         self.bias: Tensor | None = None
@@ -60,8 +57,8 @@ class BlockAccumulator:
             self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
         self.weights: dict[int, Tensor] = {}
         for i, weight in enumerate(source.full_weights):
-            if i == 0 and direct:
-                self.weights[i] = self.main_grad  # type: ignore[assignment]
+            if i == 0 and self.main_grad is not None and buffers.direct:
+                self.weights[i] = self.main_grad
             elif needs_grad.weights[i]:
                 dtype = weight.dtype if single_block else self.sum_dtype
                 self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
@@ -71,13 +68,13 @@ class BlockAccumulator:
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
     def add(self, gradient: LogitGradient) -> None:
-        """Take dL/draw of the next block, or of some rows of a slab."""
+        """Take dL/draw of the next block."""
         if self.hidden.group is not None:  # the weight gradient hides what ranks do about it
-            self.hidden.add(gradient, self.columns)
+            self.hidden.add(gradient)
             self._add_to_weights(gradient)
         else:  # it may take the memory of scaled features, which the weight gradient has read
             self._add_to_weights(gradient)
-            self.hidden.add(gradient, self.columns)
+            self.hidden.add(gradient)
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
         values, rows, multiple, scaled, pairs = gradient
@@ -129,14 +126,18 @@ class SlabAccumulator(BlockAccumulator):
     `close` it.
 
     The weight gradient of a slab is summed apart and rounded when it is closed; or, where one
-    addition brings all its tokens (`at_once`), a product straight into its place.
+    addition brings all its tokens (`at_once`), a product straight into its place. The hidden
+    gradient is a sum, over ranks too at the end, in `source.dtype`.
     """
 
     by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
-        super().__init__(source, buffers, None, single_block=True)
+        super().__init__(source, buffers._replace(direct=True), (), single_block=True)
         self.at_once, self.places = at_once and self.main_grad is None, self.totals
+        for i in self.hidden.wanted:  # in rows, whatever the features' layout
+            features = source.features[i]
+            self.hidden.totals[i] = features.new_zeros(features.shape, dtype=source.dtype)
 
     def open(self, columns: slice) -> None:
         """The next slab."""
@@ -145,6 +146,22 @@ class SlabAccumulator(BlockAccumulator):
         if not self.at_once:
             sums = {i: torch.empty_like(s, dtype=self.sum_dtype) for i, s in self.slabs.items()}
             self.totals = sums
+
+    def add(self, gradient: LogitGradient) -> None:
+        """Take dL/draw of some rows of the slab."""
+        self._add_to_weights(gradient)
+        values, rows, fixed = gradient.values, gradient.rows, self.source.fixed
+        for i, total in self.hidden.totals.items():
+            weight = self.source.weights[i][self.columns]
+            if gradient.pairs is not None:
+                gradient.pairs.add_to_hidden(total, weight)
+            if not len(values):
+                continue
+            if isinstance(rows, slice):
+                products.add_input_gradient_(total[rows], values, weight, fixed)
+            else:  # no row twice
+                part = products.input_gradient(values, weight, total.dtype, fixed)
+                total.index_add_(0, rows, part)
 
     def close(self, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
@@ -160,45 +177,35 @@ class SlabAccumulator(BlockAccumulator):
             else:
                 slab.copy_(total)
 
-
-# ---------------------------------------------------------------------- gradients of features
+    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+        for total in self.hidden.totals.values() if self.hidden.group is not None else ():
+            summed(SUM, total, self.hidden.group)
+        return super().finish(factor)
 
 
 class HiddenGradient:
-    """The gradients of features; where a group of ranks has the vocabulary, summed over these, in
-    float32.
+    """The gradients of features, block by block: `totals`, by pair, where one is wanted.
 
-    There a block's sum is under way while its weight gradient is computed, and ends before the next
-    one begins; that of slabs is taken at the end. Rows are sent whether or not they carry a
-    gradient: skipping is local.
-
-    Args:
-        needs_grad: of each pair's features.
-        blocks: of tokens, in their order; None: slabs of columns come.
-
-    Attributes:
-        totals: what is returned, by pair, where a gradient is wanted.
+    Where a group of ranks has the vocabulary a block's are summed over these, in float32, while its
+    weight gradient is computed, and before the next one's. Rows are sent whether or not they carry
+    a gradient: skipping is local.
     """
 
     def __init__(
-        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any] | None
+        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any]
     ) -> None:
         self.source, self.group = source, source.context.shard.group
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
-        self.by_slab, self.blocks = blocks is None, iter(blocks or ())
-        self.totals: dict[int, Tensor] = {}
+        self.blocks, self.totals = iter(blocks), dict[int, Tensor]()
         # Sums that are under way: of which pair, the work, its buffer, and where that goes.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
-    def add(self, gradient: LogitGradient, columns: slice) -> None:
-        """Take dL/draw of the next block, or of some rows of a slab."""
+    def add(self, gradient: LogitGradient) -> None:
+        """Take dL/draw of the next block."""
         self._arrive()
-        block = None if self.by_slab else next(self.blocks).rows
+        block = next(self.blocks).rows
         for i in self.wanted:
-            if block is None:
-                self._add_to_slab(i, self.source.weights[i][columns], gradient)
-            else:
-                self._write_block(i, gradient, block)
+            self._write_block(i, gradient, block)
 
     def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
         """All rows of a block from those of the gradient, 0 where there is none."""
@@ -235,35 +242,18 @@ class HiddenGradient:
         elif n == len(features):
             self.totals[i] = total
 
-    def _add_to_slab(self, i: int, weight: Tensor, gradient: LogitGradient) -> None:
-        total, fixed = self._total(i), self.source.fixed
-        values, rows = gradient.values, gradient.rows
-        if gradient.pairs is not None:
-            gradient.pairs.add_to_hidden(total, weight)
-        if not len(values):
-            return
-        if isinstance(rows, slice):
-            products.add_input_gradient_(total[rows], values, weight, fixed)
-        else:  # no row twice
-            total.index_add_(0, rows, products.input_gradient(values, weight, total.dtype, fixed))
-
     def _total(self, i: int) -> Tensor:
-        """Sums of slabs begin at 0, blocks write every row; in rows, whatever the features'
-        layout."""
+        """Blocks write every row; in rows, whatever the features' layout."""
         if i not in self.totals:
             features = self.source.features[i]
-            dtype = self.source.dtype if self.by_slab else features.dtype
-            make = features.new_zeros if self.by_slab else features.new_empty
-            self.totals[i] = make(features.shape, dtype=dtype)
+            self.totals[i] = features.new_empty(features.shape)
         return self.totals[i]
 
     def settle(self) -> None:
         """Wait until the gradients are complete."""
         self._arrive()
         for i in self.wanted:
-            total = self._total(i)  # a new one where there was no block at all
-            if self.by_slab and self.group is not None:
-                summed(SUM, total, self.group)
+            self._total(i)  # a new one where there was no block at all
 
     def _arrive(self) -> None:
         for i, work, value, rows in self.pending:

@@ -1,12 +1,13 @@
-"""What is measured of the tiles beside the statistics, in the same sweep over them.
+"""What is measured of the tiles beside the statistics, in the same sweep over them. It stands in
+`Statistics.extras` by its key, and what its gradient takes by (key, name).
 
 T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a support.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Distribution, StoredTopk
 from ..kernels.transform import Transform
 from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, SoftmaxState, finish
-from .rows import ALL, Rows
+from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -35,7 +36,7 @@ class LogitTile(NamedTuple):
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
 
     def state(
-        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+        self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
         """Of all columns but `without` [n, K], and of those that gave `onto`."""
         if without is not None:
@@ -74,7 +75,7 @@ class Pairs(NamedTuple):
         return torch.where(in_window, torch.where(inside, z, -torch.inf), 0)
 
     def state(
-        self, transform: Transform, onto: SoftmaxState | None, without: Tensor | None = None
+        self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
         """Of all pairs but those of the columns `without`; there is only one such tile."""
         support = self.support if without is None else self.find(without)[2]
@@ -101,39 +102,37 @@ class Pairs(NamedTuple):
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
-@dataclass(eq=False)
-class SquaredSum:
+def normalizer_of(shard: Any, partials: SoftmaxState) -> Normalizer:
+    """Over the whole vocabulary, from the state of a rank's slice."""
+    return finish(shard.merge(partials), 1, NOTHING)[1]
+
+
+class SquaredSum(NamedTuple):
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
     transform: Transform  # at half the temperature
     shard: Any  # of the vocabulary on the ranks of a group
-    partials: SoftmaxState | None = None
-    key: ClassVar = COLLISION
-    more: ClassVar = ()
-    own_logits: ClassVar = False
+    key = COLLISION
+    more = ()
+    own_logits = False
 
     def take(self, index: Tensor) -> SquaredSum:
-        """Of some of the tokens, before they are measured."""
-        return replace(self, transform=self.transform.rows(index))
+        """Of some of the tokens."""
+        return self._replace(transform=self.transform.rows(index))
 
-    def add(self, rows: Rows, logits: LogitTile | Pairs) -> None:
-        """Take some of the logits of some tokens."""
-        self.partials = logits.state(self.transform.rows(rows), self.partials)
+    def add(self, rows: Rows, logits: LogitTile | Pairs, state: Any) -> SoftmaxState:
+        """What is known once some more of the logits of some tokens are."""
+        return logits.state(self.transform.rows(rows), state)
 
-    def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
+    def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n], once all logits were added."""
-        assert self.partials is not None
-        _, twice = finish(self.shard.merge(self.partials), 1, NOTHING)
-        self.partials = None
-        peak, log_sum = normalizer
-        return ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()
+        twice, (peak, log_sum) = normalizer_of(self.shard, state), normalizer
+        return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
 
 
-@dataclass(eq=False, kw_only=True)
-class Candidates:
+class Candidates(NamedTuple):
     """Log-probs of K columns of each token, and of all others, in a softmax of tiles' logits."""
 
-    own_logits: ClassVar = False
     key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
     ids: Tensor  # [T, K] columns of the whole vocabulary; those of empty slots are below 0
     transform: Transform  # of the softmax
@@ -141,12 +140,8 @@ class Candidates:
     # are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
-    tail_normalizer: Tensor  # [2, T] the tail's normalizer, in the dtype of the tiles' statistics
-    acts: Kernels
     shard: Any  # of the vocabulary on the ranks of a group
-    tokens: Tensor | None = None  # [n] which of the T these are; None: all
-    logits: Tensor | None = None  # of the tokens whose tiles are added, 0 elsewhere
-    partials: SoftmaxState | None = None
+    own_logits = False
 
     @property
     def more(self) -> tuple[int, ...]:
@@ -155,60 +150,58 @@ class Candidates:
 
     def take(self, index: Tensor) -> Candidates:
         """Of some of the tokens."""
-        return replace(self, tokens=self._places(index), transform=self.transform.rows(index))
-
-    def _places(self, rows: Rows) -> Any:
-        """Among all tokens."""
-        return rows if self.tokens is None else self.tokens[rows]
-
-    def _ids(self, rows: Rows) -> Tensor:
-        return self.ids[self._places(rows)].long()
-
-    def _tail(self, rows: Rows) -> Normalizer:
-        return Normalizer(*self.tail_normalizer[:, self._places(rows)])
+        return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
-        return self._ids(rows) - (self.shard.first + (columns.start or 0))
+        return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: LogitTile | Product | Pairs) -> None:
-        """Take some of the logits of some tokens; the rest is not measured of a product."""
-        ids, transform = self._ids(rows), self.transform.rows(rows)
-        z = logits.at(ids, transform)
-        self.logits = z if self.logits is None else self.logits.add_(z)
+    def add(self, rows: Rows, logits: LogitTile | Product | Pairs, state: Any) -> tuple[Any, Any]:
+        """z of the columns, 0 where they are not among the logits so far, and the state of the
+        rest, which is not measured of a product."""
+        ids, transform = self.ids[rows].long(), self.transform.rows(rows)
+        z, others = logits.at(ids, transform), None
+        if state is not None:
+            z, others = state[0].add_(z), state[1]
         if self.tail:
             assert not isinstance(logits, Product)
-            self.partials = logits.state(transform, self.partials, ids)
+            others = logits.state(transform, others, ids)
+        return z, others
 
-    def value(self, rows: Rows, normalizer: Normalizer) -> Tensor:
-        """[n, K + 1], once all logits were added; `normalizer` is that of the head's softmax."""
-        assert self.logits is not None
-        dtype = self.tail_normalizer.dtype if self.heads_own else torch.float64
-        z = self.shard.sum(self.logits).to(dtype)
-        (peak, log_sum), tail = normalizer, torch.zeros_like(z[:, 0])
+    def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
+        """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
+        of the head's softmax."""
+        (z, others), (peak, log_sum) = state, normalizer
+        z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
+        empty, tail, of_tail = self.ids[rows] < 0, torch.zeros_like(z[:, 0]), dict[Any, Tensor]()
         if self.tail:
-            assert self.partials is not None
-            _, others = finish(self.shard.merge(self.partials), 1, NOTHING)
-            self.tail_normalizer[:, self._places(rows)] = torch.stack(others)
-            top, top_sum = (t.to(dtype) for t in others)
+            others = normalizer_of(self.shard, others)
+            of_tail = {(self.key, name): t for name, t in others._asdict().items()}
+            top, top_sum = (t.to(z.dtype) for t in others)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
-        self.logits = self.partials = None
-        empty, tail = self._ids(rows) < 0, tail.unsqueeze(1)
-        if not self.heads_own:
-            return torch.cat([z.masked_fill(empty, -torch.inf), tail], 1).log_softmax(1)
-        log_p = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
-        return torch.cat([log_p, tail], 1)
+        if self.heads_own:
+            z = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
+            logps = torch.cat([z, tail.unsqueeze(1)], 1)
+        else:
+            z = z.masked_fill_(empty, -torch.inf)
+            logps = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
+        return {self.key: logps, **of_tail}
 
-    def add_to_pairs_(self, values: Tensor, rows: slice, logits: Pairs, slopes: Tensor) -> None:
-        """For pairs what `gradient` is for a tile: the part of slopes [n, K + 1] is added to
-        values [P], the rest of dL/draw."""
+    def _tail(self, measured: Measured) -> Normalizer:
+        return Normalizer(*(measured.stats.extras[self.key, n] for n in Normalizer._fields))
+
+    def add_to_pairs_(
+        self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
+    ) -> None:
+        """Add the part of slopes [n, K + 1] to values [P], the rest of dL/draw of pairs."""
         transform = self.transform.rows(rows)
-        pairs, present, others = logits.find(self._ids(rows))
+        pairs, present, others = logits.find(self.ids[rows].long())
         chosen = transform.vjp_(slopes[:, :-1].to(values.dtype, copy=True), logits.raw[pairs])
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            backward = Backward(logits.nowhere, others.first, transform, self._tail(rows), c, None)
+            tail = self._tail(measured)
+            backward = Backward(logits.nowhere, others.first, transform, tail, c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
@@ -224,25 +217,19 @@ class Candidates:
         z = logps + (peak + log_sum).unsqueeze(1)
         values = self.transform.vjp_(slopes.clone(), z, is_z=True)
         values = torch.where(slopes == 0, 0, values).reshape(-1)
-        ids = torch.cat([self._ids(ALL), targets.unsqueeze(1)], 1)
+        ids = torch.cat([self.ids.long(), targets.unsqueeze(1)], 1)
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
-    def gradient(
-        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, gradient: Tensor,
-        extra: Tensor | None = None, others: Backward | None = None
-    ) -> Tensor:
-        """The candidates' part of d/draw of a tile, from slopes [n, K + 1] of `value`; see
-        `DenseTeacher.gradient`."""
+    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
+        """The part of an objective that has slopes [n, K + 1] of `value`, on a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
-            log_p = measured.stats.extras[self.key]
-            gradient = gradient - log_p.exp() * gradient.sum(1, keepdim=True)
-        gradient = gradient.to(self.tail_normalizer.dtype)
-        tail = self._tail(rows) if self.tail else measured.normalizer
-        outcomes = StoredTopk(
+            slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
+        slopes = slopes.to(measured.normalizer.max_logit.dtype)
+        tail = self._tail(measured) if self.tail else measured.normalizer
+        return StoredTopk(
             self.columns(rows, columns),
             Distribution(self.transform.rows(rows), tail),
-            gradient[:, :-1].contiguous(),
-            gradient[:, -1].contiguous(),
+            slopes[:, :-1].contiguous(),
+            slopes[:, -1].contiguous(),
         )
-        return self.acts.part_gradient_(raw, outcomes, extra, others)

@@ -6,6 +6,7 @@ N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,10 +60,8 @@ class View:
 
     def rows(self) -> LogitRows:
         """Where the row of each token begins, for kernels."""
-        strides, offsets = self.tensor.stride()[:-1], None
-        for at, stride in zip(self.coordinates(), strides, strict=True):
-            offsets = at * stride if offsets is None else offsets + at * stride
-        assert offsets is not None
+        strides = self.tensor.stride()[:-1]
+        offsets: Any = sum(at * s for at, s in zip(self.coordinates(), strides, strict=True))
         return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
 
 
@@ -117,12 +116,11 @@ class GivenAccumulator:
 
 class InPlaceLogits(GivenLogits):
     """Given logits that a kernel reads where they lie: all rows and columns for the statistics, and
-    once more for the gradient."""
+    once more for the gradient, which it writes: they are their own accumulator."""
 
-    out: Any = None  # the rows of the gradient
-
-    def destination(self) -> LogitRows:
-        """The rows of `room`."""
+    @cached_property
+    def out(self) -> LogitRows:
+        """The gradient's rows, those of `room`."""
         view = self.room()
         if self.overwrites:
             torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
@@ -140,10 +138,11 @@ class InPlaceLogits(GivenLogits):
         """
         out = coefficients = None
         if gradient is not None:
-            out = self.out = self.destination()
-            coefficients = gradient.softmax
+            out, coefficients = self.out, gradient.softmax
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         walk = (self.view.rows(), out, self.order.live, *tokens, coefficients, slopes, normalizer)
+        if gradient is not None:
+            del self.view  # the gradient outlives the logits
         return self.acts.given_rows(Walk(*walk))
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
@@ -159,8 +158,6 @@ class InPlaceLogits(GivenLogits):
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         """The gradient that was written, times `factor`."""
-        if self.out is None:  # of no token at all
-            self.out = self.destination()
         if factor is not None:
             self.acts.scale_rows_(self.out, factor)
         return [self.out.tensor]

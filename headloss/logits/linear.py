@@ -19,7 +19,7 @@ from ..host_copy import HostCopy
 from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
-from ..statistics.softmax import PEAK
+from ..statistics.softmax import CANDIDATES, PEAK
 from .beside import LogitTile, Product
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
 
@@ -39,7 +39,7 @@ class NeedsGrad(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """What a softmax needs to know of its tokens and its backend, in addition to the logits."""
+    """What a source knows of its tokens and its backend, beside the logits."""
 
     acts: Kernels
     targets: Tensor  # [T] columns of the whole vocabulary
@@ -47,8 +47,7 @@ class RowContext(NamedTuple):
     needs: frozenset[str]  # statistics
     shard: Any  # of the vocabulary on the ranks of a group
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
-    # What is measured of the tiles as well: `DenseTeacher`, `Candidates`, `SquaredSum`.
-    beside: tuple[Any, ...] = ()
+    beside: tuple[Any, ...] = ()  # what is measured of the tiles as well, see `measuring`
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
@@ -68,7 +67,8 @@ class RowContext(NamedTuple):
         (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
         first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
         arguments = self.targets[rows], first, transform, normalizer
-        all_columns = self.all_columns and columns is ALL and isinstance(inputs.tile, Tensor)
+        logits = isinstance(inputs.tile, Tensor) and not inputs.coefficients.extras  # nor others'
+        all_columns = self.all_columns and columns is ALL and logits
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
     def measured(self, partials: Any) -> Measured:
@@ -86,10 +86,10 @@ def rows_left(live: Tensor | None) -> Tensor | None:
 
 
 class LogitSource:
-    """Both acts over raw logits in float32 or float64; a subclass says where these come from."""
+    """Statistics and gradient of raw logits in float32 or float64, which a subclass makes."""
 
     dtype: torch.dtype  # of statistics and of raw logits
-    gradient_dtype: torch.dtype | None = None  # of dL/draw on a GPU; None: as the logits
+    gradient_dtype: torch.dtype | None = None  # of dL/draw; None: as the logits
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __init__(self, context: RowContext) -> None:
@@ -105,32 +105,30 @@ class LogitSource:
         raise NotImplementedError
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        """Act one over the whole vocabulary: what it says of some tokens; and, with `keep`, what
-        the gradient will find of their logits, which are then one tile, as they are where there are
-        teachers, who read it too."""
-        partials = raw = None
+        """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
+        gradient will take of their logits, which are then one tile."""
+        partials = raw = tile = None
+        states: Any = [None] * len(self.beside)
         for columns in tiles:
-            raw = None  # before the next one is made
-            raw = self.raw(rows, columns)
-            tile = LogitTile(raw, self.context.shard.first + (columns.start or 0), self.acts)
-            for part in self.beside:
-                part.add(rows, tile)
-            del tile
-            partials = self.acts.partials(raw, self.context.forward(rows, columns), partials)
+            raw = tile = None  # before the next one is made
+            raw, forward = self.raw(rows, columns), self.context.forward(rows, columns)
+            tile = LogitTile(raw, forward.first, self.acts)
+            states = [p.add(rows, tile, s) for p, s in zip(self.beside, states, strict=True)]
+            partials = self.acts.partials(raw, forward, partials)
         measured = self.context.measured(partials)
-        return self.completed(rows, measured), raw if keep else None
+        return self.completed(rows, measured, states), raw if keep else None
 
-    def completed(self, rows: slice, measured: Measured) -> Measured:
-        """With what is measured in addition to the statistics."""
+    def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
+        """With what is measured in addition to the statistics, and what its gradient takes."""
         extras, normalizer = measured.stats.extras, measured.normalizer
         if PEAK in self.context.needs:
             extras[PEAK] = normalizer.max_logit.clone()
-        for part in self.beside:
-            extras[part.key] = part.value(rows, normalizer)
+        for part, state in zip(self.beside, states, strict=True):
+            extras.update(part.value(rows, state, normalizer))
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Act two on a tile: dL/draw of the rows that carry a gradient."""
+        """dL/draw of a tile's rows that carry a gradient."""
         raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
         places, index = rows, rows_left(inputs.live)
         if index is not None:
@@ -141,19 +139,17 @@ class LogitSource:
     def gradient_(
         self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs
     ) -> Tensor:
-        """dL/draw of a tile, teachers' part included, in the tile's memory, maybe in 16 bits."""
-        dtype = self.gradient_dtype if raw.is_cuda else None  # the products take 16 bits
-        others = self.context.backward(rows, columns, inputs, dtype)
+        """dL/draw of a tile, teachers' part included, in the tile's memory."""
+        others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
         parts = [part for part in self.beside if part.key in slopes]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        others = others._replace(all_columns=False)  # their tile may be one of logits
-        extra = None  # all but the last need the student's logits unchanged
-        for part in parts[:-1]:
-            extra = part.gradient(raw, *tile, slopes[part.key], extra)
-        last = parts[-1]
-        return last.gradient(raw, *tile, slopes[last.key], extra, others)
+        extra: Any = None
+        for part in parts:  # all but the last need the student's logits unchanged
+            last = others if part is parts[-1] else None
+            extra = self.acts.part_gradient_(raw, part.part(*tile, slopes[part.key]), extra, last)
+        return extra
 
 
 class LinearLogits(LogitSource):
@@ -171,12 +167,11 @@ class LinearLogits(LogitSource):
         measured: bool = False,  # the product measures statistics where it can
     ) -> None:
         super().__init__(context)
-        self.features, self.full_weights = list(tensors[:-1:2]), list(tensors[1:-1:2])
-        self.full_bias: Tensor | None = tensors[-1]
-        self.logits_dtype, self.fixed, vocabulary = logits_dtype, fixed, self.vocabulary
-        # Rows of weights beyond it are padding and never scored.
-        self.weights = [w if w.shape[0] == vocabulary else w[:vocabulary] for w in tensors[1:-1:2]]
-        self.bias = None if self.full_bias is None else self.full_bias[:vocabulary]
+        *pairs, self.full_bias = tensors
+        self.features, self.full_weights = pairs[::2], pairs[1::2]
+        self.logits_dtype, self.fixed, scored = logits_dtype, fixed, slice(self.vocabulary)
+        self.weights = [weight[scored] for weight in self.full_weights]  # other rows are padding
+        self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         plain = measured and not (logits_dtype or context.transform.softcap or self.weights[1:])
@@ -185,9 +180,9 @@ class LinearLogits(LogitSource):
         if self.fused:
             needs = context.needs | {"top1"}  # the gradient asks for the largest logit
             self.context = context._replace(needs=needs)
-        dtype = self.features[0].dtype
-        self.dtype = products.sum_dtype(dtype)
-        self.gradient_dtype = dtype if dtype.itemsize == 2 else None
+        x = self.features[0]
+        self.dtype = products.sum_dtype(x.dtype)
+        self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
     def take(self, index: Tensor) -> LinearLogits:
         """The same head on some of the tokens, gathered."""
@@ -210,26 +205,23 @@ class LinearLogits(LogitSource):
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
         # Both models' logits are in memory for some of the tokens at once.
-        x, v = self.features[0], len(self.weights[0][columns])
-        count = rows.stop - rows.start
-        dtype = self.gradient_dtype if x.is_cuda else None
+        v, count, dtype = len(self.weights[0][columns]), rows.stop - rows.start, self.gradient_dtype
         width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
-        gradient = x.new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
+        gradient = self.features[0].new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
             at = slice(rows.start + part.start, rows.start + part.stop)
             gradient[part] = self.gradient_(self.raw(at, columns), at, columns, inputs.rows(part))
         return LogitGradient(gradient, rows)
 
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
-        """Arguments of an act whose product has to add the bias of these columns."""
+        """The same for an act whose product has to add the bias of these columns."""
         if self.bias is None:
             return arguments
         transform = replace(arguments.transform, bias=self.bias[columns])
         return arguments._replace(transform=transform)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """[n, v] raw logits in float32 or float64, in memory of their own. The widest product comes
-        last: it hides what it adds to."""
+        """The widest product comes last: it hides what it adds to."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             out = products.logits(features[rows], weight[columns], out, self.fixed).to(self.dtype)
@@ -251,11 +243,8 @@ class ExpLogits(LinearLogits):
         else:
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
         product = Product(x, weight, self.bias, shard.first, self.acts)
-        for part in self.beside:
-            part.add(rows, product)
-        if self.beside or PEAK in forward.needs:
-            measured = self.completed(rows, measured)
-        return measured, held
+        states = [part.add(rows, product, None) for part in self.beside]
+        return self.completed(rows, measured, states), held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)
@@ -264,39 +253,34 @@ class ExpLogits(LinearLogits):
         # The product that would make the logits again makes their gradient.
         x, weight = self.features[0][rows], self.weights[0][columns]
         gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
-        for chosen in self._chosen(rows, columns, inputs):
+        if chosen := self._chosen(rows, columns, inputs):
             self.acts.chosen_gradient_(gradient, chosen, backward)
         return LogitGradient(gradient, rows)
 
-    def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> list[Chosen]:
-        """The candidates' columns, where they carry a gradient: at most one of them."""
-        logps, slopes = inputs.measured.stats.extras, inputs.coefficients.extras
-        return [
-            Chosen(part.columns(rows, columns), logps[part.key][:, :-1], slopes[part.key][:, :-1])
-            for part in self.beside
-            if part.key in slopes
-        ]
+    def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
+        """The candidates' columns, where they carry a gradient; nothing else is beside."""
+        if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
+            return None
+        (part,), logps = self.beside, inputs.measured.stats.extras[CANDIDATES]
+        return Chosen(part.columns(rows, columns), logps[:, :-1], slopes[:, :-1])
 
     def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
         acts, x, held, live = self.acts, self.features[0][rows], inputs.tile, inputs.live
-        order = count_copy = None
+        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        count_copy, chosen = order and HostCopy(order.count), self._chosen(rows, ALL, inputs)
+        c, cap = backward.coefficients, backward.transform.softcap
         multiple: Any = None
         features: Any = None
-        if live is not None:
-            order = acts.dense_order(live, int(MOST * len(live)))
-            count_copy = HostCopy(order.count)
-        chosen = self._chosen(rows, ALL, inputs) if self.beside else []
-        c, cap = backward.coefficients, backward.transform.softcap
         if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
-            least = chosen[0].slopes.abs().amax(1) if chosen else None
+            least = chosen and chosen.slopes.abs().amax(1)
             multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
         else:
             acts.held_gradient_(held, backward, order=order)
-        for sparse in chosen:
+        if chosen:
             options = {"multiples": multiple, "order": order}
-            acts.chosen_gradient_(held.exp_logits, sparse, backward, **options)
+            acts.chosen_gradient_(held.exp_logits, chosen, backward, **options)
         values, places = held.exp_logits, rows
         if order and count_copy and (count := count_copy.tolist()[0]) < len(x):
             values, places = values[:count], order.rows[:count] + (rows.start or 0)

@@ -66,17 +66,13 @@ class PairGradient(NamedTuple):
 
 
 class LogitGradient(NamedTuple):
-    """dL/draw of some rows, for the products: `values`, times `multiple` if that is given.
-
-    `features` are the rows of hidden states, times `multiple` already. `pairs` are other rows'
-    gradients, in a few columns each.
-    """
+    """dL/draw of some rows, for the products."""
 
     values: Tensor  # [K, v]
     rows: Rows
-    multiple: Tensor | None = None  # [K]
-    features: Tensor | None = None  # [K, H]
-    pairs: PairGradient | None = None
+    multiple: Tensor | None = None  # [K] of values, that is still missing
+    features: Tensor | None = None  # [K, H] rows of hidden states, times `multiple` already
+    pairs: PairGradient | None = None  # other rows' gradients, in a few columns each
 
     def at(self, index: Tensor) -> LogitGradient:
         """The same rows where token i is token index[i]."""

@@ -46,59 +46,54 @@ class SupportLogits(LinearLogits):
             out = self.acts.support_logits(features[rows], weight[columns], support, out)
         assert out is not None
         if self.bias is not None:
-            bias = self.bias[columns]
-            at = support.ids - support.first
-            out += bias[at.clamp(0, len(bias) - 1)].to(out.dtype)
+            places = (support.ids - support.first).clamp(0, support.size - 1)
+            out += self.bias[columns][places].to(out.dtype)
         return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
 
     def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
         raw, needs, support = self.raw(rows), self.context.needs, self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.context.forward(rows))
-        for part in self.beside:
-            part.add(rows, Pairs(raw, support, self.acts))
+        pairs = Pairs(raw, support, self.acts)
+        states = [part.add(rows, pairs, None) for part in self.beside]
         stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, full, held = self.completed(rows, Measured(stats, normalizer)), None, None
+        measured, full, held = self.completed(rows, Measured(stats, normalizer), states), None, None
         index = self.support.unrestricted(rows)
         if index is not None:
             full = self.full.take(index + (rows.start or 0))
             others, held = full.statistics(slice(0, len(index)), tiles, keep)
-            measured = of_several(
-                lambda pair: pair[0].index_copy(0, index, pair[1]), [measured, others]
-            )
+            both = [measured, others]
+            measured = of_several(lambda pair: pair[0].index_copy(0, index, pair[1]), both)
         return measured, (raw, full, held) if keep else None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         raw, full, tile = inputs.tile or (self.raw(rows, columns), None, None)
-        index = self.support.unrestricted(rows)
-        nothing = raw.new_empty(0, len(range(self.vocabulary)[columns]))
-        gradient = LogitGradient(nothing, slice(0, 0))
-        if index is not None:
-            places = index + (rows.start or 0)
-            full = self.full.take(places) if full is None else full
-            live = None if inputs.live is None else inputs.live[index]
-            of_others = inputs.rows(index)._replace(tile=tile, live=live)
-            gradient = full.logit_gradient(slice(0, len(index)), columns, of_others).at(places)
-        return gradient._replace(pairs=self._pairs(raw, rows, columns, inputs))
+        pairs, index = self._pairs(raw, rows, columns, inputs), self.support.unrestricted(rows)
+        if index is None:
+            return LogitGradient(raw.new_empty(0, pairs.support.size), slice(0, 0), pairs=pairs)
+        places = index + (rows.start or 0)
+        full = self.full.take(places) if full is None else full
+        live = None if inputs.live is None else inputs.live[index]
+        of_others = inputs.rows(index)._replace(tile=tile, live=live)
+        gradient = full.logit_gradient(slice(0, len(index)), columns, of_others).at(places)
+        return gradient._replace(pairs=pairs)
 
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
     ) -> PairGradient:
         """dL/draw of pairs; a mean logit is that of the support, where an objective takes it over
         the whole model's columns."""
-        coefficients, support = inputs.coefficients, self._window(rows, columns)
-        c = coefficients.softmax
+        backward, slopes = self.context.backward(rows, columns, inputs), inputs.coefficients.extras
+        support, c = self._window(rows, columns), backward.coefficients
         if c.uniform is not None:
             size = self.context.shard.vocabulary
             c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))
-        inputs = inputs._replace(coefficients=coefficients._replace(softmax=c))
-        backward = self.context.backward(rows, columns, inputs)
-        values = self.acts.support_gradient(raw, support, backward)
+        values = self.acts.support_gradient(raw, support, backward._replace(coefficients=c))
         for part in self.beside:
-            if part.key in coefficients.extras:
-                slopes = coefficients.extras[part.key]
-                part.add_to_pairs_(values, rows, Pairs(raw, support, self.acts), slopes)
+            if part.key in slopes:
+                logits = Pairs(raw, support, self.acts)
+                part.add_to_pairs_(values, rows, logits, inputs.measured, slopes[part.key])
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 

@@ -1,5 +1,4 @@
-"""What a call measures beside the softmax of its logits, from terms' teachers and the batch's
-fields; above all a teacher, which measures divergences and pulls them back.
+"""What a call measures beside the softmax of its logits, above all divergences from a teacher.
 
 T tokens, n tokens of a step, v columns of a slab.
 """
@@ -17,12 +16,12 @@ from torch import Tensor
 from ..batch.packing import PackedBatch
 from ..head.dtensor import local_head
 from ..head.head import transform_of
-from ..kernels.interface import Backward, Forward, Measured
+from ..kernels.interface import Measured
 from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
-from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer, finish
-from .beside import NOTHING, Candidates, LogitTile, SquaredSum
+from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
+from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -36,24 +35,17 @@ def measuring(
 ) -> RowContext:
     """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
     batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""
-    acts, _, transform, needs, shard, *_ = context
-
-    def candidates(key: object, ids: Any, of: Transform, tail: bool) -> Candidates:
-        tail_normalizer = torch.empty(2, len(batch), dtype=wide, device=ids.device)
-        return Candidates(
-            key=key, ids=ids, transform=of, heads_own=key == CANDIDATES, tail=tail,
-            tail_normalizer=tail_normalizer, acts=acts, shard=shard,
-        )  # fmt: skip
-
+    transform, needs, shard = context.transform, context.needs, context.shard
     stored = [t for t in teachers if t.source(batch) == "topk"]
     beside: list[DenseTeacher | Candidates | SquaredSum] = [
         DenseTeacher(t, context, batch, wide, keeps_tiles) for t in teachers if t not in stored
     ]
-    for t in stored:
-        beside.append(candidates(t, t.columns(batch), _at(transform, t.temperature), True))
+    chosen: list[Any] = [(t, t.columns(batch), _at(transform, t.temperature)) for t in stored]
     if needs & {"candidate_logps", "candidate_tail"}:
-        tail = "candidate_tail" in needs
-        beside.append(candidates(CANDIDATES, batch.candidate_ids, transform, tail))
+        chosen.append((CANDIDATES, batch.candidate_ids, transform))
+    for key, ids, of in chosen:
+        tail = key != CANDIDATES or "candidate_tail" in needs
+        beside.append(Candidates(key, ids, of, key == CANDIDATES, tail, shard))
     if COLLISION in needs:
         half = replace(transform, temperature=transform.temperature / 2)
         beside.append(SquaredSum(half, shard))
@@ -65,8 +57,7 @@ class DenseTeacher:
 
     Args:
         key: the term's description of it.
-        context: the student's; where its head's transform is the term's, its normalizer is known
-            already.
+        context: the student's.
         wide: dtype of statistics.
         keeps: whether the gradient of some tokens follows their measurement at once, so that logits
             made from hidden states are kept for it.
@@ -77,82 +68,68 @@ class DenseTeacher:
     def __init__(
         self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
     ) -> None:
-        self.key, self.shard, self.acts = key, context.shard, context.acts
-        student, size = _at(context.transform, key.temperature), context.shard.size
+        self.key, self.shard, self.wide = key, context.shard, wide
         self.source: Any
+        self.student = _at(context.transform, key.temperature)
         if key.source(batch) == "logits":
-            logits = _wide_field("teacher_logits", batch, size, "the student's vocabulary")
-            self.source, teacher = View(logits, batch.index), Transform(temperature=key.temperature)
+            want = self.shard.size, "the student's vocabulary"
+            self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)
+            self.teacher = Transform(temperature=key.temperature)
         else:
             self.source = _of_hidden(context, batch, key, wide)
-            teacher = self.source.context.transform
+            self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        self.heads_own = context.transform is student
-        # Both sides' normalizers and the mean slope, which `value` fills and `gradient` reads.
-        self.memory = torch.empty(5, len(batch), dtype=wide, device=batch.targets.device)
-        *sides, self.mean_slope = self.memory.unbind()
-        normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:])
-        self.sides = tuple(map(Distribution, (student, teacher), normalizers))
-        self.student: Tensor | None = None  # logits that are to be measured
-        self.kept: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
+        self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
+        self.raw: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Of some of the tokens, after they were measured."""
+        """Of some of the tokens."""
         some = copy(self)
-        some.source, some.mean_slope = self.source.take(index), self.mean_slope[index]
-        some.sides = tuple(side.rows(index) for side in self.sides)
+        some.source = self.source.take(index)
         return some
 
-    def add(self, rows: Rows, tile: LogitTile) -> None:
-        """Take the student's logits of some tokens, over the whole vocabulary."""
-        self.student = tile.raw
+    def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
+        """The student's logits of some tokens, which come in one tile."""
+        return tile
 
-    def value(self, rows: slice, normalizer: Normalizer) -> Tensor:
-        """[n] divergences; `normalizer` is the student's at its head's own temperature."""
-        assert self.student is not None
-        student, teacher = (side.transform for side in self.sides)
-        (raw, self.student), self.kept = (self.student, None), None
-        p = normalizer if self.heads_own else self._normalizer(raw, student)
-        raw_teacher = self._teacher(rows, ALL)
-        q = self._normalizer(raw_teacher, teacher)
-        sides = Distribution(student, p), Distribution(teacher, q)
-        pair = Pair(*sides, self.key.kind, self.key.beta)
-        value, mean_slope = self.shard.sum(self.acts.divergence(raw, raw_teacher, pair))
+    def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> dict[object, Tensor]:
+        """[n] divergences, and both sides' normalizers and the mean slope; `normalizer` is the
+        student's at its head's own temperature."""
+        self.raw = None
+        p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
+        other = tile._replace(raw=self._teacher(rows, ALL))
+        q = normalizer_of(self.shard, other.state(self.teacher))
+        shares = tile.acts.divergence(tile.raw, other.raw, self._pair(p, q))
+        value, mean_slope = self.shard.sum(shares)
         if self.keeps:
-            self.kept = (rows.start or 0, raw_teacher)
-        torch.stack([*p, *q, mean_slope], out=self.memory[:, rows])
-        return value
+            self.raw = (rows.start or 0, other.raw)
+        of_gradient = {(self.key, i): t for i, t in enumerate((*p, *q, mean_slope))}
+        return {self.key: value, **of_gradient}
 
-    def _normalizer(self, raw: Tensor, transform: Transform) -> Normalizer:
-        """log-sum-exp."""
-        partials = self.acts.partials(raw, Forward(None, 0, transform, NOTHING))
-        return finish(self.shard.merge(partials), 1, NOTHING)[1]
+    def _pair(self, p: Normalizer, q: Normalizer) -> Pair:
+        student, teacher = Distribution(self.student, p), Distribution(self.teacher, q)
+        return Pair(student, teacher, self.key.kind, self.key.beta)
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read: a copy where no act takes them as they are, or where the
         student's have more digits."""
         if isinstance(self.source, LinearLogits):
             return self.source.raw(rows, columns)
-        tile, dtype = self.source.read(rows, columns), self.mean_slope.dtype
+        tile, dtype = self.source.read(rows, columns), self.wide
         if dtype == torch.float64 or tile.dtype not in READABLE:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def gradient(
-        self, raw: Tensor, rows: Rows, columns: slice, measured: Measured, weight: Tensor,
-        extra: Tensor | None = None, others: Backward | None = None
-    ) -> Tensor:
-        """weight * d divergence / d raw of a tile, plus `extra`, [n, v]; with `others`, the
-        gradient of the whole objective, in raw's memory or in `others.to`."""
-        student, teacher = (side.rows(rows) for side in self.sides)
-        pair = Pair(student, teacher, self.key.kind, self.key.beta)
-        (first, raw_teacher), self.kept = self.kept or (0, None), None
-        if raw_teacher is None:
-            raw_teacher = self._teacher(rows, columns)
+    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
+        """The part of an objective that has slopes [n] of `value`, on a tile."""
+        (first, raw), self.raw = self.raw or (0, None), None
+        if raw is None:
+            raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
-            raw_teacher = compact_(raw_teacher, rows - first)
-        part = Divergence(raw_teacher, pair, self.mean_slope[rows], weight)
-        return self.acts.part_gradient_(raw, part, extra, others)
+            raw = compact_(raw, rows - first)
+        *sides, mean_slope = (measured.stats.extras[self.key, i] for i in range(5))
+        pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
+        return Divergence(raw, pair, mean_slope, slopes)
 
 
 def _of_hidden(

@@ -23,7 +23,9 @@ def report() -> list[str]:
     place = device or torch.device("cpu")
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     backends = [kernels.choose("auto", place, dtype) for dtype in dtypes]
-    missing = filter(None, [_without_triton(device), _wanting("trl"), _wanting("train")])
+    lacks = {extra: [n for n in names if _version(n) is None] for extra, names in EXTRAS.items()}
+    missing = [_without_triton(device)]
+    missing += [f"for headloss[{extra}]: {', '.join(n)}" for extra, n in lacks.items() if n]
     return [
         f"headloss  {__version__}, Python {platform.python_version()}",
         f"torch     {torch.__version__}",
@@ -31,8 +33,8 @@ def report() -> list[str]:
         f"GPU       {described(device)}",
         *(f"{str(d)[6:]:<9} {b}" for d, b in zip(dtypes, backends, strict=True)),
         f"product   {_product(place, backends[0])}",
-        f"extras    {', '.join(name for name in EXTRAS if not _wanting(name)) or 'none'}",
-        f"missing   {'; '.join(missing) or 'nothing'}",
+        f"extras    {', '.join(extra for extra in lacks if not lacks[extra]) or 'none'}",
+        f"missing   {'; '.join(filter(None, missing)) or 'nothing'}",
         *(f"{package:<14} {fit}" for package, fit in fits().items()),
     ]
 
@@ -45,11 +47,6 @@ def _without_triton(device: torch.device | None) -> str | None:
     except ValueError as error:
         return str(error)
     return None
-
-
-def _wanting(extra: str) -> str | None:
-    lacks = [name for name in EXTRAS[extra] if _version(name) is None]
-    return f"for headloss[{extra}]: {', '.join(lacks)}" if lacks else None
 
 
 def described(device: torch.device | None) -> str:

@@ -22,7 +22,7 @@ from .oracle import Mode, budget, error, parameters, plain, random_batch, traine
 # ---------------------------------------------------------------------- errors
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """One quantity beside the oracle; errors are norms of differences over the oracle's norm."""
 
@@ -53,11 +53,7 @@ def judge(
     exact = oracle.gradients | {"loss": oracle.loss, "logps": oracle.logps}
     yardsticks = same.gradients | {"loss": wide.loss, "logps": wide.logps}
     return [
-        Comparison(
-            quantity=name,
-            error=error(value, exact[name]),
-            budget=budget(yardsticks[name], exact[name]),
-        )
+        Comparison(name, error(value, exact[name]), budget(yardsticks[name], exact[name]))
         for name, value in values.items()
     ]
 
@@ -110,7 +106,6 @@ OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "grpo, top_entropy": lambda _: grpo().top_entropy(quantile=0.5),
     "distillation": lambda teacher: distillation(divergence="js", teacher_head=teacher),
 }
-LOGP_ONLY = ("grpo", "dpo")
 QUICK = ("cross_entropy + z_loss", "gspo + kl - entropy", "grpo")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -122,14 +117,14 @@ def name_of(dtype: torch.dtype) -> str:
 def cases(quick: bool = False) -> Iterator[Case]:
     """The cases of the gate; `quick` keeps about a third of them."""
     for objective in QUICK if quick else OBJECTIVES:
-        for schedule in ("one_pass", "recompute", *["frozen"] * (objective in LOGP_ONLY)):
+        for schedule in ("one_pass", "recompute", *["frozen"] * (objective in ("grpo", "dpo"))):
             for dtype in DTYPES[:2] if quick else DTYPES:
                 yield Case(objective, schedule, dtype)
 
 
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one case on a ragged batch of trained-looking inputs with a prompt in each segment."""
-    hidden, head, batch = _inputs(case, torch.device(device))
+    hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
     # Small enough for several chunks and tiles; a batch-scoped objective still takes them all.
     options = Options(schedule=case.schedule, chunk_tokens=64)
@@ -145,13 +140,11 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
 PROMPT = 5  # the first positions of each longer segment are not scored
-SIZES = (64, 701)  # H, V
 
 
-def _inputs(case: Case, device: torch.device) -> tuple[Tensor, Head, Batch]:
+def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:
     """Made on the CPU, so that every device sees the same numbers."""
-    width, vocabulary = SIZES
-    hidden, weight, targets = trained_looking(sum(LENGTHS), width, vocabulary, case.dtype)
+    hidden, weight, targets = trained_looking(sum(LENGTHS), 64, 701, case.dtype)
     z = F.linear(hidden.double(), weight.double())
     logps = -F.cross_entropy(z, targets, reduction="none")
     segments = Segments.from_lengths(LENGTHS)
