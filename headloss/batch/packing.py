@@ -117,16 +117,17 @@ class PackedBatch:
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def _owned(self) -> PackedBatch | None:
-        """The same tokens in memory of their own, whatever becomes of the caller's; None where
-        fields are wider than vectors."""
-        segments, fields = self.segments, self._fields.items()
-        if any(isinstance(value, Tensor) and value.dim() > 1 for _, value in fields):
+        """The same tokens in memory of their own, whatever becomes of the caller's; None with
+        fields wider than vectors, with static shapes, and among ranks."""
+        segments = self.segments
+        fields = {n: v for n, v in self._fields.items() if isinstance(v, Tensor)}
+        vectors = all(value.dim() == 1 for value in fields.values())
+        if not vectors or self.live is not None or segments.group is not None:
             return None
-        twin = copy(self)
+        twin, ids = copy(self), segments.ids.clone()
         twin.targets = self.targets.clone()
-        counts = segments._local_counts
-        twin.segments = Segments(segments.ids.clone(), segments.count, counts=counts)
-        twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
+        twin.segments = Segments(ids, segments.count, counts=segments._local_counts)
+        twin._fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
         twin._read = {}
         return twin
 
