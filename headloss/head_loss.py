@@ -25,6 +25,8 @@ from .head.head import Head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
 from .objective.external import READ, external_loss
+from .objective.tolerance import Tolerance
+from .objective.weighted import WeightedTerm
 from .options import DEFAULT, Options
 from .private import break_graph
 from .statistics.metrics import Mean, Metrics, Observed, Sum, fold_all
@@ -235,11 +237,9 @@ def without_gradient(*_: Any, **__: Any) -> None:
 
 def _run(make: Callable[[], Arguments]) -> Output:
     call, tensors = call_and_tensors(make())
-    measure: Callable[[], Metrics] = Metrics
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)
-        if call.options.metrics:
-            measure = _measure_of(call, stats)
+        measure = _measure_of(call, stats) if call.options.metrics else Metrics
     pairs = zip(call.weighted.named, values.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
@@ -256,32 +256,27 @@ def _run(make: Callable[[], Arguments]) -> Output:
 
 
 def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
-    """What finds the metrics: now, where that takes collectives, is captured in a graph, runs a
-    user's code, or would need more than copies of vectors of the batch as it is; else later."""
-    batch, group = call.packed, call.batch.segments.group
-    parts = call.weighted.parts  # type: ignore[union-attr]
-    more = Metrics if call.tolerance is None else call.tolerance.metrics
-    later = None
-    if group is None and batch.live is None and all(part.term.is_own for part in parts):
-        later = batch._owned()
-    if later is None:
-        share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
-        metrics = _metrics(parts, batch.on(stats), stats, more, share)
-        return lambda: metrics
-    parts = [p if p.included is None else p._replace(included=p.included.clone()) for p in parts]
-    return partial(_metrics, parts, later.on(stats), stats, more, 1.0)
+    """What finds the metrics: now where that runs a user's code or copies of vectors would not
+    serve, else later."""
+    parts: tuple[WeightedTerm, ...] = call.weighted.parts  # type: ignore[union-attr]
+    later = call.packed._owned() if all(part.term.is_own for part in parts) else None
+    batch = call.packed if later is None else later
+    measure = partial(_metrics, parts, batch.on(stats), stats, call.tolerance)
+    return partial(Metrics, measure()) if later is None else measure
 
 
 @torch.no_grad()
 def _metrics(
-    parts: Any, batch: PackedBatch, stats: Statistics, more: Callable[[], Metrics], share: float
-) -> Metrics:
-    """What every term observes, folded, and more."""
+    parts: tuple[WeightedTerm, ...], batch: PackedBatch, stats: Statistics,
+    tolerance: Tolerance | None
+) -> Metrics:  # fmt: skip
+    """What every term observes, folded, and what the tolerance left out."""
+    group = batch.segments.group
+    share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)
     tokens = one * len(batch) if batch.live is None else batch.live.sum().double()
     metrics = Metrics(tokens=Sum(tokens), segments=Sum(one * batch._count * share))
     metrics |= fold_all({"entropy": Observed(stats.entropy, Mean)}, batch.live)
     for part in parts:
-        (of_tokens, live), (of_segments, present) = part.observed(stats, batch)
-        metrics |= fold_all(of_tokens, live) | fold_all(of_segments, present, share)
-    return Metrics(metrics | more())
+        metrics |= part.metrics(stats, batch, share)
+    return metrics if tolerance is None else Metrics(metrics | tolerance.metrics())

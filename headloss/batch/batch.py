@@ -13,7 +13,7 @@ from ..arguments import IGNORE, INT64, brief, check_dense, check_device, check_i
 from .reduction import Totals
 from .segments import Segments, check_ids_and_count
 from .support import SupportIds
-from .survey import Survey, versions
+from .survey import Survey
 
 
 class Current:
@@ -206,11 +206,6 @@ class Batch:
             of_support = support and support.survey(self.targets)
             survey = Survey(self.targets, self.segments, ids, of_support, tensors)
             self._last_survey = survey
-        elif survey.versions != versions(tensors):
-            raise RuntimeError(
-                "batch: its targets, segments or stored ids were changed in place since it was "
-                "made; make a new Batch"
-            )
         return survey
 
     def _id_fields(self) -> dict[str, Tensor]:

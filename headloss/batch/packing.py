@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import IGNORE
 from ..statistics.softmax import Statistics
 from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
 from .support import SupportPairs
-from .survey import IGNORE, TokenOrder, static_order
 
 NOT_GIVEN = "which was not given"
 ALL = slice(None)
@@ -117,16 +117,17 @@ class PackedBatch:
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def _owned(self) -> PackedBatch | None:
-        """The same tokens in memory of their own, whatever becomes of the caller's; None where
-        fields are wider than vectors."""
-        segments, fields = self.segments, self._fields.items()
-        if any(isinstance(value, Tensor) and value.dim() > 1 for _, value in fields):
+        """The same tokens in memory of their own, whatever becomes of the caller's; None with
+        fields wider than vectors, with static shapes, and among ranks."""
+        segments = self.segments
+        fields = {n: v for n, v in self._fields.items() if isinstance(v, Tensor)}
+        vectors = all(value.dim() == 1 for value in fields.values())
+        if not vectors or self.live is not None or segments.group is not None:
             return None
-        twin = copy(self)
+        twin, ids = copy(self), segments.ids.clone()
         twin.targets = self.targets.clone()
-        counts = segments._local_counts
-        twin.segments = Segments(segments.ids.clone(), segments.count, counts=counts)
-        twin._fields = {n: v.clone() if isinstance(v, Tensor) else v for n, v in fields}
+        twin.segments = Segments(ids, segments.count, counts=segments._local_counts)
+        twin._fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
         twin._read = {}
         return twin
 
@@ -175,19 +176,46 @@ class Packing:
     Attributes:
         targets: [T].
         segments: sorted.
-        index, live, lengths: see `TokenOrder`.
+        index: [T] the position of each token; None: all N in order.
+        unscored: [N - T] the other positions; None: there are none.
+        live: [T] bool, with static shapes: which tokens are scored.
+        lengths: scored tokens of each segment; None with static shapes.
         shape: of the targets as given.
         count: S as given.
         support: the columns of each token; None where all have the whole vocabulary.
+
+    Args:
+        unit: with static shapes, which need no read: the number of segments of their own, at the
+            end, that positions without a target or with a bad id go into.
     """
 
-    def __init__(self, batch: Batch, order: TokenOrder, restricted: int | None = None) -> None:
-        self.order, self.index, self.live = order, order.index, order.live
-        self.lengths, self.shape = order.lengths, batch.targets.shape
-        self.count, group = batch.segments.count, batch.segments.group
-        self.segments = Segments(order.ids, len(order.counts), group, counts=order.counts)
+    index: Tensor | None = None
+    unscored: Tensor | None = None
+    live: Tensor | None = None
+    lengths: list[int] | None = None
+    support: SupportPairs | None = None
+
+    def __init__(self, batch: Batch, unit: int | None = None) -> None:
+        count, ids, restricted = batch.segments.count, batch.segments.ids.reshape(-1), None
+        self.shape, self.count = batch.targets.shape, count
+        if unit is not None:
+            bins = batch.segments._bins.masked_fill(batch.targets.reshape(-1) == IGNORE, count)
+            self.index = _argsort(bins, count)
+            ids = bins[self.index]
+            self.live = ids < count
+            # Where each segment begins: a GPU adds ones to few counts one after another.
+            numbers = torch.arange(count + unit + 1, device=ids.device)
+            counts = torch.searchsorted(ids, numbers).diff()
+        else:
+            survey = batch._survey()
+            (descents, *_), (*self.lengths, _, unscored), of_support = survey.numbers
+            counts, restricted = survey.counts, of_support[-1] if of_support else None
+            if (descents or unscored) and len(ids):
+                order = _argsort(survey.bins, count)
+                self.index, self.unscored = order.split([len(ids) - unscored, unscored])
+                ids = ids[self.index]
+        self.segments = Segments(ids.contiguous(), len(counts), batch.segments.group, counts=counts)
         self.targets = outside_inference(self.gather(batch.targets.long()))
-        self.support: SupportPairs | None = None
         if batch.support is not None and restricted != 0:
             self.support = batch.support.pack(self.index, self.live, restricted)
             self.support.ids = outside_inference(self.support.ids)
@@ -240,13 +268,17 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
     return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
-def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packing:
+def _argsort(bins: Tensor, count: int) -> Tensor:
+    """[N] a stable order by bin, one for each segment; a GPU sorts narrow numbers faster."""
+    return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)
+
+
+def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = None) -> Packing:
     """Where the tokens of a batch go; from what the batch knows already, if that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.
-        unit: with static shapes the number of segments of their own that unscored positions go
-            into, at the end; nothing is read, checked or dropped then.
+        unit: as of `Packing`, with static shapes: nothing is read, checked or dropped then.
 
     Raises:
         ValueError: a field that was assigned to; a target outside the vocabulary; at a scored
@@ -254,20 +286,18 @@ def packing_of(batch: Batch, vocabulary: int, unit: int | None = None) -> Packin
             support that is not what it should be.
         RuntimeError: the batch was changed in place since it was made.
     """
-    support = batch.support
     # The values as they were would be read, and a support that was not there by none.
     if assigned := {"support_ids", *batch.fields} & vars(batch).keys():
         raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
-        if support is not None:
+        if batch.support is not None:
             _check_static(batch)
-        return Packing(batch, static_order(batch.targets, batch.segments, unit))
+        return Packing(batch, unit)
     survey = batch._survey().check(vocabulary)
-    if support is not None:
-        support.check(survey.numbers[2], batch.targets, vocabulary)
+    if batch.support is not None:
+        batch.support.check(survey.numbers[2], batch.targets, vocabulary)
     if survey.packing is None:
-        restricted = support and survey.numbers[2][-1]
-        survey.packing = Packing(batch, survey.order(), restricted)
+        survey.packing = Packing(batch)
     return survey.packing
 
 
@@ -285,6 +315,6 @@ def _check_static(batch: Batch) -> None:
         )
 
 
-def pack(batch: Batch, vocabulary: int, dtype: torch.dtype) -> PackedBatch:
+def pack(batch: Batch, vocabulary: float, dtype: torch.dtype) -> PackedBatch:
     """A batch in its packed form, with float vectors in `dtype`."""
     return packing_of(batch, vocabulary).view(batch, dtype)

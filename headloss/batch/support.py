@@ -75,7 +75,7 @@ class SupportIds:
         repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
-    def check(self, facts: list[int], targets: Tensor, vocabulary: int) -> None:
+    def check(self, facts: list[int], targets: Tensor, vocabulary: float) -> None:
         """ValueError for what the facts of `survey` say is wrong."""
         most, least, bad, twice, missing, _ = facts
         if bad:

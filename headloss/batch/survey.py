@@ -1,12 +1,9 @@
-"""What packing asks of the device about a batch's values, and the order of its tokens.
-
-N positions, T of them scored, S segments.
-"""
+"""What packing asks of the device about a batch's values. N positions, S segments."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +13,8 @@ from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
 
-class TokenOrder(NamedTuple):
-    """The position that each packed token comes from."""
-
-    index: Tensor | None  # [T], None: all N in order
-    ids: Tensor  # [T] segments, ascending
-    counts: Tensor  # [S] tokens of each
-    lengths: list[int] | None = None  # scored tokens of each segment; None with static shapes
-    unscored: Tensor | None = None  # [N - T]
-    live: Tensor | None = None  # [T] bool, with static shapes: which are scored
-
-
 class Survey:
-    """Extremes and counts of a batch, and the order of its tokens that follows.
+    """Extremes and counts of a batch.
 
     On a GPU the answers are on their way to the host when this was made; `numbers` waits for them
     alone. Nothing here knows the vocabulary: a call compares the extremes with its own.
@@ -50,7 +36,7 @@ class Survey:
         self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor],
         of_support: Tensor | None, tensors: tuple[Tensor, ...]
     ) -> None:
-        self.tensors, self.versions = tensors, versions(tensors)
+        self.tensors, self.versions = tensors, _versions(tensors)
         self.targets, self.segments = targets.reshape(-1), segments
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         unscored, count = self.targets == IGNORE, segments.count
@@ -76,8 +62,14 @@ class Survey:
         return torch.stack(numbers)
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether these are the tensors, and can tell when they change."""
+        """Whether these are the tensors, and can tell when they change; RuntimeError where they
+        have."""
         same = list(map(id, self.tensors)) == list(map(id, tensors))
+        if same and self.versions not in (None, _versions(tensors)):
+            raise RuntimeError(
+                "batch: its targets, segments or stored ids were changed in place since it was "
+                "made; make a new Batch"
+            )
         return same and self.versions is not None
 
     @cached_property
@@ -88,16 +80,11 @@ class Survey:
         return numbers[:extremes], numbers[extremes:counts], numbers[counts:]
 
     @property
-    def lengths(self) -> list[int]:
-        """Scored tokens of each segment."""
-        return self.numbers[1][:-2]
-
-    @property
     def highest(self) -> int:
         """The largest of all scored targets and ids of columns, where none stands twice."""
         return max(self.numbers[0][2:] + self.numbers[2][:1])
 
-    def check(self, vocabulary: int) -> Survey:
+    def check(self, vocabulary: float) -> Survey:
         """The same; ValueError for a bad target, segment or id field, where it is scored."""
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
@@ -122,18 +109,8 @@ class Survey:
         got = value[position].tolist()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
-    def order(self) -> TokenOrder:
-        """The scored positions by segment."""
-        (descents, *_), (*lengths, _, unscored), _ = self.numbers
-        ids = self.segments.ids.reshape(-1)
-        if not (descents or unscored) or not len(ids):
-            return TokenOrder(None, ids.contiguous(), self.counts, lengths)
-        order = _argsort(self.bins, self.segments.count)
-        index, left = order.split([len(ids) - unscored, unscored])
-        return TokenOrder(index, ids[index], self.counts, lengths, left)
 
-
-def versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
+def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
     """How often each was changed in place; None where one of inference mode cannot tell."""
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 
@@ -142,20 +119,3 @@ def _repeated(ids: Tensor) -> Tensor:
     """[N] bool: positions of [N, K] at which an id that is not below 0 stands twice."""
     ordered = ids.sort(1).values
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
-
-
-def static_order(targets: Tensor, segments: Segments, unit: int) -> TokenOrder:
-    """All positions, the scored ones first, without a read: unscored ones and those with bad ids go
-    last, into `unit` segments of their own."""
-    count = segments.count
-    bins = segments._bins.masked_fill(targets.reshape(-1) == IGNORE, count)
-    index = _argsort(bins, count)
-    ids = bins[index]
-    # Where each segment begins: a GPU adds ones to few counts one after another.
-    ends = torch.searchsorted(ids, torch.arange(count + unit + 1, device=ids.device))
-    return TokenOrder(index, ids, ends.diff(), live=ids < count)
-
-
-def _argsort(bins: Tensor, count: int) -> Tensor:
-    """[N] a stable order by bin, one for each segment; a GPU sorts narrow numbers faster."""
-    return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)

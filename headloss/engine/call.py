@@ -41,7 +41,6 @@ from .plan import Plan, make_plan
 from .requirements import Requirements, of_given_logits, of_hidden_states
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
-ANY_VOCABULARY = 1 << 62
 Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its gradients
 
 
@@ -77,7 +76,7 @@ class Call:
         if inputs.given:
             kind, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
             return partial(
-                kind, context=self.context, order=self.scored.order, overwrites=overwrites
+                kind, context=self.context, order=self.scored, overwrites=overwrites
             )
         # A product measures logits of float16, whose gradient is written in float16.
         measured = inputs.rescaled and requirements.backend == "triton"
@@ -285,7 +284,7 @@ def _packed(
     """The scored tokens, and the transform with their temperatures, [T]. What is wrong with values
     is raised here, before the ranks of a vocabulary's group hear of each other, hence on all."""
     unit = requirements.inputs.segments_per_unit if options.static else None
-    vocabulary = requirements.inputs.vocabulary if group is None else ANY_VOCABULARY
+    vocabulary = requirements.inputs.vocabulary if group is None else torch.inf
     scored = packing_of(batch, vocabulary, unit)
     # A loss that lives elsewhere may read what it likes.
     elsewhere = any(isinstance(t.function, Reads) for _, t in requirements.objective.parts)

@@ -69,7 +69,7 @@ class GivenLogits(LogitSource):
     """Copies of given logits, a tile at a time, for any backend and teacher.
 
     Args:
-        order: of the tokens (`batch.survey`).
+        order: of the tokens, a `Packing`.
         overwrites: the gradient goes to the logits' memory, in place of a tensor of its own.
     """
 

@@ -177,7 +177,7 @@ def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
         raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")
     if isinstance(batch.fields.get("old_logps"), Current):
         raise ValueError(f"{name}: old_logps: got CURRENT, want the trainer's log-probs")
-    packing = packing_of(batch, 1 << 62)
+    packing = packing_of(batch)
     with naming(name):
         kept = factor(Statistics(), packing.view(batch, torch.float64))
     return packing.scatter(kept).bool()

@@ -18,7 +18,7 @@ from ..batch.reduction import Reduction, Totals, as_reduction
 from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
 
-ANY = 1 << 62  # targets of a batch may be of any vocabulary
+ANY = torch.inf  # targets of a batch may be of any vocabulary
 
 
 @with_floats

@@ -19,7 +19,7 @@ from ..batch.reduction import Number, Totals, prompt_mean
 from ..batch.segments import Chunk
 from ..batch.weights import token_weights
 from ..losses.term import Objective, Term
-from ..statistics.metrics import Observed, checked
+from ..statistics.metrics import Metrics, Observed, checked, fold_all
 from ..statistics.softmax import (
     CANDIDATES,
     DIFFERENTIABLE,
@@ -77,11 +77,9 @@ class WeightedTerm(NamedTuple):
         assert self.term.slopes is not None
         return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
-    def observed(
-        self, stats: Statistics, batch: PackedBatch
-    ) -> list[tuple[dict[str, Observed], Tensor | None]]:
-        """What the term and its modifiers report of each token, and of each segment; beside it
-        which of them count, None: all."""
+    def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
+        """What the term and its modifiers report, folded over the tokens that count, or over the
+        segments that have one; `share` as in `fold_all`, of segments."""
         reports: dict[str, Observed] = {}
         for source in (self.term, *self.term.modifiers):
             if source.observe is not None:
@@ -89,7 +87,7 @@ class WeightedTerm(NamedTuple):
                 reports |= checked(source.name, report, len(batch), batch.segments.count)
         reports = {f"{self.name}/{name}": o for name, o in reports.items()}
         of_segments = {name: o for name, o in reports.items() if o.per == "segment"}
-        live, included, present = batch.live, self.included, None
+        live, included, present = batch.live, batch.get(self.term.kept_field or ""), None
         if of_segments:
             present = batch.segments.lengths > 0
             if live is not None:
@@ -99,7 +97,7 @@ class WeightedTerm(NamedTuple):
         if included is not None:
             live = included if live is None else included & live
         of_tokens = {name: o for name, o in reports.items() if o.per == "token"}
-        return [(of_tokens, live), (of_segments, present)]
+        return Metrics(fold_all(of_tokens, live) | fold_all(of_segments, present, share))
 
 
 class Coefficients(NamedTuple):

@@ -74,7 +74,7 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     if options.static:
         return facts
     survey = batch._survey()
-    return replace(facts, counts=survey.lengths, highest=survey.highest)
+    return replace(facts, counts=survey.numbers[1], highest=survey.highest)
 
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
