@@ -76,10 +76,8 @@ class HeadStatistics(torch.autograd.Function):
     def forward(ctx, call: Call, gradients, *tensors):
         result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
-        outputs = {n: getattr(stats, n) for n in READ}
-        if CANDIDATES in stats.extras:
-            outputs[CANDIDATES] = stats.extras[CANDIDATES]
-        outputs = {n: scatter(t) for n, t in outputs.items()}
+        named: dict[Any, Tensor] = {**stats.tensors(), **stats.extras}
+        outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES) if n in named}
         carry = {BESIDE.get(name, name) for name in gradients}
         ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
         ctx.set_materialize_grads(False)
@@ -153,12 +151,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of the objective's coefficients and those that are owed, None
-    where it is one, as far as the host may know."""
-    options, scale = call.options, call.weighted.scale
-    if (stated := options.upstream) is None:
-        plain = not options.static and scale is None and upstream.is_cpu
-        if plain and upstream.equal(torch.ones_like(upstream)):
-            return None
+    where it is known to be one."""
+    stated, scale = call.options.upstream, call.weighted.scale
+    if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
     same = (upstream - stated).abs() <= 1e-6 * abs(stated)

@@ -61,11 +61,9 @@ class Call(Requirements):
             return partial(given, context=self.context, order=order, overwrites=overwrites)
         # A product measures logits of float16, whose gradient is written in float16.
         measured = inputs.rescaled and self.backend == "triton" and self.shard.group is None
-        make = partial(
-            ExpLogits if plan.exp_tiles else LinearLogits, context=self.context,
-            compute_dtype=self.compute_dtype, logits_dtype=self.options.logits_dtype,
-            fixed=self.fixed, measured=measured,
-        )  # fmt: skip
+        linear = ExpLogits if plan.exp_tiles else LinearLogits
+        dtypes = {"compute_dtype": self.compute_dtype, "logits_dtype": self.options.logits_dtype}
+        make = partial(linear, context=self.context, fixed=self.fixed, measured=measured, **dtypes)
         return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
 
     @property

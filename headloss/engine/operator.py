@@ -35,7 +35,7 @@ from .call import Call, call_of
 from .checks import Arguments, check_targets
 from .loop import ForwardResult, sweep
 
-SPELT = ("backend", "static", "skip_rows")
+PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens", "memory_budget")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
 OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
@@ -73,7 +73,7 @@ def in_graph(
         [targets.reshape(-1), per_token, *ids],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
-        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in SPELT]}",
+        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in PASSED[:3]]}",
     )
     pairs = zip(READ, measured, strict=False)
     stats = [(t if name in gradients else t.detach()).view(targets.shape) for name, t in pairs]
@@ -85,11 +85,9 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     the factors want a gradient."""
     factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
-    (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
-    options = Options(
-        schedule="recompute", chunk_tokens=chunk or None, memory_budget=budget or None,
-        gradient_tolerance=tolerance, **dict(zip(SPELT, values, strict=True)),
-    )  # fmt: skip
+    (vocabulary, *sizes), (scale, softcap, number, tolerance) = sizes, numbers
+    values += [tolerance, *(size or None for size in sizes)]
+    options = Options(schedule="recompute", **dict(zip(PASSED, values, strict=True)))
     leaves = [t.detach().requires_grad_(w) for t, w in zip(factors, wanted, strict=True)]
     *pairs, bias = leaves if len(leaves) % 2 else [*leaves, None]
     features, weights = pairs[::2], pairs[1::2]
@@ -152,9 +150,8 @@ def _head_stats_backward(*operands: Any) -> list[Tensor]:
         stats.extras[part.key], part.tail_normalizer = beside[0], beside[1].t()
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
     gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
-    for i, value in enumerate(gradients[:-1:2]):
-        if value is not None and scored.index is not None:
-            gradients[2 * i] = scored.scatter(value)
+    if scored.index is not None:
+        gradients[:-1:2] = [t if t is None else scored.scatter(t) for t in gradients[:-1:2]]
     return [g for g, want in zip(gradients, wanted, strict=False) if want and g is not None]
 
 
