@@ -44,6 +44,7 @@ class TermReport:
 
 
 @torch.inference_mode(False)
+@torch.no_grad()
 def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """Try a term on a random batch of 28 tokens in 6 segments, in float64.
 
@@ -68,7 +69,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     >>> hl.check_term(hl.reinforce()).fields
     ('advantages',)
     """
-    if not isinstance(term, Term) and callable(term):
+    if callable(term) and not isinstance(term, Term | type):
         term = term()
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
@@ -85,7 +86,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     _check_gradient(term, traced, stats, batch)
     cuts = _cuts(term, batch)
     for cut, pieces in cuts.items():
-        got = torch.cat([_evaluate(term, stats.map(lambda t, r=r: t[r]), b) for r, b in pieces])
+        got = torch.cat([term(stats.map(lambda t, rows=r: t[rows]), b) for r, b in pieces])
         want = torch.cat([values[rows] for rows, _ in pieces])
         if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
             worst = float((got - want).abs().max())
@@ -138,11 +139,6 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     raise ValueError(f"term {term.name}: asks for more than 64 fields")
 
 
-def _evaluate(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
-    with torch.no_grad():
-        return term(stats, batch.on(stats))
-
-
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     """The cuts that the term's scope allows, and permuted segments."""
     ends = batch.segments.lengths.cumsum(0).tolist()
@@ -177,7 +173,7 @@ def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     inputs: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
     inputs |= {**stats.tensors(), **stats.extras}
     before = {name: value.clone() for name, value in inputs.items()}
-    values, again = (_evaluate(term, stats, batch) for _ in range(2))
+    values, again = (term(stats, batch) for _ in range(2))
     for name, value in inputs.items():
         if not torch.isclose(value, before[name], 0, 0, equal_nan=True).all():
             raise ValueError(f"term {term.name}: changes {name} in place; it must be pure")
@@ -198,7 +194,7 @@ def _check_gradient(term: Term, traced: Reads, stats: Statistics, batch: PackedB
     named = {**leaves.tensors(), **leaves.extras}
     inputs = {n: named[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in named}
     with torch.enable_grad():
-        total = term(leaves, batch.on(leaves)).sum()
+        total = term(leaves, batch).sum()
     for name, gradient in differentiate(total, inputs).items():
         if not gradient.isfinite().all():
             raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {name}")

@@ -16,7 +16,7 @@ from .collectives import inside
 from .engine.autograd import HeadLoss
 from .engine.call import call_and_tensors
 from .engine.checks import Arguments
-from .head.head import Head, autocast_dtype, check_head
+from .head.head import Head, autocast_dtype
 from .head_loss import eagerly
 from .head_stats import head_stats
 from .losses.scope import Scope
@@ -77,7 +77,6 @@ def head_function(
     >>> print(f"{hl.head_function(hidden, head, batch, loss_fn, separable='token').item():.4f}")
     1.1513
     """
-    check_head(head)
     if not (separable is None or (isinstance(separable, str) and separable in SCOPES)):
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
     if not callable(loss_fn) or isinstance(loss_fn, Term):

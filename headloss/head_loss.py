@@ -144,8 +144,7 @@ def head_loss(
     >>> [list(x.shape) for x in (out.logps, hidden.grad)]
     [[3], [3, 4]]
     """
-    arguments = ("head_loss", hidden, head, batch, objective, options)
-    return _run(lambda: Arguments.of_head(*arguments))
+    return _run(Arguments.of_head, "head_loss", hidden, head, batch, objective, options)
 
 
 @eagerly
@@ -185,11 +184,11 @@ def logits_loss(
     """
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     plain_numbers(transform, "scale", "softcap", "temperature")
-    arguments = Arguments(
-        verb="logits_loss", values=logits, batch=batch, terms=objective, transform=transform,
-        options=DEFAULT if options is None else options, group=vocab_group, inplace=inplace,
+    return _run(
+        Arguments, verb="logits_loss", values=logits, batch=batch, terms=objective,
+        transform=transform, options=DEFAULT if options is None else options, group=vocab_group,
+        inplace=inplace,
     )  # fmt: skip
-    return _run(lambda: arguments)
 
 
 @eagerly
@@ -235,8 +234,8 @@ def without_gradient(*_: Any, **__: Any) -> None:
     )
 
 
-def _run(make: Callable[[], Arguments]) -> Output:
-    call, tensors = call_and_tensors(make())
+def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Output:
+    call, tensors = call_and_tensors(make(*arguments, **named))
     with inside(call.scored.targets.device.type, *call.groups):
         loss, (stats, values) = HeadLoss.apply(call, *tensors)
         measure = _measure_of(call, stats) if call.options.metrics else Metrics

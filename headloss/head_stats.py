@@ -21,6 +21,7 @@ from .engine.plan import Plan
 from .head.head import Head, check_head
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
+from .parallel.agreement import attempt
 
 
 class _Statistics(NamedTuple):
@@ -88,7 +89,8 @@ def head_stats(
     """
     check_head(head)
     options = DEFAULT if options is None else options
-    names, candidates = _checked(gradients, targets_or_batch)
+    candidates = isinstance(targets_or_batch, Batch) and "candidate_ids" in targets_or_batch.fields
+    names = _checked(gradients, (*READ, *CANDIDATE) if candidates else READ)
     if torch.compiler.is_compiling():
         if head.vocab_group is None and head.vocab_mesh_dim is None:
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
@@ -101,10 +103,8 @@ def head_stats(
             return head_stats(hidden, head, targets_or_batch, options)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
-        try:
-            batch = check_targets(batch, hidden, options)
-        except (TypeError, ValueError) as error:
-            batch = error  # all ranks have to hear of it
+        batch, error = attempt(None, lambda: check_targets(targets_or_batch, hidden, options))
+        batch = batch or error  # of which all ranks have to hear
     terms = external_loss(names, candidates=candidates)
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
     call, tensors = call_and_tensors(arguments)
@@ -125,10 +125,8 @@ def _with_candidates(outputs: Sequence[Tensor], names: frozenset[str]) -> HeadSt
     return stats
 
 
-def _checked(gradients: Collection[str], batch: object) -> tuple[frozenset[str], bool]:
-    """The names of statistics, and whether there are candidates; raises for other names."""
-    candidates = isinstance(batch, Batch) and "candidate_ids" in batch.fields
-    names = (*READ, *CANDIDATE) if candidates else READ
+def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[str]:
+    """Some of these names of statistics; raises for others."""
     statistics: frozenset[Any]
     try:
         statistics = frozenset([None] if isinstance(gradients, str) else gradients)
@@ -137,8 +135,7 @@ def _checked(gradients: Collection[str], batch: object) -> tuple[frozenset[str],
     if None in statistics:
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")
     for name in statistics:
-        if not (isinstance(name, str) and name in (*READ, *CANDIDATE)):
-            raise ValueError(f"gradients: got {name!r}, want names out of {names}")
         if name not in names:
-            raise ValueError(f"gradients: got {name!r}, want a batch with candidate_ids")
-    return statistics, candidates
+            want = "a batch with candidate_ids" if name in CANDIDATE else f"names out of {names}"
+            raise ValueError(f"gradients: got {name!r}, want {want}")
+    return statistics

@@ -86,16 +86,9 @@ def head_topk(
             RowContext(acts, nowhere, transform, NOTHING, shard),
             compute_dtype=compute,
         )
-        inputs = PlanInputs(
-            tokens=len(x),
-            width=x.shape[1],
-            vocabulary=shard.widest,
-            hidden_gradient=False,
-            weight_gradient=False,
-            element_size=x.element_size(),
-            row_bytes=2 * source.dtype.itemsize,  # the logits, and what top-k makes of them
-            on_gpu=x.is_cuda,
-        )
+        both = 2 * source.dtype.itemsize  # the logits, and what top-k makes of them
+        widest, on_gpu = shard.widest, x.is_cuda
+        inputs = PlanInputs(tokens=len(x), vocabulary=widest, row_bytes=both, on_gpu=on_gpu)
         tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
         ids, logps = (x.new_empty(len(x), k, dtype=d) for d in (torch.int64, source.dtype))
         for rows in steps(len(x), tile.rows):

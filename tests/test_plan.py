@@ -357,10 +357,10 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     head, batch = hl.Head(torch.zeros(10, 3)), hl.Batch(torch.arange(4))
     arguments = torch.zeros(4, 3), head, batch, hl.cross_entropy(), hl.Options()
     call = call_of(Arguments.of_head("plan", *arguments))
-    inputs = dataclasses.replace(call.requirements.inputs, on_gpu=True, memory=140 << 30)
-    needs = dataclasses.replace(call.requirements, inputs=inputs)
+    inputs = dataclasses.replace(call.inputs, on_gpu=True, memory=140 << 30)
+    needs = dataclasses.replace(call, inputs=inputs)
     for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
-        plan = plan_of(call.scored, places, needs, call.options)
+        plan = plan_of(needs, places)
         assert plan.budget[0] == gib << 24
 
 

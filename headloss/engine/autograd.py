@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..collectives import inside
-from ..kernels.interface import ExpTile
 from ..logits.accumulators import SlabAccumulator
 from ..logits.linear import LinearLogits, rows_left
 from ..logits.rows import ALL, BackwardInputs, steps
@@ -43,7 +42,7 @@ class HeadLoss(torch.autograd.Function):
             ctx.read_again = call.read_again
         stats, values = result.measured.stats, result.values
         # In memory of its own: it gets a graph.
-        loss = call.weighted.total(values, stats).to(call.requirements.wide, copy=True)
+        loss = call.weighted.total(values, stats).to(call.wide, copy=True)
         return loss, (stats, values)
 
     @staticmethod
@@ -77,10 +76,8 @@ class HeadStatistics(torch.autograd.Function):
     def forward(ctx, call: Call, gradients, *tensors):
         result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
-        outputs = {n: getattr(stats, n) for n in READ}
-        if CANDIDATES in stats.extras:
-            outputs[CANDIDATES] = stats.extras[CANDIDATES]
-        outputs = {n: scatter(t) for n, t in outputs.items()}
+        named: dict[Any, Tensor] = {**stats.tensors(), **stats.extras}
+        outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES) if n in named}
         carry = {BESIDE.get(name, name) for name in gradients}
         ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
         ctx.set_materialize_grads(False)
@@ -134,7 +131,7 @@ def backward_of_slopes(
     coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
-    if call.requirements.inputs.rescaled and not call.options.batch_invariant:
+    if call.inputs.rescaled and not call.options.batch_invariant:
         # Its weights are not known here: the largest slope, of any row, stands for them.
         scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
         coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
@@ -154,12 +151,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
     """The factor between gradients of the objective's coefficients and those that are owed, None
-    where it is one, as far as the host may know."""
-    options, scale = call.options, call.weighted.scale
-    if (stated := options.upstream) is None:
-        plain = not options.static and scale is None and upstream.is_cpu
-        if plain and upstream.equal(torch.ones_like(upstream)):
-            return None
+    where it is known to be one."""
+    stated, scale = call.options.upstream, call.weighted.scale
+    if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
     same = (upstream - stated).abs() <= 1e-6 * abs(stated)
@@ -171,18 +165,13 @@ def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
 def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
     """Add the tensors that a source kept of one block to a list; return a function that builds what
     was kept from these tensors. (What the source can compute again is left out.)"""
-    if tile is None:
+    if isinstance(tile, Tensor):
+        tensors.append(tile)
+        return next
+    if not isinstance(tile, tuple):
         return lambda saved: None
-    if isinstance(tile, ExpTile):
-        tensors += [tile.exp_logits, tile.shift]
-        return lambda saved: ExpTile(exp_logits=next(saved), shift=next(saved))
-    if isinstance(tile, tuple):  # of a support, and of the tokens without one
-        raw, _, of_others = tile
-        tensors.append(raw)
-        rebuild = save_tile(of_others, tensors)
-        return lambda saved: (next(saved), None, rebuild(saved))
-    tensors.append(tile)
-    return next
+    parts, make = [save_tile(part, tensors) for part in tile], getattr(tile, "_make", tuple)
+    return lambda saved: make(rebuild(saved) for rebuild in parts)
 
 
 # ---------------------------------------------------------------------- gradients of the logits

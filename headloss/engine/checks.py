@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from ..arguments import IGNORE, check_dense, check_device, is_dtensor
+from ..arguments import IGNORE, check_dense, check_device, check_own_places
 from ..batch.batch import LOGPS, Batch, check_ids
 from ..batch.packing import Packing
 from ..head.dtensor import local_head
-from ..head.head import Head, autocast_dtype, check_head, transform_of
+from ..head.head import Head, autocast_dtype, check_head, check_transform, transform_of
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
@@ -28,27 +28,18 @@ from ..statistics.softmax import Statistics
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """What a verb was given.
-
-    Attributes:
-        verb: its name.
-        values: hidden states [.., H], or without a head logits [.., V].
-        terms: the objective.
-        transform, group: of the head, or of logits.
-        inplace: the gradient may overwrite logits.
-        loss_fn: somebody else's loss of log-probs and entropies, in place of the objective's.
-    """
+    """What a verb was given."""
 
     verb: str
-    values: Tensor
+    values: Tensor  # hidden states [.., H], or without a head logits [.., V]
     head: Head | None = None
     batch: Batch
     terms: Term | Objective
     options: Options
-    transform: Transform
-    group: Any
-    inplace: bool = False
-    loss_fn: Callable[..., Any] | None = None
+    transform: Transform  # of the head, or of logits
+    group: Any  # whose ranks hold slices of the vocabulary
+    inplace: bool = False  # the gradient may overwrite logits
+    loss_fn: Callable[..., Any] | None = None  # somebody else's, in place of the objective's
 
     @classmethod
     def of_head(
@@ -89,15 +80,10 @@ def check_eager(verb: str, values: object = None, *others: object) -> None:
 
 
 def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
-    """What autocast computes in, where all arguments are what they must be."""
+    """What autocast computes in, where hidden states and head are what they must be."""
     hidden, head, options = arguments.values, arguments.head, arguments.options
-    batch, on_meta = arguments.batch, arguments.verb == "plan"  # hidden states without values
+    batch = arguments.batch
     assert head is not None
-    if on_meta:
-        check_eager(arguments.verb, getattr(batch, "targets", None))
-    else:
-        check_eager(arguments.verb, hidden, head.weight)
-    check_objective(objective, batch, options)
     if objective.scope == "external" and options.upstream is not None:
         raise ValueError(
             f"upstream: got {options.upstream}, want None: statistics have an upstream gradient "
@@ -106,7 +92,6 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
         raise ValueError("sequence_parallel: needs a head with a vocab_group")
-    check_shape("hidden", hidden, batch, on_meta, spread=options.sequence_parallel)
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     weight, grad = head.weight, options.main_grad
@@ -135,6 +120,36 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
                     "its vocab_group, or the teacher's whole head"
                 )
     return compute_dtype
+
+
+def check_given(arguments: Arguments) -> None:
+    """Check logits, and options beside them."""
+    logits, options, transform = arguments.values, arguments.options, arguments.transform
+    inplace, temperature = arguments.inplace, transform.temperature
+    if arguments.batch.support is not None:
+        raise ValueError(
+            "support_ids: got them beside given logits, want head_loss, or the logits masked"
+        )
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        got = f"a {logits.dtype} tensor" if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits: got {got}, want a floating tensor")
+    check_dense("logits", logits)
+    check_transform(temperature, transform.softcap, transform.scale)
+    if isinstance(temperature, Tensor):
+        check_device("temperature", temperature, logits, "that of logits,")
+    if options.main_grad is not None:
+        raise ValueError("main_grad: got a tensor, but given logits have no weight")
+    if options.sequence_parallel:
+        raise ValueError("sequence_parallel: got logits, want hidden states before a head")
+    if options.gradient_tolerance:
+        raise ValueError(
+            f"gradient_tolerance: got {options.gradient_tolerance}, want 0: given logits have no "
+            "products that leaving rows out would save"
+        )
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace: got {inplace!r}, want True or False")
+    if inplace:
+        check_own_places("inplace", logits, "logits")
 
 
 def check_objective(objective: Objective, batch: Batch, options: Options) -> None:
@@ -168,44 +183,32 @@ def check_segments(count: int, objective: Objective) -> None:
         raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 
 
-def check_shape(
-    name: str, value: Tensor, batch: Batch, on_meta: bool = False, spread: bool = False
+def check_positions(
+    name: str, shape: torch.Size, device: torch.device, batch: Batch, spread: bool
 ) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        got = f"a {value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name}: got {got}, want a floating tensor")
-    check_dense(name, value)
-    if is_dtensor(value):
-        raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
-    want = tuple(batch.targets.shape)
-    if value.dim() < 2 or (tuple(value.shape[:-1]) != want and not spread):
-        raise ValueError(
-            f"{name}: got shape {tuple(value.shape)}, want the targets' {want} and one more "
-            "dimension"
-        )
-    if value.device != batch.targets.device and not (on_meta and value.is_meta):
-        raise ValueError(
-            f"batch: got targets on {batch.targets.device}, want {name}'s device {value.device}"
-        )
+    """ValueError for what has not a row [V] or [H] for each of the batch's positions, there."""
+    want, there = batch.targets.shape, batch.targets.device
+    if len(shape) < 2 or (shape[:-1] != want and not spread):
+        got = f"got shape {tuple(shape)}, want the targets' {tuple(want)} and one more dimension"
+        raise ValueError(f"{name}: {got}")
+    if device not in (there, torch.device("meta")):
+        raise ValueError(f"batch: got targets on {there}, want {name}'s device {device}")
 
 
-def check_targets(targets: object, hidden: Tensor, options: Options) -> Batch:
-    """A batch of targets alone."""
+def check_targets(targets: object, hidden: object, options: Options) -> Batch:
+    """A batch of targets alone, beside hidden states that are checked later."""
     check_options(options)
     if not isinstance(targets, Tensor):
         raise TypeError(
             f"targets: got {type(targets).__name__}, want an int64 tensor [..] or a headloss.Batch"
         )
-    if not isinstance(hidden, Tensor) or not hidden.is_floating_point():
-        got = hidden.dtype if isinstance(hidden, Tensor) else type(hidden).__name__
-        raise TypeError(f"hidden: got {got}, want a floating tensor [.., H]")
-    check_dense("targets", targets)
-    check_dense("hidden", hidden)
-    check_device("targets", targets, hidden, "that of hidden,")
-    want = hidden.shape[:-1]
-    if targets.shape != want and not options.sequence_parallel:
-        raise ValueError(f"targets: got shape {tuple(targets.shape)}, want hidden's {tuple(want)}")
-    return Batch(targets)
+    batch = Batch(targets)
+    if isinstance(hidden, Tensor) and not hidden.is_nested:
+        check_device("targets", targets, hidden, "that of hidden,")
+        got, want = tuple(targets.shape), tuple(hidden.shape[:-1])
+        if got != want and not options.sequence_parallel:
+            raise ValueError(f"targets: got shape {got}, want hidden's {want}")
+    return batch
 
 
 def check_topk(batch: Batch) -> None:

@@ -25,28 +25,21 @@ from .call import Call, Tensors
 
 
 class ForwardResult(NamedTuple):
-    """What the forward pass leaves behind.
+    """What the forward pass leaves behind."""
 
-    Attributes:
-        measured: the statistics of all tokens.
-        tiles: what each block's logits left, under a held schedule; they are used up.
-        sums: the gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by
-            each token's slope. None: they are to be found, from what was read.
-        values: each term's share of its reduced value, [K] in float64.
-        coefficients: of all tokens, where the gradients still need them.
-    """
-
-    measured: Measured
-    tiles: list[Any]
+    measured: Measured  # of all tokens
+    tiles: list[Any]  # what each block's logits left, under a held schedule; they are used up
+    # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
+    # token's slope. None: they are to be found, from what was read.
     sums: Any = None
-    values: Any = None
-    coefficients: Coefficients | None = None
+    values: Any = None  # [K] float64, each term's share of its reduced value
+    coefficients: Coefficients | None = None  # of all tokens, where the gradients still need them
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
     if call.in_one_launch:
-        source, needs, weighted = call.open(tensors), call.requirements.needs, call.weighted
+        source, needs, weighted = call.open(tensors), call.needs, call.weighted
         beforehand = weighted.beforehand(call.packed, needs)  # type: ignore[union-attr]
         measured = source.context.measured(source.walk(needs, *beforehand))
         shares = weighted.coefficients(measured.stats, call.packed, None, needed=False).values
@@ -113,7 +106,7 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     """[T] vectors from those of consecutive blocks."""
     if parts:
         return of_several(torch.cat, parts)
-    needs = call.requirements.needs
+    needs = call.needs
     empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
     measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
     extras = measured.stats.extras

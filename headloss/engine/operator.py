@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ from .call import Call, call_of
 from .checks import Arguments, check_targets
 from .loop import ForwardResult, sweep
 
-SPELT = ("backend", "static", "skip_rows")
+PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens", "memory_budget")
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
+OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
+operator = partial(torch.library.custom_op, mutates_args=())
 
 
 def in_graph(
@@ -56,6 +59,7 @@ def in_graph(
     if head.lora:  # poison in unscored rows must not reach the adapters' weights
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
+    factors = [t for pair in pairs for t in pair]
     number, per_token = head.temperature, None
     if isinstance(number, Tensor):
         number, per_token = 1.0, number.expand(targets.shape).flatten()
@@ -66,35 +70,25 @@ def in_graph(
         if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
     measured = _head_stats(
-        [*(t for pair in pairs for t in pair), *([] if head.bias is None else [head.bias])],
+        factors if head.bias is None else [*factors, head.bias],
         [targets.reshape(-1), per_token, *ids],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
-        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in SPELT]}",
+        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in PASSED[:3]]}",
     )
-    stats = [
-        (t if name in gradients else t.detach()).view(targets.shape)
-        for name, t in zip(READ, measured, strict=False)
-    ]
+    named = zip(READ, measured, strict=False)
+    stats = [(t if name in gradients else t.detach()).view(targets.shape) for name, t in named]
     return [*stats, *(t.unflatten(0, targets.shape) for t in measured[5:6])]
 
 
-def _open(
-    factors: Sequence[Tensor], constants: Sequence[Tensor | None], sizes: Sequence[int],
-    numbers: Sequence[float], spelt: str, wanted: Sequence[bool]
-) -> tuple[Call, list[Tensor | None]]:
+def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
     """What to do for the call that these are of, and the tensors of its logits; `wanted`: which of
     the factors want a gradient."""
+    factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
-    (vocabulary, chunk, budget), (scale, softcap, number, tolerance) = sizes, numbers
-    options = Options(
-        schedule="recompute",
-        chunk_tokens=chunk or None,
-        memory_budget=budget or None,
-        gradient_tolerance=tolerance,
-        **dict(zip(SPELT, values, strict=True)),
-    )
-    leaves: list[Any]
+    (vocabulary, *sizes), (scale, softcap, number, tolerance) = sizes, numbers
+    values += [tolerance, *(size or None for size in sizes)]
+    options = Options(schedule="recompute", **dict(zip(PASSED, values, strict=True)))
     leaves = [t.detach().requires_grad_(w) for t, w in zip(factors, wanted, strict=True)]
     *pairs, bias = leaves if len(leaves) % 2 else [*leaves, None]
     features, weights = pairs[::2], pairs[1::2]
@@ -103,8 +97,6 @@ def _open(
         # An inner side stays in the graph; this one only tells that a gradient is wanted.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
-    targets, temperature, chosen, *support = constants
-    assert targets is not None
     head = Head(
         weights[0], bias, number if temperature is None else temperature, softcap or None, scale,
         vocabulary, lora=tuple(lora),
@@ -120,18 +112,11 @@ def _open(
     return call, [None if t is None else t.detach() for t in (*pairs, bias)]
 
 
-@torch.library.custom_op("headloss::head_stats", mutates_args=())
-def _head_stats(
-    factors: Sequence[Tensor],
-    constants: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    spelt: str,
-) -> list[Tensor]:
+@operator("headloss::head_stats", schema=f"({OPERANDS}) -> Tensor[]")
+def _head_stats(*operands: Any) -> list[Tensor]:
     """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
-    wanted = [False] * len(factors)
-    call, of_logits = _open(factors, constants, sizes, numbers, spelt, wanted)
+    call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
     for part in call.context.beside:
@@ -140,7 +125,7 @@ def _head_stats(
 
 
 @_head_stats.register_fake
-def _(factors, constants, sizes, numbers, spelt):
+def _(factors, constants, *_):
     (hidden, *_), (targets, _, chosen, *_) = factors, constants
     count = targets.shape[0]
     shapes = [(count,)] * 5
@@ -150,19 +135,15 @@ def _(factors, constants, sizes, numbers, spelt):
     return [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-@torch.library.custom_op("headloss::head_stats_backward", mutates_args=())
-def _head_stats_backward(
-    factors: Sequence[Tensor],
-    constants: Sequence[Tensor | None],
-    sizes: Sequence[int],
-    numbers: Sequence[float],
-    spelt: str,
-    measured: Sequence[Tensor],  # what the other operator returned
-    upstream: Sequence[Tensor],  # of logp, lse, entropy, candidates
-    wanted: Sequence[bool],  # which of `factors`
-) -> list[Tensor]:
-    """The wanted gradients, in the order of `factors`."""
-    call, of_logits = _open(factors, constants, sizes, numbers, spelt, wanted)
+# What the first returned, and upstream gradients of logp, lse, entropy and candidates.
+MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
+
+
+@operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")
+def _head_stats_backward(*operands: Any) -> list[Tensor]:
+    """The gradients of those factors that are `wanted`, in their order."""
+    *of_call, measured, upstream, wanted = operands
+    call, of_logits = _open(of_call, wanted)
     scored = call.scored
     logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
     stats = Statistics(logp=logp, entropy=entropy)
@@ -170,15 +151,14 @@ def _head_stats_backward(
         stats.extras[part.key], part.tail_normalizer = beside[0], beside[1].t()
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
     gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
-    for i, value in enumerate(gradients[:-1:2]):
-        if value is not None and scored.index is not None:
-            gradients[2 * i] = scored.scatter(value)
+    if scored.index is not None:
+        gradients[:-1:2] = [t if t is None else scored.scatter(t) for t in gradients[:-1:2]]
     return [g for g, want in zip(gradients, wanted, strict=False) if want and g is not None]
 
 
 @_head_stats_backward.register_fake
-def _(factors, constants, sizes, numbers, spelt, measured, upstream, wanted):
-    return [t.new_empty(t.shape) for t, want in zip(factors, wanted, strict=True) if want]
+def _(factors, *operands):
+    return [t.new_empty(t.shape) for t, want in zip(factors, operands[-1], strict=True) if want]
 
 
 def _setup_context(ctx, inputs, output) -> None:

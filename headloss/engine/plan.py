@@ -309,28 +309,23 @@ def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
 
 def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     """Chunks that respect the objective's scope, or None where there are none."""
-    if p.tokens == 0 and not p.grouped and p.scope != "external":
-        return []
     lengths, unit = p.lengths or [], p.segments_per_unit
-    single = Chunk(0, p.tokens, 0, len(lengths))
+    single = [Chunk(0, p.tokens, 0, len(lengths))] if p.tokens or p.grouped else []
     if p.in_place:  # nothing is held
-        return [single]
+        return single
     if p.scope == "token":
         return cut_anywhere(p, rows)
     if p.grouped or p.scope == "external":
         return None
     if p.tokens <= rows or p.scope == "batch" or not lengths:
-        return [single] if p.tokens <= max(rows, limit) else None
-    chunks: list[Chunk] = []
-    start = stop = first = last = 0
+        return single if p.tokens <= max(rows, limit) else None
+    chunks, start, stop, first = list[Chunk](), 0, 0, 0
     for at in range(0, len(lengths), unit):  # may not be cut apart
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None
         if stop > start and stop + tokens - start > rows:
-            chunks.append(Chunk(start, stop, first, last))
-            start, first = stop, last
-        stop, last = stop + tokens, min(last + unit, len(lengths))
-    if last > first:
-        chunks.append(Chunk(start, stop, first, last))
-    return chunks
+            chunks.append(Chunk(start, stop, first, at))
+            start, first = stop, at
+        stop += tokens
+    return [*chunks, Chunk(start, stop, first, len(lengths))]
