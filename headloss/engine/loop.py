@@ -111,7 +111,8 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
     extras = measured.stats.extras
     extras |= dict.fromkeys(needs & {PEAK}, empty)
-    extras |= {part.key: empty.new_empty(0, *part.more) for part in source.beside}
+    for part in source.beside:
+        extras |= {key: empty.new_empty(0, *shape) for key, shape in part.more}
     return measured
 
 

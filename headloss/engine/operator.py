@@ -29,7 +29,7 @@ from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
 from ..objective.external import CANDIDATE, READ, external_loss
 from ..options import DEFAULT, Options
-from ..statistics.softmax import Normalizer, Statistics
+from ..statistics.softmax import CANDIDATES, Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
 from .call import Call, call_of
 from .checks import Arguments, check_targets
@@ -119,8 +119,7 @@ def _head_stats(*operands: Any) -> list[Tensor]:
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
-    for part in call.context.beside:
-        outputs += [measured.stats.extras[part.key], part.tail_normalizer.t()]
+    outputs += measured.stats.extras.values()
     return [call.scored.scatter(t) for t in outputs]
 
 
@@ -146,9 +145,9 @@ def _head_stats_backward(*operands: Any) -> list[Tensor]:
     call, of_logits = _open(of_call, wanted)
     scored = call.scored
     logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
-    stats = Statistics(logp=logp, entropy=entropy)
-    for part in call.context.beside:
-        stats.extras[part.key], part.tail_normalizer = beside[0], beside[1].t()
+    keys: list[object] = [CANDIDATES, (CANDIDATES, "vjp")]
+    extras = dict(zip(keys, beside, strict=False))
+    stats = Statistics(logp=logp, entropy=entropy, extras=extras)
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
     gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
     if scored.index is not None:

@@ -1,5 +1,5 @@
 """What is measured of the tiles beside the statistics, in the same sweep over them. It stands in
-`Statistics.extras` by its key, and what its gradient takes by (key, name).
+`Statistics.extras` by its key, and what its gradient takes by (key, "vjp").
 
 T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a support.
 """
@@ -113,7 +113,7 @@ class SquaredSum(NamedTuple):
     transform: Transform  # at half the temperature
     shard: Any  # of the vocabulary on the ranks of a group
     key = COLLISION
-    more = ()
+    more = ((COLLISION, ()),)
     own_logits = False
 
     def take(self, index: Tensor) -> SquaredSum:
@@ -144,9 +144,9 @@ class Candidates(NamedTuple):
     own_logits = False
 
     @property
-    def more(self) -> tuple[int, ...]:
-        """The shape of what is measured of a token."""
-        return (self.ids.shape[-1] + 1,)
+    def more(self) -> tuple[tuple[object, tuple[int, ...]], ...]:
+        """Keys and shapes of what is measured of a token."""
+        return (self.key, (self.ids.shape[-1] + 1,)), ((self.key, "vjp"), (2,))
 
     def take(self, index: Tensor) -> Candidates:
         """Of some of the tokens."""
@@ -173,11 +173,10 @@ class Candidates(NamedTuple):
         of the head's softmax."""
         (z, others), (peak, log_sum) = state, normalizer
         z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
-        empty, tail, of_tail = self.ids[rows] < 0, torch.zeros_like(z[:, 0]), dict[Any, Tensor]()
+        empty, tail, rest = self.ids[rows] < 0, torch.zeros_like(z[:, 0]), normalizer
         if self.tail:
-            others = normalizer_of(self.shard, others)
-            of_tail = {(self.key, name): t for name, t in others._asdict().items()}
-            top, top_sum = (t.to(z.dtype) for t in others)
+            rest = normalizer_of(self.shard, others)
+            top, top_sum = (t.to(z.dtype) for t in rest)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
         if self.heads_own:
             z = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
@@ -185,10 +184,10 @@ class Candidates(NamedTuple):
         else:
             z = z.masked_fill_(empty, -torch.inf)
             logps = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
-        return {self.key: logps, **of_tail}
+        return {self.key: logps, (self.key, "vjp"): torch.stack(rest, 1)}
 
-    def _tail(self, measured: Measured) -> Normalizer:
-        return Normalizer(*(measured.stats.extras[self.key, n] for n in Normalizer._fields))
+    def _rest(self, measured: Measured) -> Normalizer:
+        return Normalizer(*measured.stats.extras[self.key, "vjp"].t().contiguous())
 
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
@@ -200,8 +199,8 @@ class Candidates(NamedTuple):
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            tail = self._tail(measured)
-            backward = Backward(logits.nowhere, others.first, transform, tail, c, None)
+            rest = self._rest(measured)
+            backward = Backward(logits.nowhere, others.first, transform, rest, c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
@@ -226,10 +225,9 @@ class Candidates(NamedTuple):
         if not self.heads_own:  # slopes of log-probs to those of logits
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)
-        tail = self._tail(measured) if self.tail else measured.normalizer
         return StoredTopk(
             self.columns(rows, columns),
-            Distribution(self.transform.rows(rows), tail),
+            Distribution(self.transform.rows(rows), self._rest(measured)),
             slopes[:, :-1].contiguous(),
             slopes[:, -1].contiguous(),
         )

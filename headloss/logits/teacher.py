@@ -63,12 +63,12 @@ class DenseTeacher:
             made from hidden states are kept for it.
     """
 
-    own_logits, more = True, ()
+    own_logits = True
 
     def __init__(
         self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
     ) -> None:
-        self.key, self.shard, self.wide = key, context.shard, wide
+        self.key, self.more, self.shard, self.wide = key, ((key, ()),), context.shard, wide
         self.source: Any
         self.student = _at(context.transform, key.temperature)
         if key.source(batch) == "logits":
@@ -103,8 +103,7 @@ class DenseTeacher:
         value, mean_slope = self.shard.sum(shares)
         if self.keeps:
             self.raw = (rows.start or 0, other.raw)
-        of_gradient = {(self.key, i): t for i, t in enumerate((*p, *q, mean_slope))}
-        return {self.key: value, **of_gradient}
+        return {self.key: value, (self.key, "vjp"): torch.stack([*p, *q, mean_slope], 1)}
 
     def _pair(self, p: Normalizer, q: Normalizer) -> Pair:
         student, teacher = Distribution(self.student, p), Distribution(self.teacher, q)
@@ -127,7 +126,7 @@ class DenseTeacher:
             raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             raw = compact_(raw, rows - first)
-        *sides, mean_slope = (measured.stats.extras[self.key, i] for i in range(5))
+        *sides, mean_slope = measured.stats.extras[self.key, "vjp"].t().contiguous()
         pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
         return Divergence(raw, pair, mean_slope, slopes)
 
