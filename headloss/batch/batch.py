@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arguments import IGNORE, INT64, brief, check_dense, check_device, check_integers, is_integers
+from ..arguments import IGNORE, brief, check_dense, check_device, check_integers, is_integers
 from .reduction import Totals
-from .segments import Segments, check_ids_and_count
+from .segments import Segments, check_integer
 from .support import SupportIds
 from .survey import Survey
 
@@ -32,8 +32,7 @@ REAL = ("advantages", *LOGPS)
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden")  # and all log-probs
 
 
-# A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () where it has
-# one value there, of the token or its segment.
+# A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () for one value.
 Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
@@ -105,11 +104,7 @@ class Batch:
         **fields: Tensor | None,
     ) -> None:
         _check_targets(targets)
-        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-            raise TypeError(f"ignore_index: got {ignore_index!r}, want an integer")
-        if not -INT64 <= ignore_index < INT64:
-            raise ValueError(f"ignore_index: got {ignore_index}, want an integer of 64 bits")
-        if ignore_index != IGNORE:
+        if check_integer("ignore_index", ignore_index) != IGNORE:
             targets = targets.masked_fill(targets == ignore_index, IGNORE)
         self.targets = targets
         self.segments = _segments_of("targets", targets, segments)
@@ -170,10 +165,8 @@ class Batch:
         """The same batch elsewhere: every tensor moved as by `Tensor.to(device)`."""
 
         def moved(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(map(moved, value))
             if not isinstance(value, Tensor):
-                return value
+                return tuple(map(moved, value)) if isinstance(value, tuple) else value
             result = value.to(*args, **options)
             if result.is_floating_point() != value.is_floating_point():
                 got, want = result.dtype, f"a device: its {value.dtype} tensors stay what they are"
@@ -192,14 +185,11 @@ class Batch:
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
-        """What is known of the order of the tokens; if nothing is, it is asked for now.
-
-        A tensor that has replaced one that was surveyed is surveyed again.
-
-        Raises:
-            RuntimeError: the targets, segments or stored ids were changed in place since.
-        """
-        survey, support, ids = self._last_survey, self.support, self._id_fields()
+        """What is known of the tokens; if nothing is, or of other tensors, it is asked for now.
+        RuntimeError where targets, segments or stored ids were changed in place since."""
+        survey, support, fields = self._last_survey, self.support, self.fields
+        stored: Any = {name: fields[name] for name in ID_FIELDS if is_integers(fields.get(name))}
+        ids = {n: v for n, v in stored.items() if v.shape[:-1] == self.targets.shape}
         columns = () if support is None else support.tensors
         tensors = self.targets, self.segments.ids, *ids.values(), *columns
         if survey is None or not survey.is_of(tensors):
@@ -207,12 +197,6 @@ class Batch:
             survey = Survey(self.targets, self.segments, ids, of_support, tensors)
             self._last_survey = survey
         return survey
-
-    def _id_fields(self) -> dict[str, Tensor]:
-        """The fields of columns that are [.., K] integers, K >= 1."""
-        fields: Any = {n: self.fields[n] for n in ID_FIELDS if is_integers(self.fields.get(n))}
-        shape = self.targets.shape
-        return {n: v for n, v in fields.items() if v.shape[:-1] == shape and v.shape[-1] > 0}
 
     def __getattr__(self, name: str) -> Any:
         fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
@@ -307,8 +291,10 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    check_ids_and_count(segments)
-    if (ids := segments.ids).numel() != value.numel():
+    # A constructor that each cut of a batch calls checks nothing.
+    ids = check_integers("segments.ids", segments.ids, "an integer tensor")
+    check_integer("segments.count", segments.count, 0)
+    if ids.numel() != value.numel():
         got, want = tuple(ids.shape), tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")
     check_device("segments", ids, value, f"the {of}'")

@@ -173,27 +173,20 @@ def answers(batch: PackedBatch) -> Segments:
 class Packing:
     """Where in the batch the packed tokens are, and what the host knows of them.
 
-    Attributes:
-        targets: [T].
-        segments: sorted.
-        index: [T] the position of each token; None: all N in order.
-        unscored: [N - T] the other positions; None: there are none.
-        live: [T] bool, with static shapes: which tokens are scored.
-        lengths: scored tokens of each segment; None with static shapes.
-        shape: of the targets as given.
-        count: S as given.
-        support: the columns of each token; None where all have the whole vocabulary.
-
     Args:
         unit: with static shapes, which need no read: the number of segments of their own, at the
             end, that positions without a target or with a bad id go into.
     """
 
-    index: Tensor | None = None
-    unscored: Tensor | None = None
-    live: Tensor | None = None
-    lengths: list[int] | None = None
-    support: SupportPairs | None = None
+    shape: torch.Size  # of the targets as given
+    count: int  # S as given
+    targets: Tensor  # [T]
+    segments: Segments  # sorted
+    index: Tensor | None = None  # [T] the position of each token; None: all N in order
+    unscored: Tensor | None = None  # [N - T] the other positions; None: there are none
+    live: Tensor | None = None  # [T] bool, with static shapes: which tokens are scored
+    lengths: list[int] | None = None  # scored tokens of each segment; None with static shapes
+    support: SupportPairs | None = None  # None: all tokens have the whole vocabulary
 
     def __init__(self, batch: Batch, unit: int | None = None) -> None:
         count, ids, restricted = batch.segments.count, batch.segments.ids.reshape(-1), None

@@ -196,17 +196,11 @@ class Reduction:
 @dataclass(frozen=True)
 class StandardWeight:
     """The weights of the library's own reductions: 1 / total for all tokens, or by their lengths.
-    It takes totals that are numbers, too, and then no lengths where it reads none.
+    It takes totals that are numbers, too, and then no lengths where it reads none."""
 
-    Attributes:
-        of: the total, "tokens", "segments" or "prompts".
-        by_length: divided by the length of each token's segment or prompt, too.
-        length: the total is multiplied by it.
-    """
-
-    of: Literal["tokens", "segments", "prompts"]
-    by_length: bool = False
-    length: float = 1
+    of: Literal["tokens", "segments", "prompts"]  # whose total
+    by_length: bool = False  # divided by the length of each token's segment or prompt, too
+    length: float = 1  # the total is multiplied by it
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:

@@ -106,12 +106,12 @@ class Segments:
                 why = "a group" if group is not None else "ids on the meta device"
                 raise ValueError(f"count: got None with {why}, want the number of segments")
             count = int(ids.max()) + 1 if ids.numel() else 0
-        return cls(ids.to(torch.int64), _integer("count", count, 0), group)
+        return cls(ids.to(torch.int64), check_integer("count", count, 0), group)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
-        rows, length = _integer("rows", rows, 0), _integer("length", length, 0)
+        rows, length = check_integer("rows", rows, 0), check_integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 
@@ -244,13 +244,6 @@ def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(places).scatter_(0, places, firsts.cumsum(0) - 1), firsts.sum()
 
 
-def check_ids_and_count(segments: Segments) -> None:
-    """TypeError or ValueError where segments were made of other ids or another count than integers
-    (a constructor that each cut of a batch calls checks nothing)."""
-    check_integers("segments.ids", segments.ids, "an integer tensor")
-    _integer("segments.count", segments.count, 0)
-
-
 def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(values, Tensor):
         raise TypeError(f"values: got {type(values).__name__}, want a tensor")
@@ -264,14 +257,15 @@ def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]
         )
 
 
-def _integer(name: str, value: Any, least: int | None = None) -> int:
+def check_integer(name: str, value: Any, least: int | None = None) -> int:
+    """The integer of 64 bits; TypeError or ValueError for anything else, or one below `least`."""
     try:
         # The index of a size that changes under a compiled graph would be a constant there.
         number = value if isinstance(value, int) else operator.index(value)
     except (TypeError, ValueError):
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, want integers")
+        raise TypeError(f"{name}: got {value!r}, want an integer")
     if not (-INT64 if least is None else least) <= number < INT64:
         want = f">= {least}" if least is not None and number < least else "an integer of 64 bits"
         raise ValueError(f"{name}: got {number}, want {want}")
@@ -284,7 +278,7 @@ def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
         unordered = isinstance(value, str | bytes | Set | Mapping)
         if unordered or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
             raise TypeError(f"{name}: got {value!r}, want integers")
-        value = torch.tensor([_integer(name, one) for one in value], dtype=torch.int64)
+        value = torch.tensor([check_integer(name, one) for one in value], dtype=torch.int64)
     check_dense(name, value)
     if not is_integers(value) or value.dim() != 1:
         raise TypeError(f"{name}: got {value.dtype} of shape {tuple(value.shape)}, want [..] int64")

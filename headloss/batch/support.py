@@ -125,16 +125,12 @@ class SupportIds:
 
 
 class SupportPairs:
-    """The pairs of T packed tokens, one token's after another's.
+    """The pairs of T packed tokens, one token's after another's."""
 
-    Attributes:
-        ids: [P] int64; below 0: an empty slot.
-        offsets: [T + 1] int64.
-        width: pairs of each token, where all have as many.
-        free: [m] tokens without ids, whose softmax runs over all columns; None: there are none.
-    """
-
-    free: Tensor | None = None
+    ids: Tensor  # [P] int64; below 0: an empty slot
+    offsets: Tensor  # [T + 1] int64
+    width: int | None  # pairs of each token, where all have as many
+    free: Tensor | None = None  # [m] tokens without ids, which have all columns; None: none has
 
     def __init__(
         self, ids: Tensor, *, width: int | None = None, offsets: Tensor | None = None

@@ -18,9 +18,9 @@ from .reduction import Number, Reduction, StandardWeight, Totals
 def token_weights(
     batch: PackedBatch, totals: Totals, dtype: torch.dtype, reduction: Reduction,
     field: str | None = None
-) -> tuple[Tensor | float, Tensor | None]:
-    """[T] weights of a packed batch's tokens under a reduction, or one for all tokens; and [T]
-    bool, which tokens a boolean field keeps (None: all). The weights of other tokens are 0.
+) -> Tensor | float:
+    """[T] weights of a packed batch's tokens under a reduction, or one for all tokens; 0 for those
+    that a boolean field leaves out.
 
     Args:
         totals: the global denominators.
@@ -47,7 +47,7 @@ def token_weights(
     scored = batch.live if included is None else included
     if scored is not None:
         weights = torch.where(scored, weights, scored.new_zeros((), dtype=dtype))
-    return weights, included
+    return weights
 
 
 @torch.enable_grad()

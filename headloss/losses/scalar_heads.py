@@ -205,5 +205,5 @@ def _totals(batch: Batch) -> Totals:
 
 def _reduced(losses: Tensor, found: PackedBatch, batch: Batch, over: Reduction | str) -> Tensor:
     """sum_t w_t l_t, [], with the weights that any term would have."""
-    weights, _ = token_weights(found, _totals(batch), losses.dtype, as_reduction(over))
+    weights = token_weights(found, _totals(batch), losses.dtype, as_reduction(over))
     return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

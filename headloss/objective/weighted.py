@@ -41,23 +41,29 @@ class WeightedTerm(NamedTuple):
     coefficient: float
     term: Term
     weights: Tensor | float  # [T], or one for all tokens
-    included: Tensor | None  # [T] bool, where the term is restricted
 
     def rows(self, rows: slice) -> WeightedTerm:
         """Of some of the tokens."""
-        both = {"weights": self.weights, "included": self.included}.items()
-        return self._replace(**{n: v[rows] for n, v in both if isinstance(v, Tensor) and v.dim()})
+        weights = self.weights
+        if isinstance(weights, Tensor) and weights.dim():
+            return self._replace(weights=weights[rows])
+        return self
+
+    def included(self, batch: PackedBatch) -> Tensor | None:
+        """[n] bool, where the term is restricted."""
+        return batch.get(self.term.kept_field or "")  # type: ignore[no-any-return]
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[n] of the tokens that the batch holds: 0 where the term is restricted."""
-        view = batch if self.included is None else without_poison(batch, self.included)
+        included = self.included(batch)
+        view = without_poison(batch, included)
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:  # it may have met a None
             present = sorted(stats.tensors())
             error.add_note(f"term {self.name}: was given {present}, as it read of a small sample")
             raise
-        return losses if self.included is None else torch.where(self.included, losses, 0)
+        return losses if included is None else torch.where(included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[] float64, what these tokens add to the term's reduced value."""
@@ -70,7 +76,7 @@ class WeightedTerm(NamedTuple):
 
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient."""
-        view = batch if self.included is None else without_poison(batch, self.included)
+        view = without_poison(batch, self.included(batch))
         times: Any = self.weights * (self.coefficient * upstream)
         for field in self.term.weight_fields:  # a number times integers has the default dtype
             times = times * getattr(view, field).to(view._dtype)
@@ -87,7 +93,7 @@ class WeightedTerm(NamedTuple):
                 reports |= checked(source.name, report, len(batch), batch.segments.count)
         reports = {f"{self.name}/{name}": o for name, o in reports.items()}
         of_segments = {name: o for name, o in reports.items() if o.per == "segment"}
-        live, included, present = batch.live, batch.get(self.term.kept_field or ""), None
+        live, included, present = batch.live, self.included(batch), None
         if of_segments:
             present = batch.segments.lengths > 0
             if live is not None:
@@ -179,8 +185,7 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
-        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
+        return Coefficients(softmax, extras, values).map(lambda t: t * self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
@@ -257,8 +262,10 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
-def without_poison(batch: PackedBatch, included: Tensor) -> PackedBatch:
+def without_poison(batch: PackedBatch, included: Tensor | None) -> PackedBatch:
     """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
+    if included is None:
+        return batch
     fields = {}
     for name, field in {**batch._fields, **batch._read}.items():
         if name not in UNREAD and isinstance(field, Tensor) and field.is_floating_point():
@@ -277,7 +284,7 @@ def bind(
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
         weights = token_weights(batch, totals, dtype, term.reduction, term.kept_field)
-        parts.append(WeightedTerm(name, coefficient, term, *weights))
+        parts.append(WeightedTerm(name, coefficient, term, weights))
     return WeightedObjective(tuple(parts), vocabulary, dtype, **more)
 
 

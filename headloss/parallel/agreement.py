@@ -2,13 +2,12 @@
 
 Each group of a call gathers one small record of what the host knows, and reads it. The record says
 whether a rank has failed, what has to be equal on all (as a checksum), and numbers that may differ,
-which all ranks plan by. Where a record says that something is wrong, the ranks exchange the words,
-and every one of them raises. A group's first call, and each with `Options(check_ranks=True)`, also
-compares tensors and texts. A static call goes by what the same call has learned, so that it can be
-captured.
+which all ranks plan by. Where something is wrong, the ranks exchange the words, and every one of
+them raises. A group's first call, and each with `Options(check_ranks=True)`, also compares tensors
+and texts. A static call goes by what the same call has learned, so that it can be captured.
 
-A call of two groups makes two records, the vocabulary's first. What a rank hears in the first is an
-error that its second record carries on, so that on a grid every rank hears it.
+A call of two groups makes two records, the vocabulary's first. An error that a rank hears there
+goes into its second record, so that on a grid every rank hears it.
 """
 
 from __future__ import annotations
@@ -39,24 +38,16 @@ _LEARNED = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank says of its call to the others of a group.
+    """What a rank says of its call to the others of a group."""
 
-    Attributes:
-        numbers: of its own, that may differ between the ranks.
-        same: what has to be equal, known to the host.
-        counts: the same, read of the batch, of which static calls read nothing.
-        highest: target or id of columns, read of the batch, which may differ too.
-        values: makes, of each rank's own numbers, lists of tensors and texts that have to be equal
-            too, by what is to be said where they are not.
-        check: `Options.check_ranks`, which has to be equal too.
-    """
-
-    numbers: Mapping[str, int]
-    same: Mapping[str, object]
+    numbers: Mapping[str, int]  # of its own, that may differ between the ranks
+    same: Mapping[str, object]  # what has to be equal, known to the host
+    # Makes, of each rank's own numbers, lists of tensors and texts that have to be equal too, by
+    # what is to be said where they are not.
     values: Callable[[OwnNumbers], Mapping[str, Sequence[Tensor] | str]]
-    check: bool
-    counts: Sequence[int] = ()
-    highest: int = -1
+    check: bool  # `Options.check_ranks`, which has to be equal too
+    counts: Sequence[int] = ()  # equal, too, and read of the batch: static calls read nothing
+    highest: int = -1  # target or id of columns, read of the batch, which may differ
 
     @property
     def key(self) -> tuple[int, ...]:

@@ -62,13 +62,12 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     }
 
     def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
-        compared = _values_of_batch(batch) | _text_of(objective, batch)
-        sample = [] if spread or head is None else [_sampled(value, batch.targets)]
-        compared["hidden: differs"] = sample
-        per_token = isinstance(transform.temperature, Tensor)
-        compared["temperature: differs"] = [transform.temperature] if per_token else []  # type: ignore[list-item]
-        compared["lora.a: differs"] = [] if head is None else [x.a for x in head.lora]
-        return compared
+        temperature = transform.temperature
+        return _values_of_batch(batch) | _text_of(objective, batch) | {
+            "hidden: differs": [] if spread or head is None else [_sampled(value, batch.targets)],
+            "temperature: differs": [temperature] if isinstance(temperature, Tensor) else [],
+            "lora.a: differs": [] if head is None else [x.a for x in head.lora],
+        }
 
     facts = Facts(numbers=numbers, same=same, values=values, check=options.check_ranks)
     if options.static:
@@ -97,8 +96,8 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
         raise ValueError(f"fields: got {len(batch.fields)}, want at most {MOST} across ranks")
     names = sorted(batch.fields)
     # 1 for a field with the shape of values per token, 2 per segment, 3 for both.
-    fits = {name: batch._fits(name) for name in names}
-    forms = {name: per_token + 2 * of_segments for name, (per_token, of_segments) in fits.items()}
+    fits = zip(names, map(batch._fits, names), strict=True)
+    forms = {name: as_token + 2 * as_segment for name, (as_token, as_segment) in fits}
     same = {
         "fields": " ".join(names),
         "segments.count": batch.segments.count,
@@ -173,8 +172,7 @@ def _names(objective: Objective) -> list[tuple[Any, ...]]:
     """Of its terms, and what their teachers' adapters drop, which takes a collective."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]
-    terms = [term for _, term in objective.parts]
-    return [(t.name, t.scope, drop) for t, drop in zip(terms, drops, strict=True)]
+    return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
 
 
 # ---------------------------------------------------------------------- compared at first

@@ -1,10 +1,8 @@
 """The same call on many ranks, each with a slice of the vocabulary.
 
-T scored tokens, n of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks its
-slice of the vocabulary to merge statistics and to sum hidden gradients. `WholeVocabulary` is that
-on one rank, `VocabShard` a slice, by what the ranks of its group said. Every rank of a group runs
-the same plan on the same tokens, so the number and the shapes of collectives are the same on all of
-them (law 7).
+n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks its slice of
+the vocabulary to merge statistics and to sum hidden gradients. Every rank of a group runs the same
+plan on the same tokens, so the number and the shapes of collectives are the same on all (law 7).
 """
 
 from __future__ import annotations
@@ -88,10 +86,8 @@ class VocabShard(WholeVocabulary):
         rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:
             if vocab_size > vocabulary:
-                raise ValueError(
-                    f"vocab_size: got {vocab_size}, want at most {vocabulary}, the rows of all "
-                    "ranks"
-                )
+                want = f"at most {vocabulary}, the rows of all ranks"
+                raise ValueError(f"vocab_size: got {vocab_size}, want {want}")
             vocabulary = vocab_size
         firsts = list(itertools.accumulate(rows, initial=0))
         sizes = [min(n, vocabulary - at) for n, at in zip(rows, firsts, strict=False)]
@@ -115,10 +111,8 @@ class VocabShard(WholeVocabulary):
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
                 packing_of(batch, vocabulary)  # names the field and the position, on such a rank
-                raise ValueError(
-                    f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
-                    f"{vocabulary}"
-                )
+                got, want = f"id {highest} on rank {rank} of vocab_group", f"ids below {vocabulary}"
+                raise ValueError(f"targets: got {got}, want {want}")
         if batch and self.tokens[0] >= 0 and sum(self.tokens) != batch.targets.numel():
             raise ValueError(
                 f"hidden: got {self.tokens} tokens on the ranks of vocab_group, want "
@@ -136,19 +130,15 @@ class VocabShard(WholeVocabulary):
         return kernels.finish(self._gathered(partials), needs, self.vocabulary)
 
     def _gathered(self, partials: SoftmaxState) -> Tensor:
-        return self.gather(torch.stack([*partials.tensors().values()]))
-
-    def gather(self, values: Tensor) -> Tensor:
-        """[W, ..] of every rank's [..], in rank order."""
-        return gather(values, self.group)
+        return gather(torch.stack([*partials.tensors().values()]), self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        return self.gather(values).sum(0)
+        return gather(values, self.group).sum(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         missing = (0, k - values.shape[1])  # of a slice of fewer columns than k
         values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
-        values, ids = (self.gather(t).transpose(0, 1).flatten(1) for t in (values, ids))
+        values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
         values, order = values.topk(k, dim=1)
         return values, ids.gather(1, order)
 
