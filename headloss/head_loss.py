@@ -259,7 +259,7 @@ def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
     user's code, or would need more than copies of vectors of the batch as it is; else later."""
     batch, group = call.packed, call.batch.segments.group
     parts = call.weighted.parts  # type: ignore[union-attr]
-    more = Metrics if call.tolerance is None else call.tolerance.metrics
+    more = call.tolerance.metrics if call.options.gradient_tolerance else Metrics
     later = None
     if group is None and batch.live is None and all(part.term.is_own for part in parts):
         later = batch._owned()
