@@ -260,7 +260,8 @@ def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
     parts: tuple[WeightedTerm, ...] = call.weighted.parts  # type: ignore[union-attr]
     later = call.packed._owned() if all(part.term.is_own for part in parts) else None
     batch = call.packed if later is None else later
-    measure = partial(_metrics, parts, batch.on(stats), stats, call.tolerance)
+    tolerance = call.tolerance if call.options.gradient_tolerance else None
+    measure = partial(_metrics, parts, batch.on(stats), stats, tolerance)
     return partial(Metrics, measure()) if later is None else measure
 
 

@@ -1,5 +1,5 @@
 """What autograd sees of a call: one function of its tensors, to the loss or to statistics; and the
-gradient of the logits once the coefficients of all tokens are there.
+gradient of the logits once all coefficients are there.
 
 N positions, T of them scored, V vocabulary, K candidates.
 """
@@ -26,11 +26,8 @@ Gradients = list[Tensor | None]
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss; the statistics [T], and each term's share of its reduced value. The backward
-    may be called once.
-
-    `tensors` are the source's, in the order of its gradients.
-    """
+    """The scalar loss; the statistics [T], and each term's share of its reduced value. The tensors
+    are the source's, in the order of its gradients."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -65,12 +62,9 @@ class HeadLoss(torch.autograd.Function):
 
 
 class HeadStatistics(torch.autograd.Function):
-    """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any;
-    its backward takes the slopes that the loss outside sends.
-
-    `gradients` names those that carry one; `tensors` are as in `HeadLoss`. The tiles of a held
-    schedule are saved with autograd, so that checkpointing drops them and makes them again.
-    """
+    """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any, of
+    which `gradients` names those that carry one. The tiles of a held schedule are saved with
+    autograd, so that checkpointing drops them and makes them again."""
 
     @staticmethod
     def forward(ctx, call: Call, gradients, *tensors):
@@ -129,8 +123,7 @@ def backward_of_slopes(
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
     sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
     coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
-    if call.tolerance is not None:
-        coefficients = call.tolerance(coefficients, stats, ALL, None)
+    coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.inputs.rescaled and not call.options.batch_invariant:
         # Its weights are not known here: the largest slope, of any row, stands for them.
         scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
@@ -140,8 +133,7 @@ def backward_of_slopes(
 
 
 def refuse_second_derivatives(of: str) -> None:
-    """RuntimeError in a backward pass with `create_graph=True`: its result has no graph, so that a
-    penalty on the gradient would be dropped without a word."""
+    """RuntimeError with `create_graph=True`: a penalty on the gradient would have no gradient."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"headloss: got a backward pass through {of} with create_graph=True, but its second "
@@ -172,9 +164,6 @@ def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], 
         return lambda saved: None
     parts, make = [save_tile(part, tensors) for part in tile], getattr(tile, "_make", tuple)
     return lambda saved: make(rebuild(saved) for rebuild in parts)
-
-
-# ---------------------------------------------------------------------- gradients of the logits
 
 
 def backward(
@@ -243,9 +232,8 @@ def _in_slabs(
         sums.close(factor)
     gradients = sums.finish(factor)
     if index is not None and not dense:
-        for i in range(0, 2 * len(source.features), 2):
-            part = gradients[i]
+        for i, part in enumerate(gradients[:-1:2]):
             if part is not None:
                 full = part.new_zeros(len(call.scored), part.shape[1])
-                gradients[i] = full.index_copy_(0, index, part)
+                gradients[2 * i] = full.index_copy_(0, index, part)
     return gradients

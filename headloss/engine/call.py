@@ -1,5 +1,4 @@
-"""One call: from arguments to what the loop runs. The ranks of its groups agree on it, it is
-planned, and complete when it is made.
+"""One call: from arguments to what the loop runs, agreed on between ranks, planned and complete.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -67,8 +66,7 @@ class Call(Requirements):
 
     @property
     def accumulator(self) -> Callable[[Any], Any]:
-        """Makes, of these, what takes their gradient: in blocks of tokens, of given ones in
-        tiles."""
+        """Makes, of these, what takes their gradient, in blocks of tokens or (given ones) tiles."""
         if self.plan.in_place:  # the source has written the gradient already
             return lambda source: source
         if self.inputs.given:
@@ -94,8 +92,7 @@ class Call(Requirements):
 
     @property
     def in_one_launch(self) -> bool:
-        """Whether the gradient of given logits is known before their statistics, so that one launch
-        gives both."""
+        """Whether one launch gives statistics and gradient of given logits: it has closed form."""
         written = self.plan.in_place and self.plan.schedule == "one_pass"
         return written and self.groups == (None, None) and self.slopes
 
@@ -111,8 +108,7 @@ class Call(Requirements):
 
     @cached_property
     def weighted(self) -> WeightedObjective | ExternalLoss:
-        """The objective with a weight for each token. (It is made while the first product runs, and
-        holds no call, which holds it.)"""
+        """The objective with a weight for each token, made while the first product runs."""
         scored, batch, vocabulary = self.scored, self.batch, self.shard.vocabulary
         upstream = 1.0 if self.options.upstream is None else self.options.upstream
         if self.loss_fn is not None:
@@ -141,17 +137,15 @@ class Call(Requirements):
         return measuring(context, self.packed, teachers, self.wide, keeps_tiles)
 
     @cached_property
-    def tolerance(self) -> Tolerance | None:
+    def tolerance(self) -> Tolerance:
         """Leaves further rows out; of no mass at all where that would save no product."""
-        if not self.options.gradient_tolerance:
-            return None
         share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
         zero = self.scored.targets.new_zeros((), dtype=torch.float64)
         return Tolerance(share, self.transform, self.shard.vocabulary, zero)
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """[n] coefficients of a frozen head's dlogp. In float16, where dlogp/dz is small near
-        p(y) = 1, they are powers of two of about 1 / (slope (1 - p))."""
+        """[n] coefficients of a frozen head's dlogp: in float16, where dlogp/dz is small as p nears
+        1, powers of two of about 1 / (slope (1 - p))."""
         one = torch.ones_like(logp)
         if not self.inputs.rescaled:
             return one
@@ -167,8 +161,8 @@ class Call(Requirements):
 
     @property
     def read_again(self) -> list[tuple[str, Tensor, int]]:
-        """Fields that the backward pass reads again, and how often each was changed in place.
-        (Hooks that move what autograd saves would copy them.)"""
+        """Fields that the backward pass reads again (saved, hooks might copy them), and how often
+        each was changed in place."""
         if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
@@ -185,12 +179,8 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
-# ---------------------------------------------------------------------- making a call
-
-
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
-    """The call of a verb, and the tensors of its logits: these, or features and weights pairwise,
-    bias."""
+    """The call, and the tensors of its logits: these, or features and weights pairwise, bias."""
     call, hidden, head = call_of(arguments), arguments.values, arguments.head
     if head is None:
         return call, [hidden]
@@ -201,8 +191,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     if call.options.sequence_parallel:
         x = shard.gathered(x)
     if scored.index is not None:
-        by_position = x.view(*scored.shape, x.shape[1])
-        x = Linear.apply(scored.gather, scored.scatter, by_position)
+        x = Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
     elif call.plan.exp_tiles and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
     factors = [(x, head.weight)]
@@ -212,8 +201,8 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 
 def call_of(arguments: Arguments) -> Call:
-    """A call that the ranks of its groups agree on, packed and planned; hidden states may be on the
-    meta device. An error waits until all ranks have heard of it."""
+    """A call that the ranks of its groups agree on; an error waits until all have heard of it.
+    Hidden states may be on the meta device."""
     a, batch, group = arguments, arguments.batch, arguments.group
     static = isinstance(a.options, Options) and a.options.static
     needs, error = attempt(None, lambda: requirements_of(a))
@@ -225,8 +214,7 @@ def call_of(arguments: Arguments) -> Call:
         said, error = agree("vocab_group", group, lambda: of_vocabulary(a, needs), error, static)
         shard, error = attempt(error, lambda: VocabShard(group, said, vocab_size, batch))
     plan, error = attempt(error, lambda: plan_of(needs, shard))
-    across = batch.segments.group if isinstance(batch, Batch) else None
-    fields = None
+    fields, across = None, batch.segments.group if isinstance(batch, Batch) else None
     if across is not None:
         say = partial(of_segments, a, plan, needs)
         said, error = agree("segments.group", across, say, error, static)

@@ -127,9 +127,8 @@ def check_given(arguments: Arguments) -> None:
     logits, options, transform = arguments.values, arguments.options, arguments.transform
     inplace, temperature = arguments.inplace, transform.temperature
     if arguments.batch.support is not None:
-        raise ValueError(
-            "support_ids: got them beside given logits, want head_loss, or the logits masked"
-        )
+        want = "head_loss, or the logits masked"
+        raise ValueError(f"support_ids: got them beside given logits, want {want}")
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         got = f"a {logits.dtype} tensor" if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits: got {got}, want a floating tensor")
@@ -187,12 +186,12 @@ def check_positions(
     name: str, shape: torch.Size, device: torch.device, batch: Batch, spread: bool
 ) -> None:
     """ValueError for what has not a row [V] or [H] for each of the batch's positions, there."""
-    want, there = batch.targets.shape, batch.targets.device
-    if len(shape) < 2 or (shape[:-1] != want and not spread):
-        got = f"got shape {tuple(shape)}, want the targets' {tuple(want)} and one more dimension"
-        raise ValueError(f"{name}: {got}")
-    if device not in (there, torch.device("meta")):
-        raise ValueError(f"batch: got targets on {there}, want {name}'s device {device}")
+    targets = batch.targets
+    if len(shape) < 2 or (shape[:-1] != targets.shape and not spread):
+        want = f"the targets' {tuple(targets.shape)} and one more dimension"
+        raise ValueError(f"{name}: got shape {tuple(shape)}, want {want}")
+    if device not in (targets.device, torch.device("meta")):
+        raise ValueError(f"batch: got targets on {targets.device}, want {name}'s device {device}")
 
 
 def check_targets(targets: object, hidden: object, options: Options) -> Batch:
@@ -212,8 +211,7 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
 
 
 def check_topk(batch: Batch) -> None:
-    """ValueError or TypeError where a teacher's stored outcomes are not [.., K] integers, with a
-    log-prob each."""
+    """Check a teacher's stored outcomes: [.., K] integers, with a log-prob each."""
     ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
     if isinstance(ids, Tensor) and isinstance(logps, Tensor):
         check_ids("teacher_topk_ids", ids, batch.targets.shape)
@@ -238,8 +236,7 @@ MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
     """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
-    one out, and is read by no term: of this call, or of one before with the same batch. Reads the
-    device, once for each such field."""
+    one out, and is read by no term of this call or of one before. Reads the device for each."""
     names = MASKS.keys() & batch.fields.keys()
     batch._masks_read |= names & read
     for name in names - batch._masks_read:
@@ -261,11 +258,8 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
     for name in batch.fields.keys() - read - set(FIELDS):
         close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)
         if close:
-            warnings.warn(
-                f"{name}: is a field of the batch that no term reads; is it meant to be "
-                f"{absent[close[0]]}?",
-                stacklevel=2,
-            )
+            unread = f"{name}: is a field of the batch that no term reads"
+            warnings.warn(f"{unread}; is it meant to be {absent[close[0]]}?", stacklevel=2)
 
 
 def _logp(stats: Statistics, _: object) -> Tensor:
@@ -275,9 +269,8 @@ def _logp(stats: Statistics, _: object) -> Tensor:
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
-    shapes they are among the others, and only `batch.live` tells them apart. Every part of a term
-    that needs the whole batch has to read it."""
+    """ValueError for a batch-scoped term that would count unscored rows as tokens, as with static
+    shapes every part that needs the whole batch does if it does not read `batch.live`."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
@@ -287,22 +280,17 @@ def check_dead_rows(
         traced = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]
         if any("live" not in of.fields for part in traced for of in part.values()):
             raise ValueError(
-                f"static: got True with term {name}, whose scope is batch, want False: with static "
-                "shapes it would see unscored rows (batch.live, which it does not read, marks the "
-                "others)"
+                f"static: got True with term {name}, whose scope is batch, want False: it would "
+                "see unscored rows (batch.live, which it does not read, marks the others)"
             )
 
 
-def check_temperatures(
-    rows: Tensor,  # [T] of packed tokens
-    index: Tensor | None,  # [T] position of each, None: all in order
-) -> None:
-    """ValueError for one that is not a finite number > 0. Reads the device."""
+def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
+    """ValueError for one [T] that is no finite number > 0, by its position `index` [T], None: all
+    in order. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])
         position = token if index is None else int(index[token])
-        raise ValueError(
-            f"temperature: got {rows[token].item()} at position {position}, want a finite number "
-            "> 0"
-        )
+        got = f"got {rows[token].item()} at position {position}"
+        raise ValueError(f"temperature: {got}, want a finite number > 0")

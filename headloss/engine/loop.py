@@ -4,9 +4,8 @@
         statistics of its logits, merged over tiles and ranks
         coefficients of the objective -> gradient of the logits -> sums       (now or later)
 
-T tokens, V vocabulary, n tokens of a block. A source of logits owns the statistics and the gradient
-of its logits. The schedules differ in which blocks and columns the loop visits, and in when the
-gradient is computed (`engine.autograd` has what comes later).
+T tokens, V vocabulary, n tokens of a block. The schedules differ in which blocks and columns the
+loop visits, and in when the gradient is computed (`engine.autograd` has what comes later).
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..kernels.interface import Measured
 from ..logits.linear import LogitSource
@@ -50,8 +48,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     stats, weighted = result.measured.stats, call.weighted
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
     result = result._replace(values=coefficients.values)
-    if call.tolerance is not None:
-        coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
+    coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     if schedule == "held":  # no later: the tiles take more than the gradients do
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
@@ -61,12 +58,12 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     """The statistics of all tokens, block by block: in one pass with their gradient, for a frozen
     head with dlogp/dhidden."""
     source, plan, schedule = call.open(tensors), call.plan, call.plan.schedule
-    blocks, tolerance, slabs = plan.blocks, call.tolerance, [ALL]
+    blocks, slabs = plan.blocks, [ALL]
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
     parts, tiles = list[Measured](), list[Any]()
     sums: Any = None
-    values: Tensor | None = None
+    values: Any = None
     several = len(blocks) > 1
     for block in blocks:
         rows = block.rows if several or plan.support else ALL
@@ -77,13 +74,11 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
         elif plan.keeps_tiles:
             if schedule == "frozen":
                 unit = call.unit(measured.stats.logp, rows)
-                softmax = SoftmaxCoefficients(target=unit, prob=-unit)
-                coefficients = Coefficients(softmax, {})
+                coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
-                weighted, chunk = call.weighted, block if several else None
-                coefficients = weighted.coefficients(measured.stats, call.packed, chunk)
-                if tolerance is not None:
-                    coefficients = tolerance(coefficients, measured.stats, rows, weighted.scale)
+                stats, weighted, chunk = measured.stats, call.weighted, block if several else None
+                coefficients = weighted.coefficients(stats, call.packed, chunk)
+                coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
                 share = coefficients.values
                 values = share if values is None else values + share
             live = coefficients.live() if plan.skip_rows else None
@@ -106,11 +101,10 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     """[T] vectors from those of consecutive blocks."""
     if parts:
         return of_several(torch.cat, parts)
-    needs = call.needs
     empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
-    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
+    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, call.needs))
     extras = measured.stats.extras
-    extras |= dict.fromkeys(needs & {PEAK}, empty)
+    extras |= dict.fromkeys(call.needs & {PEAK}, empty)
     for part in source.beside:
         extras |= {key: empty.new_empty(0, *shape) for key, shape in part.more}
     return measured

@@ -39,6 +39,8 @@ PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens"
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
 OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
+# What the first operator returned, and upstream gradients of logp, lse, entropy and candidates.
+MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
 operator = partial(torch.library.custom_op, mutates_args=())
 
 
@@ -132,10 +134,6 @@ def _(factors, constants, *_):
         shapes += [(count, chosen.shape[1] + 1), (count, 2)]
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     return [hidden.new_empty(shape, dtype=dtype) for shape in shapes]
-
-
-# What the first returned, and upstream gradients of logp, lse, entropy and candidates.
-MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
 
 
 @operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")

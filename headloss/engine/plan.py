@@ -33,12 +33,10 @@ class Plan:
     """What will run.
 
     Attributes:
-        schedule: "one_pass", "recompute", "frozen", "held", or "statistics" where nothing needs a
-            gradient.
+        schedule: one that `Options` names, or "statistics" where nothing requires a gradient.
         backend: "reference" or "triton".
-        chunk_tokens: most tokens whose logits over the whole vocabulary are held at once; in a
-            sweep, the same number of logits in another shape (`tile`).
-        tile: rows and columns of one step of a sweep.
+        chunk_tokens: most tokens of which all logits are held at once.
+        tile: rows and columns of one step of a sweep, which holds as many logits.
         sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
         exp_tiles: whether the logits product writes exp(logits) in 16 bits in place of logits.
         in_place: whether kernels read given logits, and write their gradient, where they lie.
@@ -119,11 +117,8 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
     p, size, least = inputs, options.memory_budget, inputs.token_bytes
     if size is not None and size < least and p.tokens and not p.in_place:
-        warnings.warn(
-            f"memory_budget: got {size} bytes, want at least {least}, the logits of one token, "
-            "which are taken instead",
-            stacklevel=2,
-        )
+        want = f"want at least {least}, the logits of one token, which are taken instead"
+        warnings.warn(f"memory_budget: got {size} bytes, {want}", stacklevel=2)
     budget = _budget(p, options)
     limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
@@ -144,8 +139,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     tile = _tile(p, rows, options)
     if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
         # The logits of one sweep take the memory that the other has for a slab and sums of dX.
-        swept = tile.rows * tile.columns * p.slab_bytes + p.hidden_sums
-        room = swept // p.token_bytes
+        room = (tile.rows * tile.columns * p.slab_bytes + p.hidden_sums) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     # One product is the returned weight gradient, so that no wider sum is needed.
     one = len(chunks) <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
@@ -278,15 +272,13 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
 
 def even(p: PlanInputs, rows: int) -> int:
     """The size of equal chunks, so that the last one is as efficient as the others."""
-    pieces = -(-p.tokens // rows) or 1
-    even = -(-p.tokens // pieces) or 1
-    return min(rows, -(-even // GRAIN) * GRAIN) if even > GRAIN else even
+    size = -(-p.tokens // (-(-p.tokens // rows) or 1)) or 1
+    return min(rows, -(-size // GRAIN) * GRAIN) if size > GRAIN else size
 
 
 def whole_waves(p: PlanInputs, most: int) -> int:
     """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
-    come in waves of one output tile for each multiprocessor. (The other two products have so many
-    tiles that their last wave does not count.)"""
+    come in waves of one output tile for each multiprocessor. (The others have many tiles.)"""
     across = -(-p.width // WAVE_TILE[1])
 
     def waves(rows: int) -> int:

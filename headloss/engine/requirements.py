@@ -20,24 +20,12 @@ from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.term import Objective
-from ..losses.trial import Reads
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
-from .checks import (
-    Arguments,
-    check_dead_rows,
-    check_eager,
-    check_given,
-    check_linear,
-    check_masks,
-    check_objective,
-    check_positions,
-    check_temperatures,
-    check_topk,
-    warn_of_misspelt_fields,
-)
+from . import checks
+from .checks import Arguments
 from .plan_inputs import PlanInputs
 
 
@@ -61,23 +49,19 @@ class Requirements:
 
 
 def requirements_of(arguments: Arguments) -> Requirements:
-    """What a call needs, after all that it asks of its arguments is seen to hold.
-
-    Raises:
-        ValueError, TypeError: for bad input, naming the argument, what it got and what it wanted.
-    """
+    """What a call needs; ValueError or TypeError for an argument that is not what it must be."""
     a, batch, options, head = arguments, arguments.batch, arguments.options, arguments.head
     objective = Objective.of(a.terms)
     if a.verb == "plan":  # of hidden states and a head without values
-        check_eager(a.verb, getattr(batch, "targets", None))
+        checks.check_eager(a.verb, getattr(batch, "targets", None))
     else:
-        check_eager(a.verb, a.values, head and head.weight)
-    check_objective(objective, batch, options)
-    compute_dtype = check_given(a) if head is None else check_linear(a, objective)
+        checks.check_eager(a.verb, a.values, head and head.weight)
+    checks.check_objective(objective, batch, options)
+    compute_dtype = checks.check_given(a) if head is None else checks.check_linear(a, objective)
     name, shape, device = "hidden" if head else "logits", a.values.shape, a.values.device
     if is_dtensor(a.values):
         raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
-    check_positions(name, shape, device, batch, options.sequence_parallel)
+    checks.check_positions(name, shape, device, batch, options.sequence_parallel)
     dtype = compute_dtype or a.values.dtype
     wide, backend = sum_dtype(dtype), kernels.choose(options.backend, device, dtype)
     if options.batch_invariant and head is not None and backend != "triton":
@@ -86,16 +70,16 @@ def requirements_of(arguments: Arguments) -> Requirements:
             "backend and at most 32 bits: no other product keeps its order for another batch"
         )
     if objective.teachers:
-        check_topk(batch)
+        checks.check_topk(batch)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
     sample = kinds, wide, batch.targets.device
     traced = reads(objective, *sample, options.metrics, cuts=True)
     if options.static:
-        check_dead_rows(objective, *sample)
+        checks.check_dead_rows(objective, *sample)
     fields = {name for term in traced.values() for name in term.fields}
     fields |= {term.kept_field for _, term in objective.parts if term.kept_field is not None}
-    warn_of_misspelt_fields(batch, fields)
+    checks.warn_of_misspelt_fields(batch, fields)
     needs = {"logp", "entropy"} if options.metrics else {"logp"}
     needs |= {s for r in traced.values() for s in r.statistics & {*STATISTICS, *BESIDE}}
     if PEAK in needs:
@@ -197,14 +181,13 @@ def _packed(
     a: Arguments, objective: Objective, inputs: PlanInputs, fields: set[str], wide: torch.dtype
 ) -> tuple[Packing, Transform]:
     """The scored tokens, and the transform with their temperatures, [T]. What is wrong with values
-    is raised here, before the ranks of a vocabulary's group hear of each other, hence on all."""
+    is raised before the ranks of a vocabulary's group hear of each other, hence on all."""
     static, temperature = a.options.static, a.transform.temperature
     vocabulary = inputs.vocabulary if a.group is None else torch.inf
     scored = packing_of(a.batch, vocabulary, inputs.segments_per_unit if static else None)
     # A loss that lives elsewhere may read what it likes.
-    elsewhere = any(isinstance(term.function, Reads) for _, term in objective.parts)
-    if not (static or elsewhere):
-        check_masks(a.batch, fields, scored, wide)
+    if not (static or a.loss_fn or objective.scope == "external"):
+        checks.check_masks(a.batch, fields, scored, wide)
     if not isinstance(temperature, Tensor):
         return scored, a.transform
     if temperature.shape not in ((), scored.shape):
@@ -212,10 +195,9 @@ def _packed(
             f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
             f"token, {tuple(scored.shape)}"
         )
-    rows = temperature.expand(scored.shape).flatten()
-    rows = rows if scored.index is None else rows[scored.index]
+    rows = scored.gather(temperature.expand(scored.shape))
     if scored.live is None:
-        check_temperatures(rows, scored.index)
+        checks.check_temperatures(rows, scored.index)
     else:  # no division by the 0 of an unscored row
         rows = torch.where(scored.live, rows, 1)
     return scored, replace(a.transform, temperature=rows.to(wide))
