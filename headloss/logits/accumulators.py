@@ -142,10 +142,10 @@ class SlabAccumulator(BlockAccumulator):
     def open(self, columns: slice) -> None:
         """The next slab."""
         self.columns, self.fresh = columns, set(self.places)
-        self.totals = self.slabs = {i: place[columns] for i, place in self.places.items()}
+        self.totals = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
-            sums = {i: torch.empty_like(s, dtype=self.sum_dtype) for i, s in self.slabs.items()}
-            self.totals = sums
+            dtype = self.sum_dtype
+            self.totals = {i: torch.empty_like(t, dtype=dtype) for i, t in self.totals.items()}
 
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of some rows of the slab."""
@@ -168,14 +168,14 @@ class SlabAccumulator(BlockAccumulator):
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()
-        for i, slab in self.slabs.items() if not self.at_once else ():
-            total = self.totals[i]
+        for i, total in self.totals.items() if not self.at_once else ():
+            place = self.places[i][self.columns]
             if factor is not None:
                 total.mul_(factor)
             if self.weights[i] is self.main_grad:
-                slab.add_(total)
+                place.add_(total)
             else:
-                slab.copy_(total)
+                place.copy_(total)
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         for total in self.hidden.totals.values() if self.hidden.group is not None else ():

@@ -171,19 +171,18 @@ class Candidates(NamedTuple):
     def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
-        (z, others), (peak, log_sum) = state, normalizer
-        z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
-        empty, tail, rest = self.ids[rows] < 0, torch.zeros_like(z[:, 0]), normalizer
+        (z, others), (peak, log_sum), rest, own = state, normalizer, normalizer, self.heads_own
+        z = self.shard.sum(z).to(peak.dtype if own else torch.float64)
+        tail = torch.zeros_like(z[:, 0])
         if self.tail:
             rest = normalizer_of(self.shard, others)
             top, top_sum = (t.to(z.dtype) for t in rest)
-            tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
-        if self.heads_own:
-            z = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
-            logps = torch.cat([z, tail.unsqueeze(1)], 1)
-        else:
-            z = z.masked_fill_(empty, -torch.inf)
-            logps = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
+            tail = (top - peak) + (top_sum - log_sum) if own else top + top_sum
+        if own:
+            z = (z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)
+        z = z.masked_fill_(self.ids[rows] < 0, 0 if own else -torch.inf)
+        logps = torch.cat([z, tail.unsqueeze(1)], 1)
+        logps = logps if own else logps.log_softmax(1)
         return {self.key: logps, (self.key, "vjp"): torch.stack(rest, 1)}
 
     def _rest(self, measured: Measured) -> Normalizer:

@@ -244,7 +244,9 @@ class ExpLogits(LinearLogits):
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
         product = Product(x, weight, self.bias, shard.first, self.acts)
         states = [part.add(rows, product, None) for part in self.beside]
-        return self.completed(rows, measured, states), held
+        if states or PEAK in forward.needs:
+            measured = self.completed(rows, measured, states)
+        return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)
