@@ -272,12 +272,10 @@ def transform_of(head: Head) -> Transform:
 
 def autocast_dtype(hidden: object) -> torch.dtype | None:
     """What autocast computes in, None where it is off or leaves the tensor's dtype alone."""
-    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64:
+    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64 or hidden.is_meta:
         return None
     device = hidden.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_head(head: object, name: str = "head") -> None:
