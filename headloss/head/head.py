@@ -148,8 +148,6 @@ class Head:
         shown = (f"{f.name}={brief(x)}" for f, x in values if x is not f.default)
         return f"Head({', '.join(shown)})"
 
-    # ------------------------------------------------------------------ making them
-
     @classmethod
     def of(cls, module: torch.nn.Module, **overrides: Any) -> Head:
         """The head that a module computes; `overrides` are arguments of `Head` and win.
@@ -177,8 +175,6 @@ class Head:
         """
         told = {"softcap", "logit_scale"} <= overrides.keys()
         return cls(**{**_with_adapters(read_model(model, told)), **overrides})
-
-    # ------------------------------------------------------------------ using them
 
     @property
     def vocabulary(self) -> int:

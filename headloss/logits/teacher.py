@@ -55,12 +55,8 @@ def measuring(
 class DenseTeacher:
     """A teacher whose logits over the whole vocabulary are given or made from hidden states.
 
-    Args:
-        key: the term's description of it.
-        context: the student's.
-        wide: dtype of statistics.
-        keeps: whether the gradient of some tokens follows their measurement at once, so that logits
-            made from hidden states are kept for it.
+    These are kept for the gradient where it follows the measurement at once (`keeps`); `context` is
+    the student's, `wide` the dtype of statistics.
     """
 
     own_logits = True
