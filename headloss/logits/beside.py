@@ -107,6 +107,11 @@ def normalizer_of(shard: Any, partials: SoftmaxState) -> Normalizer:
     return finish(shard.merge(partials), 1, NOTHING)[1]
 
 
+def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
+    """[n] each: what was measured for the gradient of a teacher or of candidates."""
+    return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
+
+
 class SquaredSum(NamedTuple):
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
@@ -185,9 +190,6 @@ class Candidates(NamedTuple):
         logps = logps if own else logps.log_softmax(1)
         return {self.key: logps, (self.key, "vjp"): torch.stack(rest, 1)}
 
-    def _rest(self, measured: Measured) -> Normalizer:
-        return Normalizer(*measured.stats.extras[self.key, "vjp"].t().contiguous())
-
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
     ) -> None:
@@ -198,7 +200,7 @@ class Candidates(NamedTuple):
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            rest = self._rest(measured)
+            rest = Normalizer(*vjp_inputs(self.key, measured))
             backward = Backward(logits.nowhere, others.first, transform, rest, c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
@@ -226,7 +228,7 @@ class Candidates(NamedTuple):
         slopes = slopes.to(measured.normalizer.max_logit.dtype)
         return StoredTopk(
             self.columns(rows, columns),
-            Distribution(self.transform.rows(rows), self._rest(measured)),
+            Distribution(self.transform.rows(rows), Normalizer(*vjp_inputs(self.key, measured))),
             slopes[:, :-1].contiguous(),
             slopes[:, -1].contiguous(),
         )

@@ -21,7 +21,7 @@ from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
-from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of
+from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of, vjp_inputs
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -122,7 +122,7 @@ class DenseTeacher:
             raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             raw = compact_(raw, rows - first)
-        *sides, mean_slope = measured.stats.extras[self.key, "vjp"].t().contiguous()
+        *sides, mean_slope = vjp_inputs(self.key, measured)
         pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
         return Divergence(raw, pair, mean_slope, slopes)
 
