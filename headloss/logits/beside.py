@@ -176,19 +176,19 @@ class Candidates(NamedTuple):
     def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
-        (z, others), (peak, log_sum), rest, own = state, normalizer, normalizer, self.heads_own
-        z = self.shard.sum(z).to(peak.dtype if own else torch.float64)
+        (z, others), (peak, log_sum), of_tail = state, normalizer, normalizer
+        z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
         tail = torch.zeros_like(z[:, 0])
         if self.tail:
-            rest = normalizer_of(self.shard, others)
-            top, top_sum = (t.to(z.dtype) for t in rest)
-            tail = (top - peak) + (top_sum - log_sum) if own else top + top_sum
-        if own:
+            of_tail = normalizer_of(self.shard, others)
+            top, top_sum = (t.to(z.dtype) for t in of_tail)
+            tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
+        if self.heads_own:
             z = (z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)
-        z = z.masked_fill_(self.ids[rows] < 0, 0 if own else -torch.inf)
+        z = z.masked_fill_(self.ids[rows] < 0, 0 if self.heads_own else -torch.inf)
         logps = torch.cat([z, tail.unsqueeze(1)], 1)
-        logps = logps if own else logps.log_softmax(1)
-        return {self.key: logps, (self.key, "vjp"): torch.stack(rest, 1)}
+        logps = logps if self.heads_own else logps.log_softmax(1)
+        return {self.key: logps, (self.key, "vjp"): torch.stack(of_tail, 1)}
 
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
@@ -200,8 +200,8 @@ class Candidates(NamedTuple):
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            rest = Normalizer(*vjp_inputs(self.key, measured))
-            backward = Backward(logits.nowhere, others.first, transform, rest, c, None)
+            of_tail = Normalizer(*vjp_inputs(self.key, measured))
+            backward = Backward(logits.nowhere, others.first, transform, of_tail, c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
