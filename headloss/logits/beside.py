@@ -6,7 +6,6 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ class LogitTile(NamedTuple):
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """[n, K] of the columns `ids`, 0 where they lie outside; not to be changed."""
+        """[n, K] of the columns `ids`, 0 where they lie outside."""
         inside = (ids >= self.first) & (ids < self.first + self.raw.shape[1])
         columns = torch.where(inside, ids - self.first, 0)
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
@@ -43,21 +42,6 @@ class LogitTile(NamedTuple):
             without = without - self.first
         forward = Forward(None, 0, transform, NOTHING)
         return self.acts.partials(self.raw, forward, onto, without)
-
-
-class Product(NamedTuple):
-    """The same without storing them: x [n, H] @ weight.T [H, V] + bias [V]."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    first: int
-    acts: Kernels
-
-    def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """As of a tile; there is no state without the tile."""
-        biased = replace(transform, bias=self.bias)
-        return self.acts.chosen_logits(self.x, self.weight, ids - self.first, biased)
 
 
 class Pairs(NamedTuple):
@@ -161,15 +145,13 @@ class Candidates(NamedTuple):
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: LogitTile | Product | Pairs, state: Any) -> tuple[Any, Any]:
-        """z of the columns, 0 where they are not among the logits so far, and the state of the
-        rest, which is not measured of a product."""
+    def add(self, rows: Rows, logits: LogitTile | Pairs, state: Any) -> tuple[Any, Any]:
+        """z of the columns, 0 where they are not among the logits so far, and the others' state."""
         ids, transform = self.ids[rows].long(), self.transform.rows(rows)
         z, others = logits.at(ids, transform), None
         if state is not None:
             z, others = state[0].add_(z), state[1]
         if self.tail:
-            assert not isinstance(logits, Product)
             others = logits.state(transform, others, ids)
         return z, others
 

@@ -20,7 +20,7 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import CANDIDATES, PEAK
-from .beside import LogitTile, Product
+from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -242,8 +242,10 @@ class ExpLogits(LinearLogits):
             measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, held)
         else:
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
-        product = Product(x, weight, self.bias, shard.first, self.acts)
-        states = [part.add(rows, product, None) for part in self.beside]
+        states = [  # of candidates without their tail, whose transform is the head's
+            (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
+            for part in self.beside
+        ]
         if states or PEAK in forward.needs:
             measured = self.completed(rows, measured, states)
         return measured, held
