@@ -203,8 +203,8 @@ class Candidates(NamedTuple):
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
-    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """The part of an objective that has slopes [n, K + 1] of `value`, on a tile."""
+    def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
+        """What pulls slopes [n, K + 1] of `value` back to a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)

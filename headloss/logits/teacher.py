@@ -115,8 +115,8 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
-        """The part of an objective that has slopes [n] of `value`, on a tile."""
+    def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
+        """What pulls slopes [n] of `value` back to a tile."""
         (first, raw), self.raw = self.raw or (0, None), None
         if raw is None:
             raw = self._teacher(rows, columns)
