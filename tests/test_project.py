@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 9_960, "core tokens": 70_456}
-MOST |= {"kernels lines": 3_938, "kernels tokens": 31_672, "files on top": 14}
+MOST = {"core lines": 9_792, "core tokens": 69_920}
+MOST |= {"kernels lines": 3_937, "kernels tokens": 31_661, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
