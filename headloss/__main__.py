@@ -51,9 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
 
 
-# ---------------------------------------------------------------------- plan
-
-
 def _plan(arguments: argparse.Namespace) -> None:
     elsewhere, dtype = arguments.gpu_memory is not None, DTYPES[arguments.dtype]
     if elsewhere and arguments.device == "cpu":
@@ -115,9 +112,8 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
 
 
 def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Draws planned bytes against tokens, of plain logits and of every schedule, with matplotlib;
-    ValueError where that is not installed, or does not know the suffix of `path`. What it returns
-    is a line for each schedule that cannot serve this objective, with the reason."""
+    """Draw planned bytes against tokens with matplotlib, and return why a schedule cannot serve;
+    ValueError where matplotlib is not installed, or does not know the suffix of `path`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -130,8 +126,7 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     problems = [replace(problem, tokens=n) for n in tokens]
-    curves: dict[str, list[float]] = {}
-    notes = []
+    curves, notes = dict[str, list[float]](), list[str]()
     for schedule in (s for s in SCHEDULES if s != "auto"):
         fixed = replace(options, schedule=schedule)
         try:
@@ -171,9 +166,6 @@ def objective_of(names: str) -> Objective:
     return Objective(tuple((1.0, factories[name]()) for name in chosen))
 
 
-# ---------------------------------------------------------------------- check
-
-
 def _check(arguments: argparse.Namespace) -> int:
     device = arguments.device
     threads = f"{device}, {torch.get_num_threads()} threads"
@@ -203,9 +195,6 @@ def _print_table(rows: list[list[str]]) -> None:
         print("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip(), flush=True)
 
 
-# ---------------------------------------------------------------------- train
-
-
 def _train(arguments: argparse.Namespace) -> int | None:
     if arguments.list:
         return _print_table([list(pair) for pair in train.recipes().items()])
@@ -220,9 +209,6 @@ def _train(arguments: argparse.Namespace) -> int | None:
         print("headloss: stopped at once; what was saved before stays", file=sys.stderr)
         return 130
     return 0 if result.finished else 130
-
-
-# ---------------------------------------------------------------------- arguments
 
 
 def _parser() -> Parser:

@@ -148,3 +148,22 @@ def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
         assert exact.abs().sum() > 0
         torch.testing.assert_close(got, exact)
     torch._dynamo.reset()
+
+
+def test_a_compiled_graph_where_nothing_is_scored() -> None:
+    """Zeros of the shapes that the graph was made for, and a gradient of zeros."""
+    leaves = [torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)]
+    batch = hl.Batch(torch.full((N,), -100), candidate_ids=torch.randint(V, (N, K)))
+    options = hl.Options(schedule="recompute")
+
+    def step(x, w):
+        found = hl.head_stats(x, hl.Head(w), batch, options, ALL)
+        return found.candidate_logps, found.candidate_tail
+
+    torch._dynamo.reset()
+    logps, tail = torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves)
+    assert logps.shape == (N, K) and not logps.any() and not tail.any()
+    gradients = torch.autograd.grad(logps.sum() + tail.sum(), leaves)
+    assert [g.shape for g in gradients] == [(N, H), (V, H)]
+    assert not any(g.any() for g in gradients)
+    torch._dynamo.reset()

@@ -234,6 +234,6 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
         source = SimpleNamespace(
             features=[features], weights=[head], fixed=None, acts=acts, context=context
         )
-        hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk)])
+        hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk), None])
         hidden.add(LogitGradient(part, rows, multiple))
         torch.testing.assert_close(hidden.totals[0][chunk], want)

@@ -148,8 +148,6 @@ class Head:
         shown = (f"{f.name}={brief(x)}" for f, x in values if x is not f.default)
         return f"Head({', '.join(shown)})"
 
-    # ------------------------------------------------------------------ making them
-
     @classmethod
     def of(cls, module: torch.nn.Module, **overrides: Any) -> Head:
         """The head that a module computes; `overrides` are arguments of `Head` and win.
@@ -177,8 +175,6 @@ class Head:
         """
         told = {"softcap", "logit_scale"} <= overrides.keys()
         return cls(**{**_with_adapters(read_model(model, told)), **overrides})
-
-    # ------------------------------------------------------------------ using them
 
     @property
     def vocabulary(self) -> int:
@@ -272,12 +268,10 @@ def transform_of(head: Head) -> Transform:
 
 def autocast_dtype(hidden: object) -> torch.dtype | None:
     """What autocast computes in, None where it is off or leaves the tensor's dtype alone."""
-    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64:
+    if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64 or hidden.is_meta:
         return None
     device = hidden.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def check_head(head: object, name: str = "head") -> None:

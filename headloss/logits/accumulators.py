@@ -133,19 +133,19 @@ class SlabAccumulator(BlockAccumulator):
     by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
-        super().__init__(source, buffers._replace(direct=True), (), single_block=True)
+        super().__init__(source, buffers._replace(direct=True), [ALL], single_block=True)
         self.at_once, self.places = at_once and self.main_grad is None, self.totals
-        for i in self.hidden.wanted:  # in rows, whatever the features' layout
+        for i in self.hidden.wanted:
             features = source.features[i]
             self.hidden.totals[i] = features.new_zeros(features.shape, dtype=source.dtype)
 
     def open(self, columns: slice) -> None:
         """The next slab."""
         self.columns, self.fresh = columns, set(self.places)
-        self.totals = self.slabs = {i: place[columns] for i, place in self.places.items()}
+        self.totals = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
-            sums = {i: torch.empty_like(s, dtype=self.sum_dtype) for i, s in self.slabs.items()}
-            self.totals = sums
+            dtype = self.sum_dtype
+            self.totals = {i: torch.empty_like(t, dtype=dtype) for i, t in self.totals.items()}
 
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of some rows of the slab."""
@@ -168,14 +168,14 @@ class SlabAccumulator(BlockAccumulator):
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()
-        for i, slab in self.slabs.items() if not self.at_once else ():
-            total = self.totals[i]
+        for i, total in self.totals.items() if not self.at_once else ():
+            place = self.places[i][self.columns]
             if factor is not None:
                 total.mul_(factor)
             if self.weights[i] is self.main_grad:
-                slab.add_(total)
+                place.add_(total)
             else:
-                slab.copy_(total)
+                place.copy_(total)
 
     def finish(self, factor: Tensor | None) -> list[Tensor | None]:
         for total in self.hidden.totals.values() if self.hidden.group is not None else ():
@@ -197,12 +197,15 @@ class HiddenGradient:
         self.source, self.group = source, source.context.shard.group
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.blocks, self.totals = iter(blocks), dict[int, Tensor]()
+        for i in self.wanted if len(blocks) != 1 else ():  # else it is that of the block
+            features = source.features[i]
+            self.totals[i] = features.new_empty(features.shape)  # in rows, whatever their layout
         # Sums that are under way: of which pair, the work, its buffer, and where that goes.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of the next block."""
-        self._arrive()
+        self.settle()
         block = next(self.blocks).rows
         for i in self.wanted:
             self._write_block(i, gradient, block)
@@ -216,8 +219,8 @@ class HiddenGradient:
             dtype, memory = source.dtype, None
         part = products.input_gradient(values, weight, dtype, source.fixed, memory)
         places = rows - block.start if isinstance(rows, Tensor) else None
-        if self.group is None and n < len(features):
-            total = self._total(i)[block]
+        if self.group is None and i in self.totals:
+            total = self.totals[i][block]
         elif places is None and pairs is None:
             total = part
         else:
@@ -239,27 +242,15 @@ class HiddenGradient:
             if total.is_cuda:
                 # A product that followed at once would take every multiprocessor until it ends.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
-        elif n == len(features):
-            self.totals[i] = total
-
-    def _total(self, i: int) -> Tensor:
-        """Blocks write every row; in rows, whatever the features' layout."""
-        if i not in self.totals:
-            features = self.source.features[i]
-            self.totals[i] = features.new_empty(features.shape)
-        return self.totals[i]
+        else:
+            self.totals.setdefault(i, total)
 
     def settle(self) -> None:
         """Wait until the gradients are complete."""
-        self._arrive()
-        for i in self.wanted:
-            self._total(i)  # a new one where there was no block at all
-
-    def _arrive(self) -> None:
         for i, work, value, rows in self.pending:
             together(SUM, self.group, work.wait)
-            if len(value) == len(self.source.features[i]):  # not rounded before it is scaled
+            if i in self.totals:
+                self.totals[i][rows].copy_(value)
+            else:  # not rounded before it is scaled
                 self.totals[i] = value
-            else:
-                self._total(i)[rows].copy_(value)
         self.pending = []

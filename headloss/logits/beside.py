@@ -6,7 +6,6 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ class LogitTile(NamedTuple):
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """[n, K] of the columns `ids`, 0 where they lie outside; not to be changed."""
+        """[n, K] of the columns `ids`, 0 where they lie outside."""
         inside = (ids >= self.first) & (ids < self.first + self.raw.shape[1])
         columns = torch.where(inside, ids - self.first, 0)
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
@@ -43,21 +42,6 @@ class LogitTile(NamedTuple):
             without = without - self.first
         forward = Forward(None, 0, transform, NOTHING)
         return self.acts.partials(self.raw, forward, onto, without)
-
-
-class Product(NamedTuple):
-    """The same without storing them: x [n, H] @ weight.T [H, V] + bias [V]."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    first: int
-    acts: Kernels
-
-    def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """As of a tile; there is no state without the tile."""
-        biased = replace(transform, bias=self.bias)
-        return self.acts.chosen_logits(self.x, self.weight, ids - self.first, biased)
 
 
 class Pairs(NamedTuple):
@@ -105,6 +89,11 @@ class Pairs(NamedTuple):
 def normalizer_of(shard: Any, partials: SoftmaxState) -> Normalizer:
     """Over the whole vocabulary, from the state of a rank's slice."""
     return finish(shard.merge(partials), 1, NOTHING)[1]
+
+
+def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
+    """[n] each: what was measured for the gradient of a teacher or of candidates."""
+    return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
@@ -156,38 +145,32 @@ class Candidates(NamedTuple):
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: LogitTile | Product | Pairs, state: Any) -> tuple[Any, Any]:
-        """z of the columns, 0 where they are not among the logits so far, and the state of the
-        rest, which is not measured of a product."""
+    def add(self, rows: Rows, logits: LogitTile | Pairs, state: Any) -> tuple[Any, Any]:
+        """z of the columns, 0 where they are not among the logits so far, and the others' state."""
         ids, transform = self.ids[rows].long(), self.transform.rows(rows)
         z, others = logits.at(ids, transform), None
         if state is not None:
             z, others = state[0].add_(z), state[1]
         if self.tail:
-            assert not isinstance(logits, Product)
             others = logits.state(transform, others, ids)
         return z, others
 
     def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
-        (z, others), (peak, log_sum) = state, normalizer
+        (z, others), (peak, log_sum), of_tail = state, normalizer, normalizer
         z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
-        empty, tail, rest = self.ids[rows] < 0, torch.zeros_like(z[:, 0]), normalizer
+        tail = torch.zeros_like(z[:, 0])
         if self.tail:
-            rest = normalizer_of(self.shard, others)
-            top, top_sum = (t.to(z.dtype) for t in rest)
+            of_tail = normalizer_of(self.shard, others)
+            top, top_sum = (t.to(z.dtype) for t in of_tail)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum
         if self.heads_own:
-            z = ((z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(empty, 0)
-            logps = torch.cat([z, tail.unsqueeze(1)], 1)
-        else:
-            z = z.masked_fill_(empty, -torch.inf)
-            logps = torch.cat([z, tail.unsqueeze(1)], 1).log_softmax(1)
-        return {self.key: logps, (self.key, "vjp"): torch.stack(rest, 1)}
-
-    def _rest(self, measured: Measured) -> Normalizer:
-        return Normalizer(*measured.stats.extras[self.key, "vjp"].t().contiguous())
+            z = (z - peak.unsqueeze(1)) - log_sum.unsqueeze(1)
+        z = z.masked_fill_(self.ids[rows] < 0, 0 if self.heads_own else -torch.inf)
+        logps = torch.cat([z, tail.unsqueeze(1)], 1)
+        logps = logps if self.heads_own else logps.log_softmax(1)
+        return {self.key: logps, (self.key, "vjp"): torch.stack(of_tail, 1)}
 
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
@@ -199,8 +182,8 @@ class Candidates(NamedTuple):
         values[pairs[present]] += chosen[present]
         if self.tail:
             c = SoftmaxCoefficients(prob=slopes[:, -1])
-            rest = self._rest(measured)
-            backward = Backward(logits.nowhere, others.first, transform, rest, c, None)
+            of_tail = Normalizer(*vjp_inputs(self.key, measured))
+            backward = Backward(logits.nowhere, others.first, transform, of_tail, c, None)
             values += logits.acts.support_gradient(logits.raw, others, backward)
 
     def beside_logp(
@@ -220,14 +203,14 @@ class Candidates(NamedTuple):
         ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
-    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """The part of an objective that has slopes [n, K + 1] of `value`, on a tile."""
+    def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
+        """What pulls slopes [n, K + 1] of `value` back to a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)
         return StoredTopk(
             self.columns(rows, columns),
-            Distribution(self.transform.rows(rows), self._rest(measured)),
+            Distribution(self.transform.rows(rows), Normalizer(*vjp_inputs(self.key, measured))),
             slopes[:, :-1].contiguous(),
             slopes[:, -1].contiguous(),
         )

@@ -66,12 +66,8 @@ class View:
 
 
 class GivenLogits(LogitSource):
-    """Copies of given logits, a tile at a time, for any backend and teacher.
-
-    Args:
-        order: of the tokens, a `Packing`.
-        overwrites: the gradient goes to the logits' memory, in place of a tensor of its own.
-    """
+    """Copies of given logits, a tile at a time, for any backend and teacher. Their gradient goes to
+    a tensor of its own, or `overwrites` the logits; `order` is that of tokens, a `Packing`."""
 
     def __init__(
         self, tensors: Sequence[Any], context: RowContext, *, order: Any, overwrites: bool
@@ -129,13 +125,9 @@ class InPlaceLogits(GivenLogits):
     def walk(
         self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None
     ) -> Any:
-        """One launch: both acts, where a gradient is known before the statistics, or one.
-
-        Args:
-            needs: statistics; None: none, `normalizer` is known.
-            gradient: coefficients; with statistics, at an entropy of 0.
-            slopes: [P, 5, T] in closed form.
-        """
+        """One launch: the statistics in `needs`, the gradient of coefficients (where `normalizer`
+        is known), or both: coefficients are then those at an entropy of 0, beside `slopes`
+        [P, 5, T] in closed form."""
         out = coefficients = None
         if gradient is not None:
             out, coefficients = self.out, gradient.softmax

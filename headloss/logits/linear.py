@@ -20,7 +20,7 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..statistics.softmax import CANDIDATES, PEAK
-from .beside import LogitTile, Product
+from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
 
 MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -64,10 +64,10 @@ class RowContext(NamedTuple):
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
         """What the gradient of a tile is taken by, beside its logits."""
-        (stats, normalizer), coefficients = inputs.measured, inputs.coefficients.softmax
+        (stats, normalizer), (coefficients, extras, _) = inputs.measured, inputs.coefficients
         first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
         arguments = self.targets[rows], first, transform, normalizer
-        logits = isinstance(inputs.tile, Tensor) and not inputs.coefficients.extras  # nor others'
+        logits = isinstance(inputs.tile, Tensor) and not extras  # `part_gradient_` takes any
         all_columns = self.all_columns and columns is ALL and logits
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
@@ -148,7 +148,7 @@ class LogitSource:
         extra: Any = None
         for part in parts:  # all but the last need the student's logits unchanged
             last = others if part is parts[-1] else None
-            extra = self.acts.part_gradient_(raw, part.part(*tile, slopes[part.key]), extra, last)
+            extra = self.acts.part_gradient_(raw, part.vjp(*tile, slopes[part.key]), extra, last)
         return extra
 
 
@@ -174,13 +174,12 @@ class LinearLogits(LogitSource):
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
-        plain = measured and not (logits_dtype or context.transform.softcap or self.weights[1:])
-        plain = plain and not context.beside
-        self.fused = plain and self.acts.can_fuse(self.features[0], self.weights[0])
+        x, plain = self.features[0], not (logits_dtype or context.transform.softcap)
+        plain = plain and not (self.weights[1:] or context.beside)
+        self.fused = measured and plain and self.acts.can_fuse(x, self.weights[0])
         if self.fused:
             needs = context.needs | {"top1"}  # the gradient asks for the largest logit
             self.context = context._replace(needs=needs)
-        x = self.features[0]
         self.dtype = products.sum_dtype(x.dtype)
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
@@ -242,9 +241,13 @@ class ExpLogits(LinearLogits):
             measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, held)
         else:
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
-        product = Product(x, weight, self.bias, shard.first, self.acts)
-        states = [part.add(rows, product, None) for part in self.beside]
-        return self.completed(rows, measured, states), held
+        states = [  # of candidates without their tail, whose transform is the head's
+            (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
+            for part in self.beside
+        ]
+        if states or PEAK in forward.needs:
+            measured = self.completed(rows, measured, states)
+        return measured, held
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)

@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from ..batch.support import SupportPairs
 from ..kernels.interface import Measured
 from ..statistics.softmax import finish
 from .beside import Pairs
 from .linear import LinearLogits
 from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, of_several
 
-if TYPE_CHECKING:
-    from ..batch.support import SupportPairs
-
 
 class SupportLogits(LinearLogits):
-    """The softmax of each token over the columns of its support; both acts on P raw logits.
-
-    Args:
-        full: the same head over all columns, for tokens without a support.
-        support: the pairs of all tokens.
-    """
+    """The softmax of each token over the columns of its support, from P raw logits; for tokens
+    without a support `full` is the same head over all columns."""
 
     def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))

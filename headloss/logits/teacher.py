@@ -21,7 +21,7 @@ from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
 from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
-from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of
+from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of, vjp_inputs
 from .given import View
 from .linear import LinearLogits, RowContext
 from .rows import ALL, Rows, compact_
@@ -55,12 +55,8 @@ def measuring(
 class DenseTeacher:
     """A teacher whose logits over the whole vocabulary are given or made from hidden states.
 
-    Args:
-        key: the term's description of it.
-        context: the student's.
-        wide: dtype of statistics.
-        keeps: whether the gradient of some tokens follows their measurement at once, so that logits
-            made from hidden states are kept for it.
+    These are kept for the gradient where it follows the measurement at once (`keeps`); `context` is
+    the student's, `wide` the dtype of statistics.
     """
 
     own_logits = True
@@ -119,14 +115,14 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def part(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
-        """The part of an objective that has slopes [n] of `value`, on a tile."""
+    def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
+        """What pulls slopes [n] of `value` back to a tile."""
         (first, raw), self.raw = self.raw or (0, None), None
         if raw is None:
             raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             raw = compact_(raw, rows - first)
-        *sides, mean_slope = measured.stats.extras[self.key, "vjp"].t().contiguous()
+        *sides, mean_slope = vjp_inputs(self.key, measured)
         pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
         return Divergence(raw, pair, mean_slope, slopes)
 

@@ -19,8 +19,6 @@ from ..losses.term import Objective, Term
 from ..options import Options
 from .oracle import Mode, budget, error, parameters, plain, random_batch, trained_looking
 
-# ---------------------------------------------------------------------- errors
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -67,9 +65,6 @@ def run(
     gradients = torch.autograd.grad(out.loss, list(leaves.values()))
     values = {"loss": out.loss.detach(), "logps": out.logps}
     return values | dict(zip(leaves, gradients, strict=True))
-
-
-# ---------------------------------------------------------------------- the table of cases
 
 
 class Case(NamedTuple):

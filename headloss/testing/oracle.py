@@ -208,9 +208,6 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
     return value
 
 
-# ---------------------------------------------------------------------- the error budget
-
-
 def error(value: Tensor, oracle: Tensor) -> float:
     """The norm of the difference over the norm of the oracle (of the difference, if that is 0)."""
     value, oracle = value.detach().double().cpu(), oracle.detach().double().cpu()
@@ -228,9 +225,6 @@ def budget(yardstick: Tensor, oracle: Tensor) -> float:
 def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
     """Whether the error is within the budget; NaN never is."""
     return error(value, oracle) <= budget(yardstick, oracle)
-
-
-# ---------------------------------------------------------------------- inputs
 
 
 def trained_looking(
