@@ -57,8 +57,8 @@ class Options:
             Hidden states are gathered on every rank, and each gets the gradient of its own.
         check_ranks: compare on every call, and not on a group's first one alone, what the ranks of
             a group have to be given alike: targets, fields, one value of each hidden state, values
-            of the objective's options. Switch it on where a loss is wrong on several ranks alone,
-            or ranks wait for each other: their data may differ. It reads the device twice.
+            of the objective's options. For a loss that is right on one rank and wrong on several,
+            or ranks that wait for each other: their data may differ. It reads the device twice.
         metrics: False leaves `out.metrics` empty and computes only what the loss needs.
         upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
             final in the forward pass, and `main_grad` is written there.
