@@ -21,7 +21,6 @@ from .objective.weighted import differentiate
 from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
-TOLERANCE = 1e-9
 VOCABULARY = 1 << 31  # of a user's ids, any
 Piece = tuple[slice | Tensor, PackedBatch]  # where its tokens are in the whole
 
@@ -88,7 +87,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     for cut, pieces in cuts.items():
         got = torch.cat([term(stats.map(lambda t, rows=r: t[rows]), b) for r, b in pieces])
         want = torch.cat([values[rows] for rows, _ in pieces])
-        if not torch.allclose(got, want, rtol=TOLERANCE, atol=TOLERANCE):
+        if not torch.allclose(got, want, rtol=1e-9, atol=1e-9):
             worst = float((got - want).abs().max())
             raise ValueError(
                 f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "

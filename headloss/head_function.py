@@ -51,8 +51,7 @@ def head_function(
 
             - None: anything. loss_fn is called once, on all positions, and the gradient comes back
               through `head_stats`: *held* (6NHV) where the softmax terms of all tokens fit
-              `memory_budget`, else *recompute* (8NHV). Tensors that require a gradient may be
-              caught in its closure, and get theirs.
+              `memory_budget`, else *recompute* (8NHV). Tensors in its closure get gradients too.
             - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
             - "sequence": a sum over the segments of the batch of functions of each one's tokens.
 
@@ -79,7 +78,7 @@ def head_function(
     """
     if not (separable is None or (isinstance(separable, str) and separable in SCOPES)):
         raise ValueError(f'separable: got {separable!r}, want None, "token" or "sequence"')
-    if not callable(loss_fn) or isinstance(loss_fn, Term):
+    if not callable(loss_fn) or isinstance(loss_fn, Term | type):
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
     half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)
     if separable is None or half:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,11 +32,7 @@ from .private import break_graph
 from .statistics.metrics import Mean, Metrics, Observed, Sum, fold_all
 from .statistics.softmax import Statistics
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-P = ParamSpec("P")
-R = TypeVar("R")
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 UNCOMPILED = (
     "headloss: this verb reads the device and plans, so it breaks the graph: compile with "
     "fullgraph=False, or call headloss.head_stats, which does not"
@@ -84,19 +80,18 @@ class Output:
         )
 
 
-def eagerly(verb: Callable[P, R]) -> Callable[P, R]:
-    """The verb, which runs outside of a graph that is being compiled, and says why under
-    fullgraph=True."""
+def eagerly(verb: Verb) -> Verb:
+    """The verb, outside of a graph that is being compiled; it says why under fullgraph=True."""
 
     @wraps(verb)
-    def run(*arguments: P.args, **options: P.kwargs) -> R:
+    def run(*arguments: Any, **options: Any) -> Any:
         # Only then: the public decorator imports the compiler with the package.
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(verb)(*arguments, **options)  # type: ignore[no-any-return]
+            return torch.compiler.disable(verb)(*arguments, **options)
         return verb(*arguments, **options)
 
     break_graph(run, UNCOMPILED)
-    return run
+    return cast(Verb, run)
 
 
 @eagerly
@@ -129,10 +124,9 @@ def head_loss(
     Raises:
         ValueError, TypeError: for bad input, before any work, naming the argument, what it got and
             what it wanted.
-        RuntimeError: a second backward through `loss`; a rank of a process group that failed in the
-            middle of a call, on the others: within the group's timeout they are told that the group
-            cannot be used any more. Nor can it after an exception that one rank alone caught: such
-            an exception carries a note that says so.
+        RuntimeError: a second backward through `loss`; within the group's timeout, on the other
+            ranks of one that failed in the middle of a call. Their group cannot be used any more,
+            nor after an exception that one rank alone caught, which carries a note that says so.
 
     >>> import torch, headloss as hl
     >>> hidden, weight = torch.zeros(3, 4, requires_grad=True), torch.zeros(10, 4)
@@ -155,7 +149,7 @@ def logits_loss(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
-    vocab_group: ProcessGroup | None = None,
+    vocab_group: torch.distributed.ProcessGroup | None = None,
     inplace: bool = False,
     options: Options | None = None,
 ) -> Output:
@@ -167,9 +161,8 @@ def logits_loss(
         logits: [.., V] raw logits, any float dtype and layout.
         temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
         vocab_group: the logits are this rank's slice of the vocabulary, in rank order.
-        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. For
-            float16 logits it is a tensor of its own all the same: it is written in the backward
-            pass, where the upstream gradient that it is scaled for is known.
+        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. Of
+            float16 logits it is a tensor of its own, scaled for the upstream gradient.
 
     Returns:
         An `Output`.
@@ -221,9 +214,6 @@ def plan(
     """
     terms = external_loss(frozenset(READ)) if objective is None else objective
     return call_of(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
-
-
-# ---------------------------------------------------------------------- running a call
 
 
 def without_gradient(*_: Any, **__: Any) -> None:

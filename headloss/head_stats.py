@@ -62,11 +62,10 @@ def head_stats(
     Unscored positions get 0 and give no gradient. A batch brings its packing, which other calls
     share, and may be of another shape than the hidden states (`Options(sequence_parallel=True)`).
 
-    The loss is not known before all statistics are out, so that no schedule is one pass. `auto`
-    takes *frozen* (4NHV) for a head without gradient under `gradients=("logp",)`; *held* (6NHV)
-    where the softmax terms (or logits) of all tokens fit `memory_budget`; else *recompute* (8NHV),
-    as it always does inside `torch.compile`, which sees a registered operator and need not break
-    its graph. `.plan` says which, in how many bytes, and why.
+    No schedule is one pass, as the loss needs all statistics. `auto` takes *frozen* (4NHV) for a
+    head without gradient under `gradients=("logp",)`; *held* (6NHV) where the softmax terms (or
+    logits) of all tokens fit `memory_budget`; else *recompute* (8NHV), as always in
+    `torch.compile`, which sees a registered operator and need not break its graph.
 
     Args:
         options: see `Options`. `main_grad` is written in the backward pass. `upstream` is refused.

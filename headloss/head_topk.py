@@ -78,12 +78,11 @@ def head_topk(
         rows = t.expand(hidden.shape[:-1]).flatten()
         transform = replace(transform, temperature=rows.to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    acts = kernels.load("reference")
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
         factors = head.factors(x, shard.dropout)
         source = LinearLogits(
             [*(tensor for pair in factors for tensor in pair), head.bias],
-            RowContext(acts, nowhere, transform, NOTHING, shard),
+            RowContext(kernels.load("reference"), nowhere, transform, NOTHING, shard),
             compute_dtype=compute,
         )
         both = 2 * source.dtype.itemsize  # the logits, and what top-k makes of them

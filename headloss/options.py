@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import (
-    check_dense,
-    check_number,
-    check_own_places,
-    plain_numbers,
-    with_nearest_name,
-)
+from .arguments import check_dense, check_number, check_own_places, plain_numbers, with_nearest_name
 
 BACKENDS = ("auto", "reference", "triton")
 SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
@@ -63,9 +57,8 @@ class Options:
             Hidden states are gathered on every rank, and each gets the gradient of its own.
         check_ranks: compare on every call, and not on a group's first one alone, what the ranks of
             a group have to be given alike: targets, fields, one value of each hidden state, values
-            of the objective's options. Switch it on where a loss is wrong on several ranks and
-            right on one, or where ranks wait for each other: data that differs between the ranks of
-            a tensor-parallel group is a usual cause. It reads the device twice.
+            of the objective's options. For a loss that is right on one rank and wrong on several,
+            or ranks that wait for each other: their data may differ. It reads the device twice.
         metrics: False leaves `out.metrics` empty and computes only what the loss needs.
         upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
             final in the forward pass, and `main_grad` is written there.
@@ -99,10 +92,9 @@ class Options:
         for name, allowed in {"backend": BACKENDS, "schedule": SCHEDULES}.items():
             if not (isinstance(value := getattr(self, name), str) and value in allowed):
                 raise ValueError(f"{name}: got {value!r}, want one of {allowed}")
-        flags = "static skip_rows batch_invariant sequence_parallel check_ranks metrics"
-        for name in flags.split():
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {getattr(self, name)!r}, want True or False")
+        for name, value in vars(self).items():
+            if isinstance(getattr(Options, name), bool) and not isinstance(value, bool):
+                raise TypeError(f"{name}: got {value!r}, want True or False")
         plain_numbers(self, "chunk_tokens", "memory_budget", "gradient_tolerance", "upstream")
         for name in ("chunk_tokens", "memory_budget"):
             if getattr(self, name) is not None:

@@ -227,6 +227,8 @@ def test_what_is_refused():
         call(loss, "segment")
     with pytest.raises(TypeError, match="loss_fn: got int, want a function"):
         call(3)
+    with pytest.raises(TypeError, match="loss_fn: got type, want a function"):
+        call(torch.nn.Linear)
     for separable in ("token", None):
         with pytest.raises(ValueError, match=r"loss_fn: returned \(4, 5\), want a floating scalar"):
             call(lambda logps, entropies: logps, separable)

@@ -659,7 +659,7 @@ def test_bad_terms_are_told_apart(factory, match):
         hl.check_term(factory)
 
 
-@pytest.mark.parametrize("wrong", [3, "grpo", hl.grpo() + hl.kl()])
+@pytest.mark.parametrize("wrong", [3, "grpo", hl.grpo() + hl.kl(), torch.nn.Linear])
 def test_check_term_wants_a_term(wrong):
     with pytest.raises(TypeError, match="term: got .*, want a Term"):
         hl.check_term(wrong)

@@ -78,7 +78,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             else:
                 stats, weighted, chunk = measured.stats, call.weighted, block if several else None
                 coefficients = weighted.coefficients(stats, call.packed, chunk)
-                coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
+                if call.options.gradient_tolerance:
+                    coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
                 share = coefficients.values
                 values = share if values is None else values + share
             live = coefficients.live() if plan.skip_rows else None

@@ -84,7 +84,14 @@ def requirements_of(arguments: Arguments) -> Requirements:
     needs |= {s for r in traced.values() for s in r.statistics & {*STATISTICS, *BESIDE}}
     if PEAK in needs:
         needs.add("top1")  # finds it
-    gradients, needs_grad = {g for r in traced.values() for g in r.gradients}, _needs_grad(a)
+    gradients, enabled = {g for r in traced.values() for g in r.gradients}, torch.is_grad_enabled()
+    into, lora = enabled and a.values.requires_grad, head.lora if head else ()
+    weights, bias = (head.weight, *(x.b for x in lora)) if head else (), head and head.bias
+    needs_grad = NeedsGrad(
+        features=(into, *(into or (enabled and x.a.requires_grad) for x in lora)),
+        weights=tuple(enabled and w.requires_grad for w in weights),
+        bias=enabled and bias is not None and bias.requires_grad,
+    )
     if not gradients and (any(needs_grad.features) or needs_grad.any_weight):
         raise ValueError(
             f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
@@ -99,19 +106,6 @@ def requirements_of(arguments: Arguments) -> Requirements:
         compute_dtype=compute_dtype, wide=wide, needs_grad=needs_grad, scored=scored,
         transform=transform,
     )  # fmt: skip
-
-
-def _needs_grad(a: Arguments) -> NeedsGrad:
-    enabled, head = torch.is_grad_enabled(), a.head
-    into = enabled and a.values.requires_grad
-    if head is None:
-        return NeedsGrad((into,))
-    weights, bias = (head.weight, *(x.b for x in head.lora)), head.bias
-    return NeedsGrad(
-        features=(into, *(into or (enabled and x.a.requires_grad) for x in head.lora)),
-        weights=tuple(enabled and w.requires_grad for w in weights),
-        bias=enabled and bias is not None and bias.requires_grad,
-    )
 
 
 def _inputs(
