@@ -257,16 +257,15 @@ def call_of(arguments: Arguments) -> Call:
     else:
         vocab_size = a.head and a.head.vocab_size
         say = partial(of_vocabulary, a, requirements)
-        of_ranks, error = agree("vocab_group", a.group, say, error, static)
-        shard, error = attempt(error, lambda: VocabShard(a.group, of_ranks, vocab_size, batch))
+        numbers = partial(agree, "vocab_group", a.group, say, error, static)
+        shard, error = attempt(None, lambda: VocabShard(a.group, numbers(), vocab_size, batch))
     plan, error = attempt(error, lambda: plan_of(packed[0], shard, requirements, options))
     across = batch.segments.group if isinstance(batch, Batch) else None
     fields = None
     if across is not None:
-        of_ranks, error = agree(
-            "segments.group", across, lambda: of_segments(a, plan, requirements), error, static
-        )
-        fields, error = attempt(error, lambda: per_segment(of_ranks))
+        say = partial(of_segments, a, plan, requirements)
+        forms = partial(agree, "segments.group", across, say, error, static)
+        fields, error = attempt(None, lambda: per_segment(forms()))
     if error is not None:
         raise error
     scored, transform = packed

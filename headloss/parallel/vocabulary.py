@@ -176,8 +176,4 @@ def shard_of_positions(
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
     _, error = attempt(None, check)
     facts = functools.partial(of_positions, head, hidden, k, check_ranks)
-    of_ranks, error = agree("vocab_group", group, facts, error)
-    shard, error = attempt(error, lambda: VocabShard(group, of_ranks, head.vocab_size))
-    if error is not None:
-        raise error
-    return shard  # type: ignore[no-any-return]
+    return VocabShard(group, agree("vocab_group", group, facts, error), head.vocab_size)
