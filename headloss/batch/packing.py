@@ -209,11 +209,8 @@ class Packing:
     def view(
         self, batch: Batch, dtype: torch.dtype, per_segment: frozenset[str] | None = None
     ) -> PackedBatch:
-        """The batch as terms see it, with float vectors in `dtype`.
-
-        Args:
-            per_segment: fields that hold one value per segment; default: by their shapes.
-        """
+        """The batch as terms see it, with float vectors in `dtype`; `per_segment` names the fields
+        with one value per segment, None: by their shapes."""
         if per_segment is None:
             per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
         fields, rank = dict(batch.fields), batch.targets.dim()

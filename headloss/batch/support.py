@@ -167,11 +167,10 @@ class SupportPairs:
     def window(self, rows: slice, first: int, size: int) -> Support:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
         begin, end = self._ends[rows.start], self._ends[rows.stop]
-        offsets = self.offsets[rows.start : rows.stop + 1]
-        ids = self.ids[begin:end]
+        ids, offsets = self.ids[begin:end], self.offsets[rows.start : rows.stop + 1] - begin
         if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
-        return Support(ids, offsets - begin if begin else offsets, first, size)
+        return Support(ids, offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""

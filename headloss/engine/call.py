@@ -177,7 +177,7 @@ class Call:
             return None
         share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
         zero = self.scored.targets.new_zeros((), dtype=torch.float64)
-        return Tolerance(share, self.transform, self.shard.vocabulary, zero)
+        return Tolerance(share, self.transform, self.shard.vocabulary, zero, zero, zero)
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
         """[n] coefficients of a frozen head's dlogp. In float16, where dlogp/dz is small near

@@ -32,8 +32,7 @@ LEARNED = 256  # calls that a static one can go by, of a group
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
 OwnNumbers = dict[str, list[int]]  # by name, of each rank
-_LEARNED: weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]
-_LEARNED = weakref.WeakKeyDictionary()
+_LEARNED = weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
