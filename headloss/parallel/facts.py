@@ -160,10 +160,8 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
 
 
 def _of_transform(transform: Transform) -> dict[str, object]:
-    temperature: Any = transform.temperature
-    temperature = "per token" if isinstance(temperature, Tensor) else temperature
-    values = transform.scale, transform.softcap, temperature
-    return {"logit_scale, softcap, temperature": values}
+    at: Any = "per token" if isinstance(transform.temperature, Tensor) else transform.temperature
+    return {"logit_scale, softcap, temperature": (transform.scale, transform.softcap, at)}
 
 
 def _names(objective: Objective) -> list[tuple[Any, ...]]:

@@ -45,9 +45,7 @@ class WholeVocabulary:
         """From partials of this rank's slice to those of the whole vocabulary."""
         return partials
 
-    def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
-    ) -> Measured:  # fmt: skip
+    def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
         """The statistics that follow from partials of this rank's slice."""
         return Measured(*finish(partials, self.vocabulary, needs))
 
@@ -124,9 +122,7 @@ class VocabShard(WholeVocabulary):
         slices = zip(partials.tensors(), self._gathered(partials).unbind(1), strict=True)
         return merge_all(SoftmaxState(**dict(slices)))
 
-    def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
-    ) -> Measured:  # fmt: skip
+    def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
         return kernels.finish(self._gathered(partials), needs, self.vocabulary)
 
     def _gathered(self, partials: SoftmaxState) -> Tensor:
