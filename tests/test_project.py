@@ -50,7 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 9_960, "core tokens": 70_456}
+MOST = {"core lines": 9_807, "core tokens": 69_913}
 MOST |= {"kernels lines": 3_938, "kernels tokens": 31_672, "files on top": 14}
 
 

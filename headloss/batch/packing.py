@@ -7,8 +7,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -114,12 +113,9 @@ class PackedBatch:
         vectors = all(value.dim() == 1 for value in fields.values())
         if not vectors or self.live is not None or segments.group is not None:
             return None
-        twin, ids = copy(self), segments.ids.clone()
-        twin.targets = self.targets.clone()
-        twin.segments = Segments(ids, segments.count, counts=segments._local_counts)
-        twin._fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
-        twin._read = {}
-        return twin
+        of = Segments(segments.ids.clone(), segments.count, counts=segments._local_counts)
+        fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
+        return replace(self, targets=self.targets.clone(), segments=of, _fields=fields, _read={})
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics, where a field is CURRENT."""
@@ -129,19 +125,17 @@ class PackedBatch:
 
     def replacing(self, fields: Mapping[str, Tensor]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
-        twin = copy(self)
-        twin._read = {**self._read, **fields}
-        return twin
+        return replace(self, _read={**self._read, **fields})
 
     def slice(self, chunk: Chunk) -> PackedBatch:
         """Some of the tokens, in their segments."""
-        part, tokens = copy(self), chunk.rows
-        part.targets, part.segments = self.targets[tokens], self.segments.slice(chunk)
-        part.index = None if self.index is None else self.index[tokens]
-        part.live = None if self.live is None else self.live[tokens]
-        part._read, part._fields = {}, {**self._fields, **self._read}
-        part._cut_of = self, tokens
-        return part
+        tokens = chunk.rows
+        return replace(
+            self, targets=self.targets[tokens], segments=self.segments.slice(chunk),
+            index=None if self.index is None else self.index[tokens],
+            live=None if self.live is None else self.live[tokens],
+            _fields={**self._fields, **self._read}, _read={}, _cut_of=(self, tokens),
+        )  # fmt: skip
 
 
 def answers(batch: PackedBatch) -> Segments:

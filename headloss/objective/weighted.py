@@ -183,7 +183,8 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        return Coefficients(softmax, extras, values).map(lambda t: t * self.upstream)
+        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
