@@ -85,8 +85,7 @@ def inside(device: str, *groups: distributed.ProcessGroup | None) -> Iterator[No
         with torch.autocast(device, enabled=False):
             yield
     except Exception as error:
-        alone = groups.count(None) == len(groups)
-        if not (alone or isinstance(error, RankError)):
+        if set(groups) != {None} and not isinstance(error, RankError):
             error.add_note(
                 "headloss: this was raised between the collectives of a call. Unless every rank "
                 "raised it at the same point, the others wait for this one until their group's "

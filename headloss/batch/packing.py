@@ -7,7 +7,7 @@ segment. From there on there are no masks and no padding: every field is a vecto
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from copy import copy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..arguments import IGNORE
 from ..statistics.softmax import Statistics
 from .batch import CURRENT, Batch, Current, Kind, kind_of
 from .segments import Chunk, Segments, numbered
-from .support import SupportPairs
+from .support import SupportIds, SupportPairs
 
 NOT_GIVEN = "which was not given"
 ALL = slice(None)
@@ -40,35 +40,24 @@ def outside_inference(value: Tensor) -> Tensor:
     return value.clone()
 
 
+@dataclass(eq=False, repr=False)
 class PackedBatch:
     """What terms see: T scored tokens sorted by segment, every field a [T] (or [T, K]) tensor.
 
     Fields are attributes; a missing one raises by name. `get(name)` returns None instead, and
     `name in batch` asks. A per-segment field stands at each of its segment's tokens.
-
-    Args:
-        targets: [T] int64.
-        segments: sorted.
-        fields: [N, ..], gathered when a term reads them, and `CURRENT`.
-        live: [T] bool, only with static shapes: which tokens are scored.
-        index: [T] position of each token, None: all N in order.
-        per_segment: fields that are [S].
-        dtype: of gathered floating vectors; None: their own.
-        count: S, without what static shapes add for unscored tokens.
     """
 
+    targets: Tensor  # [T] int64
+    segments: Segments  # sorted
+    _fields: Mapping[str, Tensor | Current]  # [N, ..], gathered when a term reads them
+    live: Tensor | None = None  # [T] bool, only with static shapes: which tokens are scored
+    index: Tensor | None = None  # [T] position of each token, None: all N in order
+    _per_segment: frozenset[str] = frozenset()  # fields that are [S]
+    _dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
+    _count: int = 0  # S, without what static shapes add for unscored tokens
+    _read: dict[str, Any] = field(default_factory=dict)  # gathered
     _cut_of: tuple[PackedBatch, slice] | None = None
-
-    def __init__(
-        self, targets: Tensor, segments: Segments, fields: Mapping[str, Tensor | Current],
-        live: Tensor | None = None, *, index: Tensor | None = None,
-        per_segment: frozenset[str] = frozenset(), dtype: torch.dtype | None = None,
-        count: int | None = None
-    ) -> None:
-        self.targets, self.segments, self.live, self.index = targets, segments, live, index
-        self._fields, self._read = fields, dict[str, Any]()  # as they are, and gathered
-        self._per_segment, self._dtype = per_segment, dtype
-        self._count = segments.count if count is None else count
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -124,12 +113,9 @@ class PackedBatch:
         vectors = all(value.dim() == 1 for value in fields.values())
         if not vectors or self.live is not None or segments.group is not None:
             return None
-        twin, ids = copy(self), segments.ids.clone()
-        twin.targets = self.targets.clone()
-        twin.segments = Segments(ids, segments.count, counts=segments._local_counts)
-        twin._fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
-        twin._read = {}
-        return twin
+        of = Segments(segments.ids.clone(), segments.count, counts=segments._local_counts)
+        fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
+        return replace(self, targets=self.targets.clone(), segments=of, _fields=fields, _read={})
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics, where a field is CURRENT."""
@@ -139,19 +125,17 @@ class PackedBatch:
 
     def replacing(self, fields: Mapping[str, Tensor]) -> PackedBatch:
         """The same tokens with other values of some fields, [T]."""
-        twin = copy(self)
-        twin._read = {**self._read, **fields}
-        return twin
+        return replace(self, _read={**self._read, **fields})
 
     def slice(self, chunk: Chunk) -> PackedBatch:
         """Some of the tokens, in their segments."""
-        part, tokens = copy(self), chunk.rows
-        part.targets, part.segments = self.targets[tokens], self.segments.slice(chunk)
-        part.index = None if self.index is None else self.index[tokens]
-        part.live = None if self.live is None else self.live[tokens]
-        part._read, part._fields = {}, {**self._fields, **self._read}
-        part._cut_of = self, tokens
-        return part
+        tokens = chunk.rows
+        return replace(
+            self, targets=self.targets[tokens], segments=self.segments.slice(chunk),
+            index=None if self.index is None else self.index[tokens],
+            live=None if self.live is None else self.live[tokens],
+            _fields={**self._fields, **self._read}, _read={}, _cut_of=(self, tokens),
+        )  # fmt: skip
 
 
 def answers(batch: PackedBatch) -> Segments:
@@ -219,11 +203,8 @@ class Packing:
     def view(
         self, batch: Batch, dtype: torch.dtype, per_segment: frozenset[str] | None = None
     ) -> PackedBatch:
-        """The batch as terms see it, with float vectors in `dtype`.
-
-        Args:
-            per_segment: fields that hold one value per segment; default: by their shapes.
-        """
+        """The batch as terms see it, with float vectors in `dtype`; `per_segment` names the fields
+        with one value per segment, None: by their shapes."""
         if per_segment is None:
             per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
         fields, rank = dict(batch.fields), batch.targets.dim()
@@ -231,10 +212,8 @@ class Packing:
             if isinstance(value, Tensor):
                 value = value.reshape(-1, *value.shape[1 if name in per_segment else rank :])
                 fields[name] = value.contiguous() if value.dim() == 1 else value
-        return PackedBatch(
-            self.targets, self.segments, fields, self.live, index=self.index,
-            per_segment=per_segment, dtype=dtype, count=self.count,
-        )  # fmt: skip
+        of_tokens = self.targets, self.segments, fields, self.live, self.index
+        return PackedBatch(*of_tokens, per_segment, dtype, self.count)
 
     def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
         """Values of the tokens `rows`, [n, ..], in the caller's shape and in new memory; 0 at all
@@ -274,9 +253,8 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
         unit: as of `Packing`, with static shapes: nothing is read, checked or dropped then.
 
     Raises:
-        ValueError: a field that was assigned to; a target outside the vocabulary; at a scored
-            position, a segment id outside its range or an id field's value beyond the vocabulary; a
-            support that is not what it should be.
+        ValueError: a field that was assigned to; at a scored position a target, a segment's id or
+            an id field's value outside its range, or a support that is not what it should be.
         RuntimeError: the batch was changed in place since it was made.
     """
     # The values as they were would be read, and a support that was not there by none.
@@ -284,7 +262,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
         raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
         if batch.support is not None:
-            _check_static(batch)
+            _check_static(batch.support, batch.targets)
         return Packing(batch, unit)
     survey = batch._survey().check(vocabulary)
     if batch.support is not None:
@@ -294,14 +272,12 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
     return survey.packing
 
 
-def _check_static(batch: Batch) -> None:
+def _check_static(support: SupportIds, targets: Tensor) -> None:
     """ValueError if some tokens have a support and others have none: with static shapes the host
     could not know which. This reads the device, except while a graph is captured."""
-    if batch.targets.is_cuda and torch.cuda.is_current_stream_capturing():
+    if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    assert batch.support is not None
-    restricted = int(batch.support.survey(batch.targets)[-1])
-    scored = int((batch.targets != IGNORE).sum())
+    restricted, scored = int(support.survey(targets)[-1]), int((targets != IGNORE).sum())
     if restricted != scored:
         raise ValueError(
             f"static: got support_ids at {restricted} of {scored} scored tokens, want them at all"

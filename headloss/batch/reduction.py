@@ -74,24 +74,22 @@ class Totals:
             groups, prompts = numbered(groups)
         ids = segments.ids.reshape(-1).long().clamp(0, max(segments.count - 1, 0))
 
-        def kept_of(mask: Tensor, against: bool = False) -> Tensor:
-            """[S + 1] scored tokens of each segment that a mask keeps, and whether this rank votes
-            against values per token."""
-            counts = count_in(ids, segments.count, scored & mask)
-            return torch.cat([counts, ids.new_full((1,), against)])
+        def kept_of(mask: Tensor) -> Tensor:
+            """[S] scored tokens of each segment that a mask keeps."""
+            return count_in(ids, segments.count, scored & mask)
 
-        rows = [kept_of(scored)]
+        rows, kept = [kept_of(scored)], {}
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)
-            rows.append(kept_of(mask.reshape(-1) if as_token else ~scored, not as_token))
+            rows.append(kept_of(mask.reshape(-1) if as_token else ~scored))
             rows.append(kept_of(mask[ids] if as_segment else ~scored))
-        joined = torch.stack(rows)  # over the ranks that share the segments
+            rows.append(torch.full_like(rows[0], not as_token))  # a vote against values per token
+        counts = torch.stack(rows)  # over the ranks that share the segments
         if segments.group is not None:
-            summed("the count of tokens in segments", joined, segments.group)
-        counts, votes, kept = joined[:, :-1], joined[:, -1], {}
+            summed("the count of tokens in segments", counts, segments.group)
         for i, (name, mask) in enumerate(masks.items()):
-            by_token, by_segment = counts[2 * i + 1 : 2 * i + 3]
-            as_token = votes[2 * i + 1] == 0
+            by_token, by_segment, votes = counts[3 * i + 1 : 3 * i + 4]
+            as_token = votes == 0
             of_segments = mask if mask.shape == by_token.shape else by_token > 0
             of_segments = torch.where(as_token, by_token > 0, of_segments)
             kept[name] = torch.where(as_token, by_token, by_segment).sum(), of_segments.sum()
@@ -133,11 +131,9 @@ class Totals:
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
         check_group("group", group)
         numbers = self._numbers
-        devices = [n.device for n in numbers if isinstance(n, Tensor)]
-        device = devices[0] if devices else device_of(group)
-        wide = [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
-        packed = torch.stack(wide)
-        summed("Totals.all_reduce", packed, group)
+        devices = [n.device for n in numbers if isinstance(n, Tensor)] or [device_of(group)]
+        wide = [torch.as_tensor(n, dtype=torch.float64, device=devices[0]) for n in numbers]
+        packed = summed("Totals.all_reduce", torch.stack(wide), group)
         if gradients == "mean":
             packed = packed / distributed.get_world_size(group)
         return self._with(list(packed.unbind()))
@@ -145,8 +141,7 @@ class Totals:
     @property
     def _counts(self) -> list[Number]:
         """Those of all tokens."""
-        more = [] if self.prompts is None else [self.prompts]
-        return [self.tokens, self.segments, *more]
+        return [n for n in (self.tokens, self.segments, self.prompts) if n is not None]
 
     @property
     def _numbers(self) -> list[Number]:

@@ -61,8 +61,6 @@ class Segments:
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
-    # ------------------------------------------------------------------ making them
-
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
         """Consecutive segments of `lengths` ([S] integers) over a [sum(lengths)] vector; 0 counts.
@@ -115,8 +113,6 @@ class Segments:
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows)
 
-    # ------------------------------------------------------------------ using them
-
     @property
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
@@ -151,8 +147,6 @@ class Segments:
         part = Segments(ids, last - first, self.group, counts=counts)
         part._lengths = self.lengths[first:last]
         return part
-
-    # ------------------------------------------------------------------ how
 
     @cached_property
     def _local_counts(self) -> Tensor:

@@ -56,8 +56,7 @@ class SupportIds:
         """[6] int64: the largest and the smallest id at a scored position; how often offsets are
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
-        targets, n = targets.reshape(-1), targets.numel()
-        pairs = self._pairs
+        targets, n, pairs = targets.reshape(-1), targets.numel(), self._pairs
         ids, offsets = pairs.ids, pairs.offsets
         bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
         if not n or not len(ids):
@@ -85,9 +84,7 @@ class SupportIds:
             )
         if not (most >= vocabulary or least < 0 or twice or missing):
             return
-        targets = targets.reshape(-1)
-        pairs = self._pairs
-        ids, at = pairs.ids, pairs.tokens()
+        ids, at, targets = self._pairs.ids, self._pairs.tokens(), targets.reshape(-1)
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
             listed = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
@@ -105,13 +102,8 @@ class SupportIds:
     def pack(
         self, index: Tensor | None, live: Tensor | None, restricted: int | None
     ) -> SupportPairs:
-        """The pairs of the packed tokens.
-
-        Args:
-            index: [T] position of each, None: all in order.
-            live: [T] bool, with static shapes: those that are scored, which all have ids.
-            restricted: how many of them have ids; None: not known, all have.
-        """
+        """The pairs of the packed tokens, with `index` and `live` of a `Packing`; `restricted` says
+        how many of them have ids, None: all that are scored."""
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
@@ -147,9 +139,7 @@ class SupportPairs:
     @cached_property
     def counts(self) -> Tensor:
         """[T] ids of each token."""
-        if self.width is not None:
-            return (self.ids.view(-1, self.width) >= 0).sum(1)
-        return self.offsets.diff()
+        return count_in(self.tokens(), len(self), self.ids >= 0)
 
     def tokens(self, pairs: Tensor | None = None) -> Tensor:
         """The tokens of some pairs, of all by default; wrong offsets do no harm here."""
@@ -177,11 +167,10 @@ class SupportPairs:
     def window(self, rows: slice, first: int, size: int) -> Support:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
         begin, end = self._ends[rows.start], self._ends[rows.stop]
-        offsets = self.offsets[rows.start : rows.stop + 1]
-        ids = self.ids[begin:end]
+        ids, offsets = self.ids[begin:end], self.offsets[rows.start : rows.stop + 1] - begin
         if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
-        return Support(ids, offsets - begin if begin else offsets, first, size)
+        return Support(ids, offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
         """[m] which of some tokens have no ids, counted from the first of them; None: none."""

@@ -46,8 +46,7 @@ def support_from_scores(scores: Tensor) -> Tensor:
     if not scores.dim() or not scores.shape[-1]:
         raise ValueError(f"scores: got shape {tuple(scores.shape)}, want [.., V] with V >= 1")
     mask = scores if of_bool else scores.isfinite()
-    ids, counts = pairs_of(mask.reshape(-1, scores.shape[-1]))
-    padded = padded_pairs(ids, counts)
+    padded = padded_pairs(*pairs_of(mask.reshape(-1, scores.shape[-1])))
     return padded.view(*scores.shape[:-1], padded.shape[1])
 
 

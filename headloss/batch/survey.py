@@ -19,18 +19,13 @@ class Survey:
     On a GPU the answers are on their way to the host when this was made; `numbers` waits for them
     alone. Nothing here knows the vocabulary: a call compares the extremes with its own.
 
-    Attributes:
-        id_fields: [N, K] each (given as [.., K]), whose values are columns of the vocabulary where
-            they are not < 0.
-        counts: [S] scored positions of each segment, on the device.
-        tensors, versions: all that was looked at, as it was then.
-        packing: `packing.Packing`, once a call has made it; other batches of these tokens share it.
-
     Args:
+        id_fields: [.., K] each, whose values are columns of the vocabulary where they are not < 0.
         of_support: `SupportIds.survey`, read with the other numbers.
+        tensors: all that is looked at.
     """
 
-    packing: Any = None
+    packing: Any = None  # once a call has made it; other batches of these tokens share it
 
     def __init__(
         self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor],
@@ -43,22 +38,22 @@ class Survey:
         # [N] the segment of each scored position, S where it is in none; S + 1: not scored.
         self.bins = segments._bins.masked_fill(unscored, count + 1)
         counts = count_in(self.bins, count + 2, torch.ones_like(self.bins))
-        self.counts = counts[:count]
+        self.counts = counts[:count]  # [S] scored positions of each segment
         numbers = [self._extremes(unscored), counts]
         self._copy = HostCopy(torch.cat(numbers if of_support is None else [*numbers, of_support]))
 
     def _extremes(self, unscored: Tensor) -> Tensor:
-        """How often a segment's id is followed by a lower one; the smallest target and the largest,
-        and the largest of each of id_fields, 0 standing for what is not scored; for each of these
-        fields, at how many scored positions an id stands twice."""
-        ids, fields = self.segments.ids.reshape(-1), list(self.id_fields.values())
+        """How often a segment's id is followed by a lower one; the smallest target and the largest;
+        of each of id_fields the largest, and at how many scored positions an id stands twice. 0
+        stands for what is not scored."""
+        ids, fields = self.segments.ids.reshape(-1), self.id_fields.values()
         if not len(ids):
             return ids.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
-        values = [self.targets, *(field.amax(1) for field in fields)]
-        scored = [value.masked_fill(unscored, 0).long() for value in values]
-        numbers = [(ids[1:] < ids[:-1]).sum(), *scored[0].aminmax()]
-        numbers += [value.amax() for value in scored[1:]]
-        numbers += [(_repeated(field) & ~unscored).sum() for field in fields]
+        scored = self.targets.masked_fill(unscored, 0).long()
+        numbers = [(ids[1:] < ids[:-1]).sum(), *scored.aminmax()]
+        for field in fields:
+            largest = field.amax(1).masked_fill(unscored, 0).long().amax()
+            numbers += [largest, (_repeated(field) & ~unscored).sum()]
         return torch.stack(numbers)
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
@@ -92,11 +87,12 @@ class Survey:
         if lowest < 0 or highest >= vocabulary:
             bad = (self.targets < 0) | (self.targets >= vocabulary)
             self._refuse("targets", self.targets, bad, f"-100 or 0 <= target < {vocabulary}")
-        for at, (name, ids) in enumerate(self.id_fields.items()):
-            if of_fields[at] >= vocabulary:
+        pairs = zip(of_fields[::2], of_fields[1::2], strict=True)
+        for (name, ids), (largest, twice) in zip(self.id_fields.items(), pairs, strict=True):
+            if largest >= vocabulary:
                 value = ids.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-            if of_fields[len(self.id_fields) + at]:
+            if twice:
                 self._refuse(name, ids, _repeated(ids), "distinct ids")
         if nowhere:
             count = self.segments.count

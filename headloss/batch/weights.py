@@ -26,25 +26,24 @@ def token_weights(
         totals: the global denominators.
         dtype: of the weights.
     """
-    segments, counts = batch.segments, totals._counts
+    segments, counts, scored = batch.segments, totals._counts, batch.live
     standard = reduction.weigh if isinstance(reduction.weigh, StandardWeight) else None
-    by_length = standard is None or standard.by_length
-    grouped, included = segments.group is not None, None  # then all ranks sum lengths here
-    lengths: Any = segments.lengths if by_length or grouped else None
+    lengths = segments.lengths
     if field is not None:
-        included, counts = getattr(batch, field), totals.kept[field]
-        lengths = lengths if lengths is None else segments.sum(included.to(dtype))
+        scored, counts = getattr(batch, field), totals.kept[field]
+        lengths = segments.sum(scored.to(dtype))
     tokens, groups = counts[:2]
     if standard is not None and standard.of == "prompts":
         prompts, groups = answers(batch), counts[2]
         lengths = prompts.expand(prompts.sum(lengths))  # of a token's prompt
     of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
-    of_tokens: Any = segments.expand(lengths.to(dtype).clamp_min(1)) if by_length else None
+    of_tokens: Any = None
+    if standard is None or standard.by_length:
+        of_tokens = segments.expand(lengths.to(dtype).clamp_min(1))
     weigh = partial(_of_users, reduction) if standard is None else standard
     weights = weigh(of_tokens, *of_all)
     if isinstance(weights, Tensor):
         weights = weights.to(dtype)
-    scored = batch.live if included is None else included
     if scored is not None:
         weights = torch.where(scored, weights, scored.new_zeros((), dtype=dtype))
     return weights

@@ -141,7 +141,7 @@ class Call(Requirements):
         """Leaves further rows out; of no mass at all where that would save no product."""
         share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
         zero = self.scored.targets.new_zeros((), dtype=torch.float64)
-        return Tolerance(share, self.transform, self.shard.vocabulary, zero)
+        return Tolerance(share, self.transform, self.shard.vocabulary, zero, zero, zero)
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
         """[n] coefficients of a frozen head's dlogp: in float16, where dlogp/dz is small as p nears
@@ -211,14 +211,15 @@ def call_of(arguments: Arguments) -> Call:
         shard, error = attempt(error, lambda: WholeVocabulary(needs.inputs.vocabulary))
     else:
         vocab_size = a.head and a.head.vocab_size
-        said, error = agree("vocab_group", group, lambda: of_vocabulary(a, needs), error, static)
-        shard, error = attempt(error, lambda: VocabShard(group, said, vocab_size, batch))
+        say = partial(of_vocabulary, a, needs)
+        numbers = partial(agree, "vocab_group", group, say, error, static)
+        shard, error = attempt(None, lambda: VocabShard(group, numbers(), vocab_size, batch))
     plan, error = attempt(error, lambda: plan_of(needs, shard))
     fields, across = None, batch.segments.group if isinstance(batch, Batch) else None
     if across is not None:
         say = partial(of_segments, a, plan, needs)
-        said, error = agree("segments.group", across, say, error, static)
-        fields, error = attempt(error, lambda: per_segment(said))
+        forms = partial(agree, "segments.group", across, say, error, static)
+        fields, error = attempt(None, lambda: per_segment(forms()))
     if error is not None:
         raise error
     call = Call(**vars(needs), shard=shard, plan=plan, per_segment=fields)

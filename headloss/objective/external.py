@@ -1,9 +1,4 @@
-"""A loss in somebody else's code, in the place of an objective.
-
-T scored tokens. What the signature of a call needs to know of it is which statistics it reads and
-which of them carry a gradient: `external_loss` says so where calls are prepared. Of the loss
-itself only slopes come back.
-"""
+"""A loss in somebody else's code, in the place of an objective. Only its slopes come back."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candi
 def external_loss(
     gradients: frozenset[str], scope: Scope = "external", candidates: bool = False
 ) -> Objective:
-    """A term that stands for such a loss: what it reads takes the place of its function. That is
+    """A term that stands for such a loss: what it reads takes the place of its function. It reads
     the statistics of `READ`, the log-probs of `candidates`, and their rest where its gradient is
     asked for; it differentiates `gradients`."""
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients

@@ -54,8 +54,7 @@ def reads(
             read = read or _TABLE.get(key)
         if read is None:
             sample = sample_batch(kinds, term, device)
-            teachers = [term.teacher] if term.teacher else []
-            stats = sample_statistics(dtype, device, kinds, teachers)
+            stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
             try:
                 read = trace(term, stats, sample.on(stats), observe)
                 if cuts:
@@ -93,8 +92,7 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """A batch of two made-up tokens with the fields of a real one, in as many segments as belong
-    together."""
+    """Two made-up tokens with the fields of a batch, in as many segments as belong together."""
     ids = torch.arange(SAMPLE, device=device)
     cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}

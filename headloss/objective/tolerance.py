@@ -7,6 +7,8 @@ from dW, in the Frobenius norm, so that the sum of the masses left out bounds bo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -60,19 +62,16 @@ def least(mass: Tensor, share: float) -> Tensor:
     return torch.empty_like(within).scatter_(0, ranking, within & usable)
 
 
+@dataclass(eq=False)
 class Tolerance:
-    """Takes a chunk's least rows out of its gradient, and counts them.
+    """Takes a chunk's least rows out of its gradient, and counts them."""
 
-    Args:
-        share: of a chunk's mass that may be left out; with 0 nothing is looked at.
-        none: [] float64, 0 on the device of the call.
-        transform: of all tokens' logits.
-        vocabulary: V of the whole model.
-    """
-
-    def __init__(self, share: float, transform: Transform, vocabulary: int, none: Tensor) -> None:
-        self.share, self.transform, self.vocabulary = share, transform, vocabulary
-        self.skipped_rows = self.skipped_mass = self.mass = none
+    share: float  # of a chunk's mass that may be left out; with 0 nothing is looked at
+    transform: Transform  # of all tokens' logits
+    vocabulary: int  # V of the whole model
+    skipped_rows: Tensor  # [] float64 each, 0 at first, on the device of the call
+    skipped_mass: Tensor
+    mass: Tensor
 
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None

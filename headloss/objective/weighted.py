@@ -86,15 +86,13 @@ class WeightedTerm(NamedTuple):
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
         """What the term and its modifiers report, folded over the tokens that count, or over the
         segments that have one; `share` as in `fold_all`, of segments."""
-        reports: dict[str, Observed] = {}
+        reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for source in (self.term, *self.term.modifiers):
-            if source.observe is not None:
-                report = source.observe(stats, batch)
-                reports |= checked(source.name, report, len(batch), batch.segments.count)
-        reports = {f"{self.name}/{name}": o for name, o in reports.items()}
-        of_segments = {name: o for name, o in reports.items() if o.per == "segment"}
+            report = {} if source.observe is None else source.observe(stats, batch)
+            for name, o in checked(source.name, report, len(batch), batch.segments.count).items():
+                reports[o.per][f"{self.name}/{name}"] = o
         live, included, present = batch.live, self.included(batch), None
-        if of_segments:
+        if reports["segment"]:
             present = batch.segments.lengths > 0
             if live is not None:
                 present[batch._count :] = False
@@ -102,8 +100,8 @@ class WeightedTerm(NamedTuple):
                 present = present & (batch.segments.sum(included.double()) > 0)
         if included is not None:
             live = included if live is None else included & live
-        of_tokens = {name: o for name, o in reports.items() if o.per == "token"}
-        return Metrics(fold_all(of_tokens, live) | fold_all(of_segments, present, share))
+        of_segments = fold_all(reports["segment"], present, share)
+        return Metrics(fold_all(reports["token"], live) | of_segments)
 
 
 class Coefficients(NamedTuple):
@@ -185,7 +183,8 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        return Coefficients(softmax, extras, values).map(lambda t: t * self.upstream)
+        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:

@@ -32,8 +32,7 @@ LEARNED = 256  # calls that a static one can go by, of a group
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
 OwnNumbers = dict[str, list[int]]  # by name, of each rank
-_LEARNED: weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]
-_LEARNED = weakref.WeakKeyDictionary()
+_LEARNED = weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,30 +68,33 @@ def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
 def agree(
     role: str, group: distributed.ProcessGroup, say: Callable[[], Facts],
     error: Exception | None, static: bool = False
-) -> tuple[Any, Exception | None]:  # fmt: skip
-    """The own numbers of each rank, or the error that every rank of the group is to raise: one of
-    its own (another kind than ValueError and TypeError: as a RuntimeError on the others), a fact
-    that is not the same on all, or a group that this rank is not in.
+) -> OwnNumbers:  # fmt: skip
+    """The own numbers of each rank.
 
     Args:
         role: what the group is called in errors.
         say: makes this rank's facts, where it has not failed by an `error`.
         static: the call is. Once the group has learned any call, the others may go on without a
             record: a rank that fails then raises alone.
+
+    Raises:
+        Exception: on every rank, what one has failed by (of another kind than ValueError and
+            TypeError: a RuntimeError on the others).
+        ValueError: a fact that is not the same on all, or a group that this rank is not in.
     """
     facts, error = attempt(error, say)
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
-        return None, error or ValueError(
+        raise error or ValueError(
             f"{role}: got {group!r}, want a process group that this rank is in (new_group returns "
             "a placeholder to the ranks that it leaves out)"
         )
     learned = _LEARNED.setdefault(group, {}).setdefault(role, {})
     if facts is not None and static and facts.key in learned:
-        return learned[facts.key], None
-    if facts is None and static and learned:
-        return None, error
+        return learned[facts.key]
+    if error is not None and static and learned:
+        raise error
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        return None, error or RuntimeError(
+        raise error or RuntimeError(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
@@ -101,18 +103,15 @@ def agree(
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
     records = _gathered(group, words + [0] * (WORDS - len(words)))
-    if any(record[:3] != [0, *records[0][1:3]] for record in records):
-        return None, _explained(role, group, facts, error)
-    assert facts is not None
+    if facts is None or any(record[:3] != [0, *records[0][1:3]] for record in records):
+        raise _explained(role, group, facts, error)
     of_ranks = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.numbers), 3)}
     if not learned or facts.check:
-        error = _compared(role, group, facts.values(of_ranks))
-        if error is not None:
-            return None, error
+        _compare(role, group, facts.values(of_ranks))
     if len(learned) >= LEARNED:
         del learned[next(iter(learned))]
     learned[facts.key] = of_ranks
-    return of_ranks, None
+    return of_ranks
 
 
 def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:
@@ -143,10 +142,10 @@ def _explained(
     return _differs(role, group, f"{name}: differs", texts, brief if len(brief) < 200 else "")
 
 
-def _compared(
+def _compare(
     role: str, group: distributed.ProcessGroup, values: Mapping[str, Sequence[Tensor] | str]
-) -> Exception | None:
-    """What is wrong with tensors and texts, if anything: their checksums are gathered."""
+) -> None:
+    """ValueError on every rank for tensors or texts that differ: their checksums are gathered."""
     names = sorted(values)  # of a set, which has another order on each rank
     numbers, error = attempt(
         None,
@@ -155,11 +154,10 @@ def _compared(
     numbers = [0, *numbers] if error is None else [1] * (1 + len(names))
     sums = zip(*_gathered(group, numbers), strict=True)
     if error is not None:
-        return error
+        raise error
     for what, of_ranks in zip(("values: cannot be compared", *names), sums, strict=True):
         if len(set(of_ranks)) > 1:
-            return _differs(role, group, what, of_ranks)
-    return None
+            raise _differs(role, group, what, of_ranks)
 
 
 def _differs(

@@ -78,10 +78,8 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
 
 def of_positions(head: Head, hidden: Tensor, k: int, check: bool) -> Facts:
     """Of a verb on positions alone."""
-    numbers = {
-        "rows": head.weight.shape[0], "tokens": -1, "weight_gradient": 0, "memory": 0,
-        "teacher_columns": -1,
-    }  # fmt: skip
+    numbers = {"rows": head.weight.shape[0], "tokens": -1, "teacher_columns": -1}
+    numbers |= {"weight_gradient": 0, "memory": 0}
     same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
     same |= _of_transform(transform_of(head))
     sample = {"hidden: differs": [_sampled(hidden)]}
@@ -162,10 +160,8 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
 
 
 def _of_transform(transform: Transform) -> dict[str, object]:
-    temperature: Any = transform.temperature
-    temperature = "per token" if isinstance(temperature, Tensor) else temperature
-    values = transform.scale, transform.softcap, temperature
-    return {"logit_scale, softcap, temperature": values}
+    at: Any = "per token" if isinstance(transform.temperature, Tensor) else transform.temperature
+    return {"logit_scale, softcap, temperature": (transform.scale, transform.softcap, at)}
 
 
 def _names(objective: Objective) -> list[tuple[Any, ...]]:

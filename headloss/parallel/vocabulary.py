@@ -45,9 +45,7 @@ class WholeVocabulary:
         """From partials of this rank's slice to those of the whole vocabulary."""
         return partials
 
-    def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
-    ) -> Measured:  # fmt: skip
+    def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
         """The statistics that follow from partials of this rank's slice."""
         return Measured(*finish(partials, self.vocabulary, needs))
 
@@ -124,9 +122,7 @@ class VocabShard(WholeVocabulary):
         slices = zip(partials.tensors(), self._gathered(partials).unbind(1), strict=True)
         return merge_all(SoftmaxState(**dict(slices)))
 
-    def measured(
-        self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]
-    ) -> Measured:  # fmt: skip
+    def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
         return kernels.finish(self._gathered(partials), needs, self.vocabulary)
 
     def _gathered(self, partials: SoftmaxState) -> Tensor:
@@ -176,8 +172,4 @@ def shard_of_positions(
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
     _, error = attempt(None, check)
     facts = functools.partial(of_positions, head, hidden, k, check_ranks)
-    of_ranks, error = agree("vocab_group", group, facts, error)
-    shard, error = attempt(error, lambda: VocabShard(group, of_ranks, head.vocab_size))
-    if error is not None:
-        raise error
-    return shard  # type: ignore[no-any-return]
+    return VocabShard(group, agree("vocab_group", group, facts, error), head.vocab_size)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from parallel_cases import groups
 from torch import Tensor, distributed
@@ -551,13 +552,13 @@ def compared_in_any_order() -> list[str]:
     rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
     names = ["one", "two", "three"]
     values = {name: name for name in (names, names[::-1])[rank]}
-    assert agreement._compared("a group", group, values) is None
-    tensors = torch.ones(2), torch.ones(2).to_sparse()
-    errors = [
-        agreement._compared("a group", group, {"one": [tensors[rank]]}),
-        agreement._compared("a group", group, {"one": [torch.ones(1 + rank)]}),
-    ]
-    return [str(error) for error in errors]
+    agreement._compare("a group", group, values)
+    tensors, errors = (torch.ones(2), torch.ones(2).to_sparse()), []
+    for tensor in (tensors[rank], torch.ones(1 + rank)):
+        with pytest.raises(Exception) as caught:
+            agreement._compare("a group", group, {"one": [tensor]})
+        errors.append(str(caught.value))
+    return errors
 
 
 def nothing_to_send() -> tuple[str, str]:
@@ -578,8 +579,9 @@ def long_error() -> str:
     s = setup("vocabulary")
     mine = ValueError("long " * 1000 + "end") if s.last else None
     facts = agreement.Facts(numbers={}, same={}, values=lambda _: {}, check=False)
-    _, error = agreement.agree("a group", s.group, lambda: facts, mine)
-    return str(error)
+    with pytest.raises(ValueError) as caught:
+        agreement.agree("a group", s.group, lambda: facts, mine)
+    return str(caught.value)
 
 
 def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
