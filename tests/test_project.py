@@ -201,13 +201,15 @@ with tempfile.TemporaryDirectory() as sys.pycache_prefix:  # as after the first 
         seconds = time.process_time() - start
         found[name] = [seconds, sorted(sys.modules.keys() - before)]
         found[name].append(sorted(sys.modules.keys() & {set(HEAVY)!r}))
-print(json.dumps(found))
+    import headloss.testing
+print(json.dumps(found | {{"names": dir(headloss)}}))
 """
 
 
 @functools.cache
 def imported() -> dict:
-    """Each import in one process that has torch: its time, what it brought, what of it is heavy."""
+    """Each import in one process that has torch: its time, what it brought, what of it is heavy;
+    the names that the package has in the end."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -227,6 +229,10 @@ def test_import_brings_the_package_alone() -> None:
     others = [name for name in modules if name.partition(".")[0] != "headloss"]
     assert others == [] and len(modules) <= 110
     assert seconds < 0.1 * imported()["torch"]
+
+
+def test_names_of_the_package_after_its_modules_are_imported() -> None:
+    assert imported()["names"] == sorted(importlib.import_module("headloss").__all__)
 
 
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

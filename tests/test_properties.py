@@ -291,14 +291,12 @@ def test_every_chunk_size_and_schedule_gives_the_same(name, lengths, seed):
     pieces = [whole(base)]
     want = run(base, pieces)
     for options in (
-        hl.Options(chunk_tokens=1),
+        hl.Options(memory_budget=1),  # one token
         hl.Options(chunk_tokens=3),
-        hl.Options(chunk_tokens=1000),
         hl.Options(schedule="recompute"),
         hl.Options(schedule="recompute", chunk_tokens=1),
-        hl.Options(memory_budget=1),
         hl.Options(static=True),
-        hl.Options(skip_rows=False),
+        hl.Options(skip_rows=False, chunk_tokens=1000),
     ):
         same(run(base, pieces, options), want)
 

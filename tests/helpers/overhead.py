@@ -32,8 +32,9 @@ def freeze() -> None:
 
 def spare_interpreter() -> None:
     """Triton's interpreter looks through its language for what to replace at each call of a device
-    function, though the kernel that calls it has replaced all of it; and it finds out whether
-    integers overflow, which only a debugging builder would say."""
+    function, though the kernel that calls it has replaced all of it; it builds its table of dtypes
+    at each look into it; and it finds out whether integers overflow, which only a debugging builder
+    would say."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         return
@@ -41,6 +42,10 @@ def spare_interpreter() -> None:
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     language, replace = interpreter.tl, interpreter._patch_lang
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: of_scalar(
+        language.uint64 if dtype.scalar.is_ptr() else dtype.scalar
+    )
 
     @functools.cache
     def languages(function: Callable) -> list[Any]:
