@@ -76,11 +76,13 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def run(case: Case, kind: str, size: Size, folder: Path, processes: int = 2) -> dict[str, Any]:
+def run(
+    case: Case, kind: str, size: Size, folder: Path, processes: int = 2, steps: int = STEPS
+) -> dict[str, Any]:
     """What a short run of one kind of trainer came to; "gradient" is of the first step."""
     held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0  # DeepSpeed keeps some
     with launched(case, processes), float64_head(kind == "exact"):
-        trainer = build(case, kind, size, folder, processes, max_steps=STEPS)
+        trainer = build(case, kind, size, folder, processes, max_steps=steps)
         watch = Watch(trainer)
         trainer.add_callback(watch)
         trainer.remove_callback(PrinterCallback)
@@ -97,7 +99,7 @@ def run(case: Case, kind: str, size: Size, folder: Path, processes: int = 2) -> 
         "logs": logs,
         "evaluated": evaluated,
         "gradient": watch.gradient,
-        "step_ms": 1e3 * min(watch.times[2:]),  # kernels are compiled in some of them
+        "step_ms": 1e3 * min(watch.times[2:] or watch.times),  # some of them compile kernels
         "peak_mib": peak,
     }
     del trainer

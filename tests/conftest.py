@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run on a CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+gc.disable()  # until all is imported and `frozen`
+
 import covering  # noqa: E402
 import overhead  # noqa: E402
 
@@ -63,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    overhead.freeze()
+    overhead.spare_interpreter()
 
 
 def pytest_sessionfinish() -> None:
@@ -73,6 +75,11 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    overhead.freeze()
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from worlds import free_port
 
 import headloss as hl
 
@@ -63,15 +64,19 @@ def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
     path = tmp_path / "script.py"
     path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
-    # By torchrun, as the page says: processes that are no forks of one order their sets otherwise.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ran = subprocess.run(
-        [*command, "--nproc-per-node=2", str(path)], capture_output=True, text=True, timeout=120,
-        check=False, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    # Not by `script_on`: processes that are no forks of one order their sets otherwise.
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    place |= {"PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen([sys.executable, str(path)], cwd=ROOT, text=True,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                         env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    printed = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], printed
     said = re.findall(r"^ *say\(.*\)  # (.*)$", code, re.MULTILINE)
-    assert ran.stdout.splitlines() == said and len(said) == 4
+    assert printed[0][0].splitlines() == said and len(said) == 4 and not printed[1][0]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

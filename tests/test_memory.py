@@ -18,7 +18,7 @@ from headloss.kernels.reference import tile as reference
 from headloss.kernels.transform import Transform
 from headloss.testing import trained_looking
 
-T, H, V, CHUNK = 256, 24, 512, 32
+T, H, V, CHUNK = 128, 12, 512, 16
 BLOCK = 4  # rows of a block of temporaries
 FLOAT = 4
 

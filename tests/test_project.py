@@ -122,11 +122,9 @@ def broken_arrows(name: str, source: str, is_package: bool = False) -> list[str]
     return broken
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_arrows(name: str) -> None:
-    path = MODULES[name]
-    broken = broken_arrows(name, path.read_text(), path.name == "__init__.py")
-    assert broken == []
+def test_arrows() -> None:
+    for name, path in MODULES.items():
+        assert broken_arrows(name, path.read_text(), path.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize(
@@ -202,13 +200,15 @@ with tempfile.TemporaryDirectory() as sys.pycache_prefix:  # as after the first 
         seconds = time.process_time() - start
         found[name] = [seconds, sorted(sys.modules.keys() - before)]
         found[name].append(sorted(sys.modules.keys() & {set(HEAVY)!r}))
-print(json.dumps(found))
+    import headloss.testing
+print(json.dumps(found | {{"names": dir(headloss)}}))
 """
 
 
 @functools.cache
 def imported() -> dict:
-    """Each import in one process that has torch: its time, what it brought, what of it is heavy."""
+    """Each import in one process that has torch: its time, what it brought, what of it is heavy;
+    the names that the package has in the end."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -230,6 +230,10 @@ def test_import_brings_the_package_alone() -> None:
     assert seconds < 0.1 * imported()["torch"]
 
 
+def test_names_of_the_package_after_its_modules_are_imported() -> None:
+    assert imported()["names"] == sorted(importlib.import_module("headloss").__all__)
+
+
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """From its `def` to its end, the docstring not counted."""
     first = function.body[0]
@@ -238,32 +242,32 @@ def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (function.end_lineno or 0) - function.lineno + 1 - described
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_sizes(name: str) -> None:
-    source = MODULES[name].read_text()
-    lines = len(source.splitlines())
-    assert lines <= LINES_PER_FILE
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, functions)]
-    too_long = {n.name: code_lines(n) for n in found if code_lines(n) > most_lines(n)}
-    assert too_long == {}
+def test_sizes() -> None:
+    for name, path in MODULES.items():
+        source = path.read_text()
+        assert len(source.splitlines()) <= LINES_PER_FILE, name
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, functions)]
+        too_long = {n.name: code_lines(n) for n in found if code_lines(n) > most_lines(n)}
+        assert too_long == {}, name
 
 
 FACTORIES = "as_tensor arange empty eye full linspace ones rand randint randn randperm tensor zeros"
 OF_THE_DEFAULT_DEVICE = {"batch.segments", "testing.gate", "losses.catalogue"}  # of lists; samples
 
 
-@pytest.mark.parametrize("name", sorted(MODULES.keys() - OF_THE_DEFAULT_DEVICE))
-def test_tensors_are_made_on_a_device_that_is_named(name: str) -> None:
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
     """A script's default device is not where a call's tensors are; nor is its dtype theirs."""
-    calls = [n for n in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(n, ast.Call)]
     made = {f"torch.{factory}" for factory in FACTORIES.split()}
-    found = [call for call in calls if ast.unparse(call.func) in made]
-    bare = [c.lineno for c in found if not {"device", None} & {k.arg for k in c.keywords}]
-    assert bare == []
-    wide = [c for c in found if ast.unparse(c.func) in {"torch.empty", "torch.ones", "torch.zeros"}]
-    full = [c for c in wide if ast.unparse(c.args[0]) != "0"]
-    assert [c.lineno for c in full if not {"dtype", None} & {k.arg for k in c.keywords}] == []
+    for path in (MODULES[name] for name in MODULES.keys() - OF_THE_DEFAULT_DEVICE):
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        found = [call for call in calls if ast.unparse(call.func) in made]
+        bare = [c.lineno for c in found if not {"device", None} & {k.arg for k in c.keywords}]
+        assert bare == [], path
+        wide = {"torch.empty", "torch.ones", "torch.zeros"}
+        wide = [c for c in found if ast.unparse(c.func) in wide and ast.unparse(c.args[0]) != "0"]
+        bare = [c.lineno for c in wide if not {"dtype", None} & {k.arg for k in c.keywords}]
+        assert bare == [], path
 
 
 PRIVATE = re.compile(

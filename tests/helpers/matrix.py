@@ -387,8 +387,13 @@ class Inputs:
     objective: hl.Objective
     tightest: float = 1e-10  # error, in float64
 
-    @functools.cache  # noqa: B019 (inputs live as long as their test)
     def plain(self, mode: Mode = "float64", upstream: float = 1.0) -> Plain:
+        if mode == "input":  # float32 and float64 are modes of their own
+            mode = {torch.float32: "float32", torch.float64: "float64"}.get(self.hidden.dtype, mode)
+        return self._plain(mode, upstream)
+
+    @functools.cache  # noqa: B019 (inputs live as long as their test)
+    def _plain(self, mode: Mode, upstream: float) -> Plain:
         return plain(self.hidden, self.head, self.batch, self.objective, mode, upstream)
 
     def leaves(self) -> dict[str, Tensor]:
@@ -596,10 +601,8 @@ def teacher_fields(
 def check(inputs: Inputs, options: hl.Options, upstream: float = 1.0) -> hl.Output:
     """Run and hold everything that comes back to the budget."""
     out, gradients = inputs.run(options, upstream)
-    oracle = inputs.plain("float64", upstream)
-    exact, coarse = inputs.plain("float32", upstream), inputs.plain("input", upstream)
-    if inputs.hidden.dtype == torch.float64:
-        exact = oracle
+    oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)
+    exact = oracle if inputs.hidden.dtype == torch.float64 else inputs.plain("float32", upstream)
     for name in ("logps", "entropies"):
         value = getattr(out, name)
         if value is not None:

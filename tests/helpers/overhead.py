@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import importlib.metadata
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -20,5 +25,37 @@ def spare() -> None:
 
 def freeze() -> None:
     """What is there now stays: a trainer collects garbage after every run, among all objects."""
+    gc.enable()
     gc.collect()
     gc.freeze()
+
+
+def spare_interpreter() -> None:
+    """Triton's interpreter looks through its language for what to replace at each call of a device
+    function, though the kernel that calls it has replaced all of it; it builds its table of dtypes
+    at each look into it; and it finds out whether integers overflow, which only a debugging builder
+    would say."""
+    interpreter: Any = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None:
+        return
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    language, replace = interpreter.tl, interpreter._patch_lang
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda dtype: of_scalar(
+        language.uint64 if dtype.scalar.is_ptr() else dtype.scalar
+    )
+
+    @functools.cache
+    def languages(function: Callable) -> list[Any]:
+        modules = (language, language.core)
+        return [m for m in modules if any(value is m for value in function.__globals__.values())]
+
+    def replace_once(function: Callable) -> Any:
+        functions = [f for m in languages(function) for f in (m.load, m.tensor.__add__)]
+        if any(map(language.core.is_builtin, functions)):
+            return replace(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = replace_once

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,13 +116,12 @@ def stays(derived: bool) -> list[tuple[str, str]]:
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        path = Path(code.co_filename)
-        if event != "call" or PACKAGE not in path.parents:
+        if event != "call" or not code.co_filename.startswith(f"{PACKAGE}{os.sep}"):
             return
         takes = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 12)
         given = frame.f_locals
         if any(followed.holds(given.get(name)) for name in code.co_varnames[:takes]):
-            module = module_name(path)
+            module = module_name(Path(code.co_filename))
             if not found or found[-1][0] != module:
                 found.append((module, code.co_name))
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0
-PRELOADED = ["headloss.testing", "matrix", "torch.distributed.fsdp", "torch.distributed.tensor"]
+PRELOADED = ["headloss.testing", "matrix"]
 # Where this process has these, so will ranks that it starts.
-OF_TRAINERS = ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
+OF_TRAINERS = ["torch.distributed.fsdp", "torch.distributed.tensor"]
+OF_TRAINERS += ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
 
 
 def forks() -> Any:
