@@ -50,8 +50,8 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 9_591, "core tokens": 69_268}
-MOST |= {"kernels lines": 3_942, "kernels tokens": 31_720, "files on top": 14}
+MOST = {"core lines": 9_415, "core tokens": 68_817}
+MOST |= {"kernels lines": 3_941, "kernels tokens": 31_709, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
