@@ -96,8 +96,10 @@ def plain_number(value: Any) -> Any:
     number: Any = value
     if isinstance(value, Integral) and -INT64 < number < INT64:
         return value if isinstance(value, int) else int(value)
-    floating = as_float(value)
-    return value if math.isinf(floating) else floating
+    try:
+        return float(value)
+    except OverflowError:
+        return value
 
 
 def plain_numbers(record: object, *names: str) -> None:

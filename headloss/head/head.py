@@ -130,8 +130,8 @@ class Head:
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
             # A slice of the vocabulary may hold fewer rows than `vocab_size`.
-            most = rows if self.vocab_group is self.vocab_mesh_dim is None else size
-            if not 1 <= size <= most:
+            sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
+            if size < 1 or (size > rows and not sharded):
                 want = f"want 1 <= vocab_size <= {rows}, the rows"
                 raise ValueError(f"vocab_size: got {size}, {want}")
         if not isinstance(self.lora, tuple) or not all(isinstance(x, Lora) for x in self.lora):
