@@ -361,6 +361,18 @@ def test_fields_of_a_dtype_that_makes_no_sense(name: str, dtype: torch.dtype) ->
         hl.Batch(targets(), **{name: torch.zeros(N).to(dtype)})
 
 
+@pytest.mark.parametrize("hidden", [torch.ones(N + 1, 3).long(), [1.0], None])
+def test_hidden_states_of_a_wrong_type_are_named_before_their_shape(hidden: Any) -> None:
+    head, data = hl.Head(torch.zeros(V, 3)), hl.Batch(targets())
+    for call in (
+        lambda: hl.head_stats(hidden, head, data.targets),
+        lambda: hl.head_stats(hidden, head, data),
+        lambda: hl.head_loss(hidden, head, data, hl.cross_entropy()),
+    ):
+        with pytest.raises(TypeError, match="hidden: got .* want a floating tensor"):
+            call()
+
+
 def test_integer_advantages_are_numbers() -> None:
     data = hl.Batch(torch.zeros(N, dtype=torch.int64), advantages=torch.full((N,), 3))
     out = hl.logits_loss(torch.zeros(N, V), data, hl.reinforce())

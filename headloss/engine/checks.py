@@ -202,7 +202,7 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
             f"targets: got {type(targets).__name__}, want an int64 tensor [..] or a headloss.Batch"
         )
     batch = Batch(targets)
-    if isinstance(hidden, Tensor) and not hidden.is_nested:
+    if isinstance(hidden, Tensor) and hidden.is_floating_point() and not hidden.is_nested:
         check_device("targets", targets, hidden, "that of hidden,")
         got, want = tuple(targets.shape), tuple(hidden.shape[:-1])
         if got != want and not options.sequence_parallel:
