@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
