@@ -36,8 +36,9 @@ def spare_interpreter() -> None:
     at each look into it; and it finds out whether integers overflow, which only a debugging builder
     would say."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        return
+    patched = ("tl", "interpreter_builder", "_patch_lang", "_get_np_dtype")
+    if not all(hasattr(interpreter, name) for name in patched):
+        return  # it is not loaded, or of a release that has other names: slower, and as right
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -62,7 +62,7 @@ def fixed_product(
         wide = a.dtype != b.dtype
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         rows, columns = ROWS, COLUMNS
-        # Of an adapter's rank, without tensor cores, whose order of k is their tile's.
+        # An adapter's rank needs no wide tile. (In tensor cores a tile decides the order of k.)
         if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
             rows, columns = ROWS // 4, max(16, triton.next_power_of_2(m))
         launch(
