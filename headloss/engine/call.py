@@ -55,8 +55,8 @@ class Call(Requirements):
         """Makes the logits of the scored tokens."""
         inputs, plan, support = self.inputs, self.plan, self.scored.support
         if inputs.given:
-            given, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
-            return partial(given, context=self.context, order=self.scored, overwrites=overwrites)
+            kind, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
+            return partial(kind, context=self.context, order=self.scored, overwrites=overwrites)
         # A product measures logits of float16, whose gradient is written in float16.
         measured = inputs.rescaled and self.backend == "triton" and self.shard.group is None
         linear = ExpLogits if plan.exp_tiles else LinearLogits
@@ -205,24 +205,24 @@ def call_of(arguments: Arguments) -> Call:
     Hidden states may be on the meta device."""
     a, batch, group = arguments, arguments.batch, arguments.group
     static = isinstance(a.options, Options) and a.options.static
-    needs, error = attempt(None, lambda: requirements_of(a))
+    required, error = attempt(None, lambda: requirements_of(a))
     shard: Any
     if group is None:
-        shard, error = attempt(error, lambda: WholeVocabulary(needs.inputs.vocabulary))
+        shard, error = attempt(error, lambda: WholeVocabulary(required.inputs.vocabulary))
     else:
         vocab_size = a.head and a.head.vocab_size
-        say = partial(of_vocabulary, a, needs)
+        say = partial(of_vocabulary, a, required)
         numbers = partial(agree, "vocab_group", group, say, error, static)
         shard, error = attempt(None, lambda: VocabShard(group, numbers(), vocab_size, batch))
-    plan, error = attempt(error, lambda: plan_of(needs, shard))
+    plan, error = attempt(error, lambda: plan_of(required, shard))
     fields, across = None, batch.segments.group if isinstance(batch, Batch) else None
     if across is not None:
-        say = partial(of_segments, a, plan, needs)
+        say = partial(of_segments, a, plan, required)
         forms = partial(agree, "segments.group", across, say, error, static)
         fields, error = attempt(None, lambda: per_segment(forms()))
     if error is not None:
         raise error
-    call = Call(**vars(needs), shard=shard, plan=plan, per_segment=fields)
+    call = Call(**vars(required), shard=shard, plan=plan, per_segment=fields)
     _ = call.context  # fields of teachers and candidates are checked
     return call
 

@@ -145,10 +145,11 @@ def _of_values(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
     for name, value in record["gradients"].items():
         want = oracle.gradients[name]
         allowed = max(loose, 3e-2) if "accumulate_dtype" in call.options else loose
-        # main_grad held ones before: what was added to them is rounded to their digits. So are
-        # terms' coefficients, where they are large and their sum times p - 1 is nothing.
+        # main_grad held ones before: what was added to them is rounded to their digits. Of a
+        # gradient of 0 (of p = 1) the rounding of terms' coefficients is left, however large.
         added = name == "weight" and "main_grad" in call.options
-        floor = 1e-3 * want.numel() ** 0.5 if added else 1e-4 * max(1, size)
+        floor = 1e-3 * want.numel() ** 0.5 if added else 1e-4
+        floor = floor if want.any() else max(floor, 1e-4 * size)
         if lost and name not in lost:
             continue
         check(
