@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)  ## .venv with the library and all that its tests need
 
-lint: $(STAMP)  ## ruff
-	@$(BIN)/ruff check .
+lint: $(STAMP)  ## ruff, and its format of the package
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check -q headloss
 
 types: $(STAMP)  ## pyright
 	@$(BIN)/pyright

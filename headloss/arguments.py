@@ -75,8 +75,12 @@ def check_integers(name: str, value: object, want: str = "integers") -> Tensor:
 
 
 def check_number(
-    name: str, value: Any, kind: str, want: str,
-    accept: Callable[[float], bool] = lambda x: True, of: type = Real
+    name: str,
+    value: Any,
+    kind: str,
+    want: str,
+    accept: Callable[[float], bool] = lambda x: True,
+    of: type = Real,
 ) -> None:
     """TypeError that wants a `kind`, ValueError that wants a `want`, for a number that is not
     finite or not accepted."""

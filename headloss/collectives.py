@@ -26,8 +26,12 @@ class RankError(RuntimeError):
 
 
 def together(
-    what: str, group: distributed.ProcessGroup | None, run: Callable[..., R], /, *arguments: Any,
-    **options: Any
+    what: str,
+    group: distributed.ProcessGroup | None,
+    run: Callable[..., R],
+    /,
+    *arguments: Any,
+    **options: Any,
 ) -> R:
     """What `run`, which is a collective or waits for one, makes of the other arguments; RankError
     where the backend gave it up. None: of the default group."""

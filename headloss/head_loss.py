@@ -178,10 +178,16 @@ def logits_loss(
     transform = Transform(scale=logit_scale, softcap=softcap, temperature=temperature)
     plain_numbers(transform, "scale", "softcap", "temperature")
     return _run(
-        Arguments, verb="logits_loss", values=logits, batch=batch, terms=objective,
-        transform=transform, options=DEFAULT if options is None else options, group=vocab_group,
+        Arguments,
+        verb="logits_loss",
+        values=logits,
+        batch=batch,
+        terms=objective,
+        transform=transform,
+        options=DEFAULT if options is None else options,
+        group=vocab_group,
         inplace=inplace,
-    )  # fmt: skip
+    )
 
 
 @eagerly
@@ -257,9 +263,11 @@ def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
 
 @torch.no_grad()
 def _metrics(
-    parts: tuple[WeightedTerm, ...], batch: PackedBatch, stats: Statistics,
-    tolerance: Tolerance | None
-) -> Metrics:  # fmt: skip
+    parts: tuple[WeightedTerm, ...],
+    batch: PackedBatch,
+    stats: Statistics,
+    tolerance: Tolerance | None,
+) -> Metrics:
     """What every term observes, folded, and what the tolerance left out."""
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)

@@ -50,8 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # files of kernels/, by how their 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-MOST = {"core lines": 9_417, "core tokens": 68_824}
-MOST |= {"kernels lines": 3_941, "kernels tokens": 31_709, "files on top": 14}
+MOST = {"core tokens": 73_000, "kernels tokens": 37_000, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

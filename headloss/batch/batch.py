@@ -114,9 +114,13 @@ class Batch:
         self.support: SupportIds | None = None
         self.fields: dict[str, Tensor | Current] = {}
         named = {
-            "support_ids": support_ids, "advantages": advantages, "old_logps": old_logps,
-            "ref_logps": ref_logps, "sampling_logps": sampling_logps,
-            "candidate_ids": candidate_ids, **fields,
+            "support_ids": support_ids,
+            "advantages": advantages,
+            "old_logps": old_logps,
+            "ref_logps": ref_logps,
+            "sampling_logps": sampling_logps,
+            "candidate_ids": candidate_ids,
+            **fields,
         }
         self._set_fields(named)
         self._masks_read: frozenset[str] = frozenset()  # by the terms of earlier calls

@@ -131,11 +131,15 @@ class PackedBatch:
         """Some of the tokens, in their segments."""
         tokens = chunk.rows
         return replace(
-            self, targets=self.targets[tokens], segments=self.segments.slice(chunk),
+            self,
+            targets=self.targets[tokens],
+            segments=self.segments.slice(chunk),
             index=None if self.index is None else self.index[tokens],
             live=None if self.live is None else self.live[tokens],
-            _fields={**self._fields, **self._read}, _read={}, _cut_of=(self, tokens),
-        )  # fmt: skip
+            _fields={**self._fields, **self._read},
+            _read={},
+            _cut_of=(self, tokens),
+        )
 
 
 def answers(batch: PackedBatch) -> Segments:

@@ -118,8 +118,9 @@ class Totals:
         return self if other == 0 else NotImplemented
 
     def all_reduce(
-        self, group: distributed.ProcessGroup | None = None,
-        gradients: Literal["mean", "sum"] = "mean"
+        self,
+        group: distributed.ProcessGroup | None = None,
+        gradients: Literal["mean", "sum"] = "mean",
     ) -> Totals:
         """Add the totals of all data-parallel ranks of `group` (the default group if None).
 

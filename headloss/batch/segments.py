@@ -49,8 +49,12 @@ class Segments:
     """
 
     def __init__(
-        self, ids: Tensor, count: int, group: distributed.ProcessGroup | None = None, *,
-        counts: Tensor | None = None
+        self,
+        ids: Tensor,
+        count: int,
+        group: distributed.ProcessGroup | None = None,
+        *,
+        counts: Tensor | None = None,
     ) -> None:
         self.ids, self.count, self.group = ids, count, group
         self._sorted = counts is not None  # by segment; only then are this rank's tokens known

@@ -28,8 +28,12 @@ class Survey:
     packing: Any = None  # once a call has made it; other batches of these tokens share it
 
     def __init__(
-        self, targets: Tensor, segments: Segments, id_fields: dict[str, Tensor],
-        of_support: Tensor | None, tensors: tuple[Tensor, ...]
+        self,
+        targets: Tensor,
+        segments: Segments,
+        id_fields: dict[str, Tensor],
+        of_support: Tensor | None,
+        tensors: tuple[Tensor, ...],
     ) -> None:
         self.tensors, self.versions = tensors, _versions(tensors)
         self.targets, self.segments = targets.reshape(-1), segments

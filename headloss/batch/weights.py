@@ -16,8 +16,11 @@ from .reduction import Number, Reduction, StandardWeight, Totals
 
 
 def token_weights(
-    batch: PackedBatch, totals: Totals, dtype: torch.dtype, reduction: Reduction,
-    field: str | None = None
+    batch: PackedBatch,
+    totals: Totals,
+    dtype: torch.dtype,
+    reduction: Reduction,
+    field: str | None = None,
 ) -> Tensor | float:
     """[T] weights of a packed batch's tokens under a reduction, or one for all tokens; 0 for those
     that a boolean field leaves out.

@@ -89,7 +89,7 @@ class HeadStatistics(torch.autograd.Function):
         if ctx.used and plan.keeps_tiles:
             raise RuntimeError(
                 f"headloss: backward through head_stats a second time, but its schedule, "
-                f'{plan.schedule}, has used up what it kept; add the losses first, or ask for '
+                f"{plan.schedule}, has used up what it kept; add the losses first, or ask for "
                 'Options(schedule="recompute")'
             )
         return None, None, *backward_of_slopes(*take_up(ctx), upstream)
@@ -167,9 +167,12 @@ def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], 
 
 
 def backward(
-    call: Call, source: Any, result: ForwardResult, coefficients: Coefficients,
-    factor: Tensor | None
-) -> Gradients:  # fmt: skip
+    call: Call,
+    source: Any,
+    result: ForwardResult,
+    coefficients: Coefficients,
+    factor: Tensor | None,
+) -> Gradients:
     """Gradients times `factor`; `source` where the logits are made again."""
     plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":

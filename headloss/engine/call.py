@@ -119,9 +119,15 @@ class Call(Requirements):
             more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())
             totals = Totals.of(batch) if more else Totals(len(scored), scored.count)
         weighted = bind(
-            self.objective, self.packed, totals, vocabulary, self.wide, upstream=upstream,
-            closed=self.slopes, logp_only=self.plan.schedule == "frozen",
-        )  # fmt: skip
+            self.objective,
+            self.packed,
+            totals,
+            vocabulary,
+            self.wide,
+            upstream=upstream,
+            closed=self.slopes,
+            logp_only=self.plan.schedule == "frozen",
+        )
         if not self.inputs.rescaled:
             return weighted
         return weighted.scaled(self.packed.targets.device, partial(slope_of, self.transform))

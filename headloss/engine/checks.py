@@ -43,17 +43,29 @@ class Arguments:
 
     @classmethod
     def of_head(
-        cls, verb: str, hidden: Tensor, head: Head, batch: Batch, terms: Term | Objective,
-        options: Options | None, loss_fn: Callable[..., Any] | None = None
+        cls,
+        verb: str,
+        hidden: Tensor,
+        head: Head,
+        batch: Batch,
+        terms: Term | Objective,
+        options: Options | None,
+        loss_fn: Callable[..., Any] | None = None,
     ) -> Arguments:
         """Of a verb on hidden states; raises where there is no head, or none of this rank."""
         check_head(head)
         head = local_head(head)
         return cls(
-            verb=verb, values=hidden, head=head, batch=batch, terms=terms, loss_fn=loss_fn,
-            options=DEFAULT if options is None else options, transform=transform_of(head),
+            verb=verb,
+            values=hidden,
+            head=head,
+            batch=batch,
+            terms=terms,
+            loss_fn=loss_fn,
+            options=DEFAULT if options is None else options,
+            transform=transform_of(head),
             group=head.vocab_group,
-        )  # fmt: skip
+        )
 
 
 def check_eager(verb: str, values: object = None, *others: object) -> None:
@@ -96,9 +108,11 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     weight, grad = head.weight, options.main_grad
     if grad is not None and (
-        grad.shape != weight.shape or grad.dtype != torch.float32 or grad.device != weight.device
+        grad.shape != weight.shape
+        or grad.dtype != torch.float32
+        or grad.device != weight.device
         or grad.requires_grad  # it may be the weight itself
-    ):  # fmt: skip
+    ):
         raise ValueError(
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
             f"{tuple(weight.shape)} on {weight.device} that requires no gradient"

@@ -100,9 +100,14 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(
-        weights[0], bias, number if temperature is None else temperature, softcap or None, scale,
-        vocabulary, lora=tuple(lora),
-    )  # fmt: skip
+        weights[0],
+        bias,
+        number if temperature is None else temperature,
+        softcap or None,
+        scale,
+        vocabulary,
+        lora=tuple(lora),
+    )
     names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
     objective = external_loss(frozenset(names), candidates=chosen is not None)
     with torch.set_grad_enabled(any(wanted)):

@@ -88,8 +88,7 @@ class PlanInputs:
 
 
 def bytes_by_part(
-    p: PlanInputs, schedule: Schedule, rows: int, tile: Tile, options: Options,
-    single_block: bool
+    p: PlanInputs, schedule: Schedule, rows: int, tile: Tile, options: Options, single_block: bool
 ) -> dict[str, int]:
     if p.in_place:
         return {"statistics": p.tokens * 64}

@@ -101,16 +101,32 @@ def requirements_of(arguments: Arguments) -> Requirements:
     inputs = _inputs(a, objective, needs, gradients, fields, slopes, needs_grad, backend, dtype)
     scored, transform = _packed(a, objective, inputs, fields, wide)
     return Requirements(
-        batch=batch, options=options, loss_fn=a.loss_fn, objective=objective,
-        needs=frozenset(needs), slopes=slopes, inputs=inputs, backend=backend,
-        compute_dtype=compute_dtype, wide=wide, needs_grad=needs_grad, scored=scored,
+        batch=batch,
+        options=options,
+        loss_fn=a.loss_fn,
+        objective=objective,
+        needs=frozenset(needs),
+        slopes=slopes,
+        inputs=inputs,
+        backend=backend,
+        compute_dtype=compute_dtype,
+        wide=wide,
+        needs_grad=needs_grad,
+        scored=scored,
         transform=transform,
-    )  # fmt: skip
+    )
 
 
 def _inputs(
-    a: Arguments, objective: Objective, needs: set[str], gradients: set[str], fields: set[str],
-    slopes: bool, needs_grad: NeedsGrad, backend: str, dtype: torch.dtype
+    a: Arguments,
+    objective: Objective,
+    needs: set[str],
+    gradients: set[str],
+    fields: set[str],
+    slopes: bool,
+    needs_grad: NeedsGrad,
+    backend: str,
+    dtype: torch.dtype,
 ) -> PlanInputs:
     """What the planner knows of the call already."""
     values, head, options, teachers = a.values, a.head, a.options, objective.teachers
@@ -127,7 +143,9 @@ def _inputs(
             # In float16 it is written in the backward pass, where the upstream gradient is known.
             "overwrites": a.inplace and dtype != torch.float16,
             # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-            "in_place": backend == "triton" and not of_tiles and "candidate_logps" not in needs
+            "in_place": backend == "triton"
+            and not of_tiles
+            and "candidate_logps" not in needs
             and (values.stride(-1) == 1 or values.shape[-1] <= 1),
         }
     else:

@@ -213,8 +213,11 @@ class Head:
         return z / (t.to(dtype).unsqueeze(-1) if isinstance(t, Tensor) else t)
 
     def validate(
-        self, hidden: Tensor, *, token_shape: torch.Size | None = None,
-        compute_dtype: torch.dtype | None = None
+        self,
+        hidden: Tensor,
+        *,
+        token_shape: torch.Size | None = None,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         """Check the head against the hidden states that it is about to be given.
 

@@ -128,9 +128,7 @@ def log_probs_of_layer(
     for names, count in runs:
         here = slice(first, first := first + count)
         lora = tuple(adapter(layer, name) for name in names if name in layer.lora_A)
-        parts.append(
-            log_probs(hidden[here], head_w, head_b, target_ids[here], temperature, lora)
-        )
+        parts.append(log_probs(hidden[here], head_w, head_b, target_ids[here], temperature, lora))
     if first != rows:
         raise ValueError(f"lm_head: got {rows} rows, want the {first} that AgileRL has routed")
     return torch.cat(parts)

@@ -58,9 +58,12 @@ def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
 
 
 def as_documents(
-    positions: Tensor, shape: torch.Size, attended: Any = None, targets: Tensor | None = None,
+    positions: Tensor,
+    shape: torch.Size,
+    attended: Any = None,
+    targets: Tensor | None = None,
     tokens: Any = None,
-) -> Segments:  # fmt: skip
+) -> Segments:
     """Documents of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
     Padding, where `attended` is a mask [B, L] and 0, begins none, nor at the end of a row whose
     `targets` and `tokens` [B, L] say so."""

@@ -95,9 +95,13 @@ def _seams(options: Options) -> Seams:
         if (labels is None and input_ids is None) or not (is_training or torch.is_grad_enabled()):
             return main
         depths = _depths(
-            hidden_states, labels, loss_mask, input_ids, config,
+            hidden_states,
+            labels,
+            loss_mask,
+            input_ids,
+            config,
             {"cp_group": cp_group, "packed_seq_params": packed_seq_params},
-        )  # fmt: skip
+        )
         waiting = WAITING.get()
         if waiting is not None and labels is not None and is_training and _is_alike(config):
             waiting.append(depths)
@@ -147,9 +151,13 @@ class Depths:
 
 
 def _depths(
-    hidden: Tensor, labels: Tensor | None, mask: Tensor | None, input_ids: Any, config: Any,
+    hidden: Tensor,
+    labels: Tensor | None,
+    mask: Tensor | None,
+    input_ids: Any,
+    config: Any,
     places: dict[str, Any],
-) -> Depths:  # fmt: skip
+) -> Depths:
     """Labels and masks that Megatron's own function shifts, across ranks and within documents."""
     roll = functools.partial(part(PACKAGE, HOME, "roll_tensor"), shifts=-1, dims=-1, **places)
     ids: Any = input_ids if labels is None else labels
@@ -177,9 +185,13 @@ def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
 
 
 def _run(
-    depths: Depths, hidden: Tensor, head: Head, options: Options, main: Batch | None = None,
+    depths: Depths,
+    hidden: Tensor,
+    head: Head,
+    options: Options,
+    main: Batch | None = None,
     objective: Objective | None = None,
-) -> tuple[Output, list[str]]:  # fmt: skip
+) -> tuple[Output, list[str]]:
     """One `head_loss` of the depths, and of `objective` on the `main` rows before them.
 
     Returns:

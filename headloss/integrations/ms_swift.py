@@ -1,11 +1,11 @@
 """ms-swift's supervised trainer with its loss from headloss, by a callback of its command line.
 
-    # headloss_plugin.py
-    from headloss.integrations.ms_swift import register
+# headloss_plugin.py
+from headloss.integrations.ms_swift import register
 
-    register()
+register()
 
-    swift sft ... --external_plugins headloss_plugin.py --callbacks headloss
+swift sft ... --external_plugins headloss_plugin.py --callbacks headloss
 """
 
 from __future__ import annotations

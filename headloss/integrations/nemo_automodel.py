@@ -74,9 +74,12 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
             objective = Objective(tuple(weighted))
         batch = Batch(labels, ignore_index=self.ignore_index, **fields)
         objective = over_count(
-            objective, num_label_tokens, batch, name="num_label_tokens",
+            objective,
+            num_label_tokens,
+            batch,
+            name="num_label_tokens",
             instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
-        )  # fmt: skip
+        )
         head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
         out = head_loss(hidden_states, head, batch, objective)
         self.metrics = out.metrics

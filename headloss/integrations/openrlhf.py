@@ -64,10 +64,16 @@ def forward(
     """
     if action_mask is None and not return_logprobs:
         return SEAMS.theirs[SEAM](
-            self, sequences, attention_mask=attention_mask, return_output=return_output,
-            allgather_logits=allgather_logits, ring_attn_group=ring_attn_group,
-            packed_seq_lens=packed_seq_lens, return_entropy=return_entropy, **mm_inputs,
-        )  # fmt: skip
+            self,
+            sequences,
+            attention_mask=attention_mask,
+            return_output=return_output,
+            allgather_logits=allgather_logits,
+            ring_attn_group=ring_attn_group,
+            packed_seq_lens=packed_seq_lens,
+            return_entropy=return_entropy,
+            **mm_inputs,
+        )
     refuse("OpenRLHF's own method: call uninstall()", **dict.fromkeys(mm_inputs, True))
     if attention_mask is None:
         raise ValueError("attention_mask: is missing, want [B, L]")

@@ -93,9 +93,12 @@ class HeadLossWrapper(ChunkedLossWrapper):
         fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
         batch = Batch(labels, segments, **fields)
         objective = over_count(
-            self.objective, global_valid_tokens, batch, name="global_valid_tokens",
+            self.objective,
+            global_valid_tokens,
+            batch,
+            name="global_valid_tokens",
             instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
-        )  # fmt: skip
+        )
         own = vars(module).get("forward")
 
         def forward(hidden: Tensor) -> Tensor:

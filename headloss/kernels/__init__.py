@@ -87,6 +87,7 @@ def _failure() -> str | None:
     if torch.cuda.is_available():
         warnings.warn(
             f"headloss: the triton backend cannot be used, and the reference serves ({reason})",
-            RuntimeWarning, stacklevel=2
+            RuntimeWarning,
+            stacklevel=2,
         )
     return reason

@@ -57,9 +57,13 @@ class Backward(NamedTuple):
     def rows(self, rows: slice | Tensor) -> Backward:
         """Of some of the tokens, in the tile's own dtype."""
         return Backward(
-            self.targets[rows], self.first, self.transform.rows(rows), self.normalizer.rows(rows),
+            self.targets[rows],
+            self.first,
+            self.transform.rows(rows),
+            self.normalizer.rows(rows),
             self.coefficients.map(lambda t: t[rows]),
-            None if self.logps is None else self.logps[rows], all_columns=self.all_columns
+            None if self.logps is None else self.logps[rows],
+            all_columns=self.all_columns,
         )
 
 
@@ -144,9 +148,12 @@ class Acts(Protocol):
     # ------------------------------------------------------------------ a tile of logits
 
     def partials(
-        self, raw: Tensor, forward: Forward, onto: SoftmaxState | None = None,
+        self,
+        raw: Tensor,
+        forward: Forward,
+        onto: SoftmaxState | None = None,
         without: Tensor | None = None,
-    ) -> SoftmaxState:  # fmt: skip
+    ) -> SoftmaxState:
         """Statistics. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
 
         Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
@@ -194,9 +201,14 @@ class Acts(Protocol):
         """dL/draw of each pair [P], 0 outside of the window."""
 
     def support_sums(
-        self, values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
+        self,
+        values: Tensor,
+        rows: Tensor,
+        support: Support,
+        out: Tensor,
+        add: bool = False,
         uneven: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
         in their order, in float32 or wider and rounded once; with `add`, added to what is there.
         Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
@@ -209,9 +221,12 @@ class Acts(Protocol):
         """[2, n]: a tile's shares of the divergence and of its mean slope."""
 
     def part_gradient_(
-        self, raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
+        self,
+        raw: Tensor,
+        part: Divergence | StoredTopk,
+        extra: Tensor | None = None,
         others: Backward | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
         `others`, the rest of the objective, the whole gradient over raw as in `logit_gradient_`:
         its transform differs from the part's in the temperature alone."""
@@ -245,9 +260,14 @@ class Kernels(Acts, Protocol):
         """
 
     def product_statistics(
-        self, x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
+        self,
+        x: Tensor,
+        w: Tensor,
+        forward: Forward,
+        vocabulary: int,
+        held: ExpTile | None = None,
         raw: Tensor | None = None,
-    ) -> Measured:  # fmt: skip
+    ) -> Measured:
         """`product_partials` of all columns, and `softmax.finish`; raw [n, v] takes raw logits."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
@@ -264,9 +284,14 @@ class Kernels(Acts, Protocol):
         """
 
     def held_multiple_(
-        self, held: ExpTile, backward: Backward, *,
-        x: Tensor | None = None, order: Order | None = None, least: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        held: ExpTile,
+        backward: Backward,
+        *,
+        x: Tensor | None = None,
+        order: Order | None = None,
+        least: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """s [n] such that dL/draw = s e, where only c_target and c_prob are there and no soft cap;
         the targets' e are set to suit.
 
@@ -284,9 +309,14 @@ class Kernels(Acts, Protocol):
         where a column is outside [0, v)."""
 
     def chosen_gradient_(
-        self, tile: Tensor, chosen: Chosen, backward: Backward, *,
-        multiples: Tensor | None = None, order: Order | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        tile: Tensor,
+        chosen: Chosen,
+        backward: Backward,
+        *,
+        multiples: Tensor | None = None,
+        order: Order | None = None,
+    ) -> None:
         """Set dL/draw of the chosen columns in a tile that holds it [n, v]: the coefficients' own,
         the target's and the slopes', from the log-probs and so to the digits of 1 - p.
 

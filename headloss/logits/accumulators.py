@@ -42,8 +42,11 @@ class BlockAccumulator:
     by_factor = True  # the factor is still missing from `weights` at the end
 
     def __init__(
-        self, source: LinearLogits, buffers: GradientBuffers, blocks: Sequence[Any],
-        single_block: bool
+        self,
+        source: LinearLogits,
+        buffers: GradientBuffers,
+        blocks: Sequence[Any],
+        single_block: bool,
     ) -> None:
         needs_grad, main_grad = buffers.needs_grad, buffers.main_grad
         self.source = source

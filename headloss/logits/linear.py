@@ -136,9 +136,7 @@ class LogitSource:
             inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
         return LogitGradient(self.gradient_(raw, places, columns, inputs), places)
 
-    def gradient_(
-        self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs
-    ) -> Tensor:
+    def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras

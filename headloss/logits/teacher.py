@@ -30,8 +30,11 @@ READABLE = torch.float32, torch.bfloat16, torch.float16
 
 
 def measuring(
-    context: RowContext, batch: PackedBatch, teachers: Sequence[Teacher], wide: torch.dtype,
-    keeps_tiles: bool
+    context: RowContext,
+    batch: PackedBatch,
+    teachers: Sequence[Teacher],
+    wide: torch.dtype,
+    keeps_tiles: bool,
 ) -> RowContext:
     """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
     batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""

@@ -72,7 +72,7 @@ def modifier_table() -> str:
 def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
     """(framework, name there) of a term, as its docstring lists them:
 
-        Also called: verl vanilla, TRL dapo.
+    Also called: verl vanilla, TRL dapo.
     """
     listed = _listed(function, "Also called: ")
     pairs = (pair.partition(" ") for pair in listed.split(", ") if listed)

@@ -119,9 +119,7 @@ def clip_cov(
     number("> low", lambda x: x > low, high=high)
     clip = (1 - epsilon_low, 1 + epsilon_high)
     made = _ClipCov(clip=clip, share=share, low=low, high=high)
-    return Term(
-        name="", function=made, scope="batch", reduction=token_mean, observe=made.observe
-    )
+    return Term(name="", function=made, scope="batch", reduction=token_mean, observe=made.observe)
 
 
 # ---------------------------------------------------------------------- kl-cov

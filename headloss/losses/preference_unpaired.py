@@ -46,9 +46,7 @@ def _unpaired(
     return torch.where(good, weights[0] * value, weights[1] * value)
 
 
-def _observe_unpaired(
-    stats: Statistics, batch: PackedBatch, *, beta: float
-) -> dict[str, Observed]:
+def _observe_unpaired(stats: Statistics, batch: PackedBatch, *, beta: float) -> dict[str, Observed]:
     rewards, good = beta * log_ratio(stats, batch), _desirable(batch)
     return {
         "chosen_rewards": Observed(rewards, per="segment", where=good),

@@ -49,9 +49,14 @@ Advantages = Callable[..., Tensor]  # (stats, batch, **options) to [T]
 
 
 def _called(
-    stats: Statistics, batch: Any, *, of: Callable[..., Any], by: Advantages,
-    name: str | None = None, **how: Any
-) -> Any:  # fmt: skip
+    stats: Statistics,
+    batch: Any,
+    *,
+    of: Callable[..., Any],
+    by: Advantages,
+    name: str | None = None,
+    **how: Any,
+) -> Any:
     """A term's loss or metrics; under the name of a modifier ValueError where it reads no
     advantages."""
     shaped = _Shaped(batch, by(stats, batch, **how))

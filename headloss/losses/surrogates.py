@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
 
-
 def _gmpo_advantages(batch: PackedBatch) -> Tensor:
     return batch.segments.expand(batch.segments.mean(batch.advantages))
 

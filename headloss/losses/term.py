@@ -168,16 +168,26 @@ class Term(_Arithmetic):
         return replace(self, modifiers=modifiers, scope=scope, own_scope=own)
 
     def corrected(
-        self, mode: str, min: float | None = None, max: float | None = 3.0, *,
-        live: bool = False, normalized: bool = False,
+        self,
+        mode: str,
+        min: float | None = None,
+        max: float | None = 3.0,
+        *,
+        live: bool = False,
+        normalized: bool = False,
     ) -> Term:
         """Correct for the mismatch of sampler and trainer; see `modifiers.corrected`."""
         how = {"minimum": min, "maximum": max, "live": live, "normalized": normalized}
         return self.modified(corrected(mode, **how))
 
     def rejected(
-        self, measure: str, level: str = "token", min: float | None = None,
-        max: float | None = None, *, live: bool = False,
+        self,
+        measure: str,
+        level: str = "token",
+        min: float | None = None,
+        max: float | None = None,
+        *,
+        live: bool = False,
     ) -> Term:
         """Drop where trainer and sampler disagree too much; see `rejection.rejected`."""
         return self.modified(rejected(measure, level=level, minimum=min, maximum=max, live=live))

@@ -38,8 +38,12 @@ def clear_cache() -> None:
 
 
 def reads(
-    objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device, observe: bool,
-    cuts: bool = False
+    objective: Objective,
+    kinds: Kinds,
+    dtype: torch.dtype,
+    device: torch.device,
+    observe: bool,
+    cuts: bool = False,
 ) -> dict[str, Reads]:
     """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change.
     Equal terms share an entry of the table, so that one that is made anew in each step is traced

@@ -274,8 +274,12 @@ def without_poison(batch: PackedBatch, included: Tensor | None) -> PackedBatch:
 
 
 def bind(
-    objective: Objective, batch: PackedBatch, totals: Totals, vocabulary: int, dtype: torch.dtype,
-    **more: Any
+    objective: Objective,
+    batch: PackedBatch,
+    totals: Totals,
+    vocabulary: int,
+    dtype: torch.dtype,
+    **more: Any,
 ) -> WeightedObjective:
     """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
     `WeightedObjective`."""
@@ -315,5 +319,3 @@ def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> 
                 f"totals: have no count for field {field!r} that term {name} is restricted to; "
                 "make them with headloss.Totals.of(batch)"
             )
-
-

@@ -66,9 +66,12 @@ def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
 
 
 def agree(
-    role: str, group: distributed.ProcessGroup, say: Callable[[], Facts],
-    error: Exception | None, static: bool = False
-) -> OwnNumbers:  # fmt: skip
+    role: str,
+    group: distributed.ProcessGroup,
+    say: Callable[[], Facts],
+    error: Exception | None,
+    static: bool = False,
+) -> OwnNumbers:
     """The own numbers of each rank.
 
     Args:

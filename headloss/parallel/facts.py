@@ -63,11 +63,17 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
 
     def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
         temperature = transform.temperature
-        return _values_of_batch(batch) | _text_of(objective, batch) | {
-            "hidden: differs": [] if spread or head is None else [_sampled(value, batch.targets)],
-            "temperature: differs": [temperature] if isinstance(temperature, Tensor) else [],
-            "lora.a: differs": [] if head is None else [x.a for x in head.lora],
-        }
+        return (
+            _values_of_batch(batch)
+            | _text_of(objective, batch)
+            | {
+                "hidden: differs": []
+                if spread or head is None
+                else [_sampled(value, batch.targets)],
+                "temperature: differs": [temperature] if isinstance(temperature, Tensor) else [],
+                "lora.a: differs": [] if head is None else [x.a for x in head.lora],
+            }
+        )
 
     facts = Facts(numbers=numbers, same=same, values=values, check=options.check_ranks)
     if options.static:
@@ -205,10 +211,18 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, Sequence[Tensor] |
     options."""
     tensors: list[Tensor] = []
     parts = [
-        (c, t.name, t.options, t.scope, t.reduction and t.reduction.name, t.kept_field,
-         t.weight_fields, [(m.name, m.factor) for m in t.modifiers])
+        (
+            c,
+            t.name,
+            t.options,
+            t.scope,
+            t.reduction and t.reduction.name,
+            t.kept_field,
+            t.weight_fields,
+            [(m.name, m.factor) for m in t.modifiers],
+        )
         for c, t in objective.parts
-    ]  # fmt: skip
+    ]
     text = _spelt(fingerprint(parts, tensors))
     values = [tensor.to(batch.targets.device) for tensor in tensors]
     return {"objective: differs": text, "values of options: differs": values}

@@ -77,9 +77,12 @@ class VocabShard(WholeVocabulary):
     """
 
     def __init__(
-        self, group: distributed.ProcessGroup, numbers: OwnNumbers, vocab_size: int | None,
-        batch: Batch | None = None
-    ) -> None:  # fmt: skip
+        self,
+        group: distributed.ProcessGroup,
+        numbers: OwnNumbers,
+        vocab_size: int | None,
+        batch: Batch | None = None,
+    ) -> None:
         self.group: distributed.ProcessGroup = group
         rows, vocabulary = numbers["rows"], sum(numbers["rows"])
         if vocab_size is not None:

@@ -228,8 +228,12 @@ def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
 
 
 def trained_looking(
-    tokens: int, width: int, vocabulary: int, dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu", seed: int = 0
+    tokens: int,
+    width: int,
+    vocabulary: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """hidden [T, H], weight [V, H] and targets [T] whose p(target) has a mean near one half."""
     generator = torch.Generator(device=device).manual_seed(seed)

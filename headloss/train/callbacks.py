@@ -99,10 +99,12 @@ class Bar(TrainerCallback):
         self._begun, self._begun_at = time.perf_counter(), state.global_step
         columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left"))
         self.bar = Progress(
-            TextColumn(self.name), *columns, TextColumn("{task.fields[figures]}"),
+            TextColumn(self.name),
+            *columns,
+            TextColumn("{task.fields[figures]}"),
             console=self.console,
             disable=not (state.is_world_process_zero and self.console.is_terminal),
-        )  # fmt: skip
+        )
         self.task = self.bar.add_task(
             "", total=state.max_steps, completed=state.global_step, figures=""
         )

@@ -25,9 +25,17 @@ LOCK = ".lock"
 CHECKSUMS = "checksums.json"
 BEFORE = "before.json"
 WRITTEN = (  # what a run writes into its folder
-    "recipe.yaml", BEFORE, "metrics.jsonl", "held_out.jsonl", "checkpoints", "model", "after.json",
-    "plots", "report.md", "report.html",
-)  # fmt: skip
+    "recipe.yaml",
+    BEFORE,
+    "metrics.jsonl",
+    "held_out.jsonl",
+    "checkpoints",
+    "model",
+    "after.json",
+    "plots",
+    "report.md",
+    "report.html",
+)
 NEEDED = ("trainer_state.json", "scheduler.pt")  # in every checkpoint
 OPTIMIZERS = ("optimizer", "global_step")  # how its names begin
 MAY_CHANGE = {  # between a run and its continuation

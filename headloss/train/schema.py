@@ -225,23 +225,43 @@ OURS = {  # fields of a trainer's configuration that a recipe has keys of its ow
 INTERVALS = {
     **dict.fromkeys(
         (
-            "per_device_train_batch_size", "per_device_eval_batch_size", "num_generations",
-            "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-            "num_iterations", "max_length", "max_completion_length", "pad_to_multiple_of",
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "num_generations",
+            "gradient_accumulation_steps",
+            "generation_batch_size",
+            "steps_per_generation",
+            "num_iterations",
+            "max_length",
+            "max_completion_length",
+            "pad_to_multiple_of",
         ),
         "[1, inf)",
     ),
     **dict.fromkeys(
         (
-            "learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "beta", "epsilon",
-            "value_coef", "value_clip", "top_k", "save_total_limit", "neftune_noise_alpha",
+            "learning_rate",
+            "weight_decay",
+            "adam_epsilon",
+            "warmup_steps",
+            "beta",
+            "epsilon",
+            "value_coef",
+            "value_clip",
+            "top_k",
+            "save_total_limit",
+            "neftune_noise_alpha",
             "dataloader_num_workers",
         ),
         "[0, inf)",
     ),
     **dict.fromkeys(
         (
-            "temperature", "repetition_penalty", "delta", "save_steps", "logging_steps",
+            "temperature",
+            "repetition_penalty",
+            "delta",
+            "save_steps",
+            "logging_steps",
             "num_train_epochs",
         ),
         "(0, inf)",
@@ -252,7 +272,7 @@ INTERVALS = {
     **dict.fromkeys(("max_grad_norm", "epsilon_high"), "[0, inf]"),
     "dual_clip": "(1, inf)",
     "max_steps": "[-1, inf)",
-}  # fmt: skip
+}
 CHOICES: dict[str, tuple[Any, ...]] = {
     "scale_rewards": ("group", "batch", "none", True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),

@@ -240,9 +240,20 @@ def _from_file(path: Path, seed: int) -> Iterator[Row]:
 
 
 RESERVED = {  # what a scorer is given beside a line's own fields, and what TRL takes for images
-    "question", "fields", "prompts", "completion", "completions", "completion_ids",
-    "trainer_state", "log_extra", "log_metric", "environment", "environments", "image", "images",
-}  # fmt: skip
+    "question",
+    "fields",
+    "prompts",
+    "completion",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "environment",
+    "environments",
+    "image",
+    "images",
+}
 
 
 def _row(row: Row) -> Row:

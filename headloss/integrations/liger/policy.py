@@ -130,7 +130,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         level = self.importance_sampling_level
         return losses.kl(
             estimator="k3",
-            bias_corrected=self.use_bias_correction_kl, importance_sampling_level=level
+            bias_corrected=self.use_bias_correction_kl,
+            importance_sampling_level=level,
         )
 
     def _over(self, scored: Tensor, count: float | Tensor | None) -> Any:

@@ -46,10 +46,13 @@ def over_step(
     if count is None:
         return objective
     return over_count(
-        objective, count, batch, name="num_items_in_batch",
+        objective,
+        count,
+        batch,
+        name="num_items_in_batch",
         instead="train with headloss.integrations.transformers.Trainer, or a Trainer of your own "
         "behind its TotalsMixin, which count the totals of the step",
-    )  # fmt: skip
+    )
 
 
 def nan_where_nothing(loss: Tensor, batch: Batch, count: float | Tensor | None) -> Tensor:

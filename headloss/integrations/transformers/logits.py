@@ -15,11 +15,37 @@ from ...private import refuse_to_be_written
 
 # What is asked of a tensor that needs no values.
 OF_NO_VALUES = {
-    "shape", "dtype", "device", "layout", "ndim", "size", "dim", "numel", "nelement", "stride",
-    "element_size", "itemsize", "nbytes", "is_floating_point", "is_complex", "is_contiguous",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "get_device",
-    "requires_grad", "is_leaf", "grad_fn", "grad", "register_hook", "__len__", "__hash__",
-}  # fmt: skip
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "stride",
+    "element_size",
+    "itemsize",
+    "nbytes",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "get_device",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "grad",
+    "register_hook",
+    "__len__",
+    "__hash__",
+}
 
 
 class LazyLogits(Tensor):
@@ -46,9 +72,12 @@ class LazyLogits(Tensor):
             x is not None and x.requires_grad for x in (hidden, *of_head)
         )
         logits: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (*hidden.shape[:-1], head.vocabulary), dtype=wide, device=hidden.device,
+            cls,
+            (*hidden.shape[:-1], head.vocabulary),
+            dtype=wide,
+            device=hidden.device,
             requires_grad=attached,
-        )  # fmt: skip
+        )
         refuse_to_be_written(logits)
         logits.head, logits.hidden, logits.computed = head, hidden, None
         logits.plainly = plainly and attached

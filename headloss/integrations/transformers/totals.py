@@ -43,9 +43,12 @@ class TotalsMixin(CountsSteps):
         return None if inputs.get("labels") is None else applied.batch_of(inputs, device)
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         applied, stock = self._applied(), super().compute_loss  # type: ignore[misc]
         batch, totals = self.of_call(inputs)
         if totals is None:

@@ -73,9 +73,16 @@ class WithoutLogits:
         announce("trl", CHECKED)
 
     def _forward(
-        self: Any, model: Any, batch: dict[str, Any], *, padding: int, average: bool,
-        prompts: bool, likelihood: bool, positions: slice,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+        self: Any,
+        model: Any,
+        batch: dict[str, Any],
+        *,
+        padding: int,
+        average: bool,
+        prompts: bool,
+        likelihood: bool,
+        positions: slice,
+    ) -> tuple[Tensor, ...]:
         """What TRL's `concatenated_forward` gives: of chosen and of rejected answers the sums or
         averages of their log-probs [B], and in place of the logits of their `positions` the mean
         of these [B]; the mean negative log-likelihood [] of chosen answers, with their `prompts` or
@@ -124,9 +131,14 @@ class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
 
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> Any:
         return self._forward(
-            model, batch, padding=self.padding_value, average=True, prompts=True, likelihood=True,
+            model,
+            batch,
+            padding=self.padding_value,
+            average=True,
+            prompts=True,
+            likelihood=True,
             positions=slice(-1),
-        )  # fmt: skip
+        )
 
 
 class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
@@ -137,6 +149,11 @@ class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
     def concatenated_forward(self: Any, model: Any, batch: dict[str, Any]) -> Any:
         average = self.loss_type in ("ipo", "simpo")
         return self._forward(
-            model, batch, padding=self.pad_token_id, average=average, prompts=False,
-            likelihood=self.cpo_alpha != 0, positions=slice(None),
-        )  # fmt: skip
+            model,
+            batch,
+            padding=self.pad_token_id,
+            average=average,
+            prompts=False,
+            likelihood=self.cpo_alpha != 0,
+            positions=slice(None),
+        )

@@ -59,9 +59,12 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         return Objective.of(cross_entropy())
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False,
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         objective, probe = self.objective(inputs), Probe("top1")
         if self.shards is None:
             totals = self.step_totals if self.model.training else None
@@ -114,6 +117,9 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         if in_step is not None or count is None:
             return objective if in_step is None else in_step
         return over_count(
-            objective, count / self.ranks, batch, name="num_items_in_batch",
+            objective,
+            count / self.ranks,
+            batch,
+            name="num_items_in_batch",
             instead="let get_batch_samples of headloss's SFTTrainer count the step",
-        )  # fmt: skip
+        )

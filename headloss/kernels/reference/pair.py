@@ -34,8 +34,10 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 
 
 def part_gradient_(
-    raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
-    others: Backward | None = None
+    raw: Tensor,
+    part: Divergence | StoredTopk,
+    extra: Tensor | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
     out = raw if others is not None else extra
     out = torch.empty_like(raw, dtype=wide(raw.dtype)) if out is None else out

@@ -79,8 +79,12 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 def support_sums(
-    values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
-    uneven: bool = False
+    values: Tensor,
+    rows: Tensor,
+    support: Support,
+    out: Tensor,
+    add: bool = False,
+    uneven: bool = False,
 ) -> None:
     ids, offsets, first, size = support
     at = torch.arange(len(values), device=values.device)
@@ -89,7 +93,11 @@ def support_sums(
     bags, columns, factors = torch.searchsorted(pairs, offsets), ids[pairs] - first, values[pairs]
     for out_part, rows_part in zip(out.split(WIDTH, 1), rows.split(WIDTH, 1), strict=True):
         total = embedding_bag(
-            columns, rows_part.to(values.dtype), bags, mode="sum", per_sample_weights=factors,
-            include_last_offset=True
+            columns,
+            rows_part.to(values.dtype),
+            bags,
+            mode="sum",
+            per_sample_weights=factors,
+            include_last_offset=True,
         )
         out_part.copy_(out_part + total if add else total)

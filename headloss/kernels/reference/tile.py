@@ -75,7 +75,7 @@ def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tenso
 
 def _block(
     z: Tensor, targets: Tensor, first: int, needs: frozenset[str], scratch: list
-) -> SoftmaxState:  # fmt: skip
+) -> SoftmaxState:
     max_logit, likeliest = z.max(1, keepdim=True)
     memory = [tile[: len(z)] for tile in scratch] if scratch else (None, None)
     elsewhere, column = outside(targets, first, z.shape[1])

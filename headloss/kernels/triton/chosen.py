@@ -36,9 +36,19 @@ COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(
-    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr,
+    x,
+    w,
+    held,
+    targets,
+    of,
+    first,
+    n,
+    v,
+    h,
+    vocabulary,
+    PROGRAMS: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """The column whose logit is a token's shift, its target or a stand-in, and that logit, for
     `merge.ProductStatistics`."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -64,10 +74,13 @@ def shift_column(to, rows, inside):
 
 @triton.jit
 def logits_kernel(
-    x, w, columns,  # Matrix [n, H], [v, H] and [n, K]
+    x,
+    w,
+    columns,  # Matrix [n, H], [v, H] and [n, K]
     z,  # LogitScaling
     out,  # [n, K]
-    v, h,
+    v,
+    h,
     count,  # K
     COLUMNS: tl.constexpr,
 ):
@@ -100,7 +113,12 @@ class Put(NamedTuple):
 def gradient_kernel(
     of,  # Put
     from_column,  # the number of the first column
-    first, n, v, count, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    first,
+    n,
+    v,
+    count,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     a = of.a
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -151,8 +169,12 @@ def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -
 
 
 def chosen_gradient_(
-    tile: Tensor, chosen: Chosen, backward: Backward, *, multiples: Tensor | None = None,
-    order: Order | None = None
+    tile: Tensor,
+    chosen: Chosen,
+    backward: Backward,
+    *,
+    multiples: Tensor | None = None,
+    order: Order | None = None,
 ) -> None:
     to, (n, count), v = check_tile("tile", tile), chosen.columns.shape, tile.shape[1]
     if n:

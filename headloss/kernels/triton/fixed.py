@@ -23,9 +23,15 @@ def fixed_product_kernel(
     a,  # Matrix [n, k]
     b,  # Strided [k, m]
     out,  # Matrix [n, m]
-    n, m, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    n,
+    m,
+    k,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
     WIDE: tl.constexpr,  # the operands' dtypes differ
-    PRECISION: tl.constexpr, ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     row, column = place_of(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS), GROUP)
     rows = row * ROWS + tl.arange(0, ROWS)
@@ -67,8 +73,12 @@ def fixed_product(
             rows, columns = ROWS // 4, max(16, triton.next_power_of_2(m))
         launch(
             cdiv(n, rows) * cdiv(m, columns),
-            *(matrix_of(a), strided(b), matrix_of(out), n, m, k), ROWS=rows, COLUMNS=columns,
-            DEPTH=BYTES // (4 if wide else a.element_size()), WIDE=wide,
-            PRECISION="tf32" if tf32 else "ieee", ADD=add
+            *(matrix_of(a), strided(b), matrix_of(out), n, m, k),
+            ROWS=rows,
+            COLUMNS=columns,
+            DEPTH=BYTES // (4 if wide else a.element_size()),
+            WIDE=wide,
+            PRECISION="tf32" if tf32 else "ieee",
+            ADD=add,
         )
     return out

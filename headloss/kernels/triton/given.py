@@ -36,8 +36,9 @@ class Shape(NamedTuple):
 
 # By columns: the first row that is wide enough.
 SHAPES = {
-    98304: Shape(warps=32, turns=4, registers=64), 16384: Shape(warps=16, turns=4, registers=64),
-    0: Shape(warps=4)
+    98304: Shape(warps=32, turns=4, registers=64),
+    16384: Shape(warps=16, turns=4, registers=64),
+    0: Shape(warps=4),
 }
 ONE_WALK = Shape(warps=16, turns=1)  # of one walk alone
 VECTOR = 16  # bytes that a thread loads at once
@@ -96,11 +97,15 @@ def settled(partials, length):
 
 @triton.jit(do_not_specialize=["first", "count"])
 def given_kernel(
-    raw, of, first,
+    raw,
+    of,
+    first,
     count,  # T
     v,
-    WIDTH: tl.constexpr, ALIGNED: tl.constexpr, SLOPES: tl.constexpr,
-):  # fmt: skip
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SLOPES: tl.constexpr,
+):
     STATISTICS: tl.constexpr = of.normalizer is None
     GRADIENT: tl.constexpr = of.out_offsets is not None
     # Blocks at work at once have rows close to one another.
@@ -172,10 +177,18 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short
     options = {"maxnreg": shape.registers} if shape.registers else {}
     launch(
-        cdiv(count, shape.turns), x, of, first, count, v, num_warps=shape.warps, **options,
-        WIDTH=min(lanes, max(16, triton.next_power_of_2(v) // 4)), ALIGNED=16 if aligned else 1,
-        SLOPES=0 if slopes is None else len(slopes)
-    )  # fmt: skip
+        cdiv(count, shape.turns),
+        x,
+        of,
+        first,
+        count,
+        v,
+        num_warps=shape.warps,
+        **options,
+        WIDTH=min(lanes, max(16, triton.next_power_of_2(v) // 4)),
+        ALIGNED=16 if aligned else 1,
+        SLOPES=0 if slopes is None else len(slopes),
+    )
     return partials
 
 

@@ -124,9 +124,18 @@ def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
 
 @gluon.jit
 def each_half(
-    ring, out, to, of, n, v, h, WHO: gl.constexpr, PROGRAMS: gl.constexpr, LOAD: gl.constexpr,
+    ring,
+    out,
+    to,
+    of,
+    n,
+    v,
+    h,
+    WHO: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    LOAD: gl.constexpr,
     END: gl.constexpr,
-):  # fmt: skip
+):
     """Four warps: the upper or lower half of the program's tiles. What `LOAD` loads before a tile's
     product is there when `END` takes the product, and writes it to `to` by way of buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
@@ -142,8 +151,17 @@ def each_half(
 
 @gluon.jit
 def each_tile(
-    x, w, to, of, n, v, h, PROGRAMS: gl.constexpr, LOAD: gl.constexpr, END: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    to,
+    of,
+    n,
+    v,
+    h,
+    PROGRAMS: gl.constexpr,
+    LOAD: gl.constexpr,
+    END: gl.constexpr,
+):
     """All warps of a program. `to` is a descriptor of what END writes in parts, or None."""
     ring = new_ring(x, w)
     out = ring[0]
@@ -229,7 +247,7 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def overlapping_product_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
-):  # fmt: skip
+):
     """As product_kernel, but that `held` may also be raw logits, in float32."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
     parts = parts_of(of.epilogue)  # [blocks, pitch] each

@@ -53,7 +53,11 @@ class Gradient(NamedTuple):
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
     of,  # Gradient
-    first, v, BLOCK: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
+    first,
+    v,
+    BLOCK: tl.constexpr,
+    SPAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     a = of.a
     programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
@@ -206,8 +210,12 @@ launch_rows = Launcher(multiple_rows_kernel, num_warps=8)
 
 
 def held_multiple_(
-    held: ExpTile, backward: Backward, *, x: Tensor | None = None, order: Order | None = None,
-    least: Tensor | None = None
+    held: ExpTile,
+    backward: Backward,
+    *,
+    x: Tensor | None = None,
+    order: Order | None = None,
+    least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
     multiples = held.shift.new_empty(n)

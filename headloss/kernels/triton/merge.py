@@ -130,7 +130,7 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def finish_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+):
     """From `ProductStatistics`. PROGRAMS are the product's; `vocabulary` has all ranks' columns."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
@@ -181,9 +181,17 @@ def finish_kernel(
                 if of.held_stride is not None:
                     terms = held + row * of.held_stride
                 max_of_row, sumexp_m1_of_row, entropy_sum_of_row = summed_again(
-                    x + row * of.x_stride, w, of.w_stride, terms, v, h, of.z,
-                    per_row(of.z.outer, of.z, row), ENTROPY, of.held_stride is not None,
-                )  # fmt: skip
+                    x + row * of.x_stride,
+                    w,
+                    of.w_stride,
+                    terms,
+                    v,
+                    h,
+                    of.z,
+                    per_row(of.z.outer, of.z, row),
+                    ENTROPY,
+                    of.held_stride is not None,
+                )
                 shift = tl.where(this, max_of_row, shift)
                 sumexp_m1 = tl.where(this, sumexp_m1_of_row, sumexp_m1)
                 entropy_sum = tl.where(this, entropy_sum_of_row, entropy_sum)
@@ -217,7 +225,10 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
     slices,  # [W, fields, n], as `partials_of` names them
-    rank_stride, ranks, n, vocabulary,
+    rank_stride,
+    ranks,
+    n,
+    vocabulary,
     flags,  # Flags
     out,  # [.., n]
     ROWS: tl.constexpr,

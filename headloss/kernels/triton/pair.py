@@ -112,11 +112,15 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def divergence_kernel(
-    raw, teacher_raw,  # Matrix
-    student, teacher,  # Softmax
+    raw,
+    teacher_raw,  # Matrix
+    student,
+    teacher,  # Softmax
     beta,
     to,  # Matrix [2, n]: values and mean slopes
-    v, BLOCK: tl.constexpr, KIND: tl.constexpr,
+    v,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
@@ -166,7 +170,9 @@ def pair_gradient_kernel(
     to,  # Matrix
     d,  # Part
     a,  # GradientInputs: the rest of the objective, or NO_INPUTS
-    first, v, BLOCK: tl.constexpr,
+    first,
+    v,
+    BLOCK: tl.constexpr,
     KIND: tl.constexpr,  # of the divergence, or "stored"
     OVERLAP: tl.constexpr,
 ):
@@ -232,8 +238,10 @@ launch_gradient = Launcher(pair_gradient_kernel, num_warps=WARPS)
 
 
 def part_gradient_(
-    raw: Tensor, part: Divergence | StoredTopk, extra: Tensor | None = None,
-    others: Backward | None = None
+    raw: Tensor,
+    part: Divergence | StoredTopk,
+    extra: Tensor | None = None,
+    others: Backward | None = None,
 ) -> Tensor:
     records.check_tile("raw", raw)
     n, v = raw.shape

@@ -94,9 +94,7 @@ def sum_tile(z, m, block, held, of, n, v):
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def product_kernel(
-    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr
-):  # fmt: skip
+def product_kernel(x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr):
     each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
@@ -146,16 +144,24 @@ def product_partials(
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
+    x: Tensor,
+    w: Tensor,
+    forward: Forward,
+    vocabulary: int,
+    held: ExpTile | None = None,
     raw: Tensor | None = None,
-) -> Measured:  # fmt: skip
+) -> Measured:
     return measured(_statistics(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
 def _statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int | None, held: ExpTile | None,
+    x: Tensor,
+    w: Tensor,
+    forward: Forward,
+    vocabulary: int | None,
+    held: ExpTile | None,
     raw: Tensor | None = None,
-) -> Sequence[Tensor]:  # fmt: skip
+) -> Sequence[Tensor]:
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
     check_operands(x, w)
     targets, first, transform, needs = forward
@@ -216,8 +222,9 @@ def gradient_tile(z, m, block, out, a, n, v):
     max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
     lse = max_logit + log_sum
     at = (
-        of_rows(a.c.prob, rows, inside, factor), of_rows(a.c.entropy, rows, inside, factor),
-        of_rows(a.c.uniform, rows, inside, factor)
+        of_rows(a.c.prob, rows, inside, factor),
+        of_rows(a.c.entropy, rows, inside, factor),
+        of_rows(a.c.uniform, rows, inside, factor),
     )
     left, right = halves(z)
     g = gradient_of(left, lse[:, None], at, outer, a)

@@ -80,9 +80,12 @@ def scaled_rows(
 
 @triton.jit
 def scaled_kernel(
-    value, out,
+    value,
+    out,
     factor,  # [], or None
-    size, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    size,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     number = 1.0
     if factor is not None:

@@ -132,8 +132,10 @@ def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
     at = torch.arange((n if every else min(n, count)) + most, device=device)
     cut = torch.arange(1, most + 1, device=device)
     return Pieces(
-        torch.searchsorted(ends, at, right=True), ends, cut_ends,
-        torch.searchsorted(several.cumsum(0), cut)
+        torch.searchsorted(ends, at, right=True),
+        ends,
+        cut_ends,
+        torch.searchsorted(several.cumsum(0), cut),
     )
 
 
@@ -155,9 +157,17 @@ def count_of(ends, token):
 
 @triton.jit
 def gathered(
-    values, support, rows, begin, end, depth, h,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+    values,
+    support,
+    rows,
+    begin,
+    end,
+    depth,
+    h,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """The sum of some pairs, over a part of a row; without WINDOW all have a row."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
@@ -176,12 +186,19 @@ def gathered(
 
 @triton.jit
 def sums_kernel(
-    values, support, rows, out,
+    values,
+    support,
+    rows,
+    out,
     pieces,  # Pieces, or None
     sums,  # [.., h] of pieces of tokens that have several
-    h, n,
+    h,
+    n,
     blocks,  # of a row, each a program where there are no pieces
-    ADD: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PIECE: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     if pieces is None:
@@ -210,9 +227,14 @@ def sums_kernel(
 
 @triton.jit
 def pieces_kernel(
-    sums, pieces, out, h, n,
+    sums,
+    pieces,
+    out,
+    h,
+    n,
     count,  # R
-    ADD: tl.constexpr, WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     depth = program // count * WIDTH + tl.arange(0, WIDTH)
@@ -230,8 +252,12 @@ launch_pieces = Launcher(pieces_kernel, num_warps=4)
 
 
 def support_sums(
-    values: Tensor, rows: Tensor, support: Support, out: Tensor, add: bool = False,
-    uneven: bool = False
+    values: Tensor,
+    rows: Tensor,
+    support: Support,
+    out: Tensor,
+    add: bool = False,
+    uneven: bool = False,
 ) -> None:
     (n, h), count = out.shape, len(values)
     width = block_width(h, WIDTH)
