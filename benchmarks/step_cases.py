@@ -254,7 +254,7 @@ def of_headloss(options: hl.Options) -> Callable[[str, Any, Batch], Tensor]:
         objective = hl.grpo()
         if work == "DPO":
             fields, objective = {"ref_logps": batch.ref_logps}, hl.dpo(beta=BETA)
-        scored = hl.Batch.from_labels(batch.labels, **fields)
+        scored = hl.Batch.from_labels(batch.labels, align="targets", **fields)
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state
         return hl.head_loss(hidden, hl.Head.of_model(model), scored, objective, options).loss
 

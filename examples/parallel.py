@@ -50,8 +50,8 @@ def main() -> None:
     row = mesh["data"].get_local_rank()
     torch.manual_seed(1 + row)  # the ranks of one vocabulary group hold the same batch
     ids = torch.randint(1, 501, (2, 9 + row), device=kind)
-    batch = hl.Batch.from_labels(ids, advantages=torch.tensor([1.0, -0.5], device=kind))
-    batch.fields["old_logps"] = hl.CURRENT
+    advantages = torch.tensor([1.0, -0.5], device=kind)  # one for each row
+    batch = hl.Batch.from_labels(ids, advantages=advantages, old_logps=hl.CURRENT)
     group = mesh["data"].get_group()
     batch.totals = hl.Totals.of(batch).all_reduce(group, gradients="mean")  # FSDP2 averages
 

@@ -49,6 +49,13 @@ def batch(**given) -> hl.Batch:
     return hl.Batch(fields.pop("targets", targets()), **fields)
 
 
+PAIR = (torch.arange(T), torch.arange(T + 1))  # support_ids of one id at each position
+
+
+def labelled(**fields) -> hl.Batch:
+    return hl.Batch.from_labels(targets(), **fields)
+
+
 def call(objective=None, x=None, head=None, data=None, **options):
     return hl.head_loss(
         hidden() if x is None else x,
@@ -223,6 +230,29 @@ def test_hidden_and_head(error, match, make):
             lambda: hl.Batch.from_labels(
                 torch.zeros(3, dtype=torch.long), hl.Segments.from_lengths([2])
             ),
+        ),
+        (
+            ValueError,
+            r'w: got \(6,\) beside labels, want align="labels" .*shifted.* or align="targets"',
+            lambda: labelled(w=torch.ones(T)),
+        ),
+        (
+            ValueError,
+            r"teacher_logits: got \(6, 2\) beside",
+            lambda: labelled(teacher_logits=torch.ones(T, 2), align={}),
+        ),
+        (ValueError, "support_ids: got a pair beside", lambda: labelled(support_ids=PAIR)),
+        (
+            ValueError,
+            r'support_ids: got a pair with align="labels", want \[.., K\] ids',
+            lambda: labelled(support_ids=PAIR, align="labels"),
+        ),
+        (ValueError, "align: got 'label', want", lambda: labelled(align="label")),
+        (ValueError, "align: got 7, want", lambda: labelled(w=torch.ones(T), align={"w": 7})),
+        (
+            ValueError,
+            r"align: got \['v'\], want names of fields: \['w'\]",
+            lambda: labelled(w=torch.ones(T), align={"v": "labels"}),
         ),
     ],
 )

@@ -237,8 +237,10 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
 def test_padding_of_labels_predicts_nothing() -> None:
     """However many tokens of it stand side by side, and whatever their labels are."""
     ids = torch.tensor([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1])
-    batch = hl.Batch.from_labels(torch.arange(10), Segments.from_ids(ids))
+    values = torch.arange(10)
+    batch = hl.Batch.from_labels(values, Segments.from_ids(ids), w=values, align="labels")
     assert batch.targets.tolist() == [-100, -100, 3, -100, -100, 6, -100, -100, -100, -100]
+    assert batch.w.tolist() == [0, 0, 3, 0, 0, 6, 0, 0, 0, 0]
     hl.head_loss(torch.ones(10, 2), hl.Head(torch.ones(10, 2)), batch, hl.cross_entropy())
 
 

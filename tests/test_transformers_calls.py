@@ -45,6 +45,36 @@ def test_fields_come_as_labels_come(kind: torch.dtype) -> None:
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("align", ["labels", {"w": "labels", "candidate_ids": "labels"}])
+def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
+    """The same ids, weights and candidates, given to `apply` and to `Batch.from_labels`: one loss,
+    that of float64 logits. As they are, they are another loss."""
+
+    @hl.term
+    def likelier(stats: Any, batch: Any) -> Tensor:
+        return -stats.logp * batch.w - stats.candidate_logps.sum(-1)
+
+    model, objective = tiny("llama").double(), likelier()
+    candidates = (IDS[..., None] + torch.arange(3)) % 37
+    fields: Any = {"w": WEIGHTS, "candidate_ids": candidates}
+    with apply(model, objective, fields=tuple(fields)):
+        got = model(IDS, labels=IDS, **fields).loss
+    hidden, head = model.model(IDS).last_hidden_state, hl.Head.of_model(model)
+    logps = head.logits(hidden)[:, :-1].log_softmax(-1)
+
+    def plain(weights: Tensor, ids: Tensor) -> Tensor:
+        own = logps.gather(-1, IDS[:, 1:, None])[..., 0] * weights
+        return -(own + logps.gather(-1, ids).sum(-1)).mean()
+
+    batch = hl.Batch.from_labels(IDS, align=align, **fields)
+    out = hl.head_loss(hidden, head, batch, objective)
+    torch.testing.assert_close(out.loss, plain(WEIGHTS[:, 1:], candidates[:, 1:]))
+    torch.testing.assert_close(got, out.loss)
+    batch = hl.Batch.from_labels(IDS, align="targets", **fields)
+    out = hl.head_loss(hidden, head, batch, objective)
+    torch.testing.assert_close(out.loss, plain(WEIGHTS[:, :-1], candidates[:, :-1]))
+
+
 def test_the_last_field_of_a_shard_counts() -> None:
     """Two halves of each row, whose last label is the first token of what follows."""
     model = tiny("llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import IGNORE, brief, check_dense, check_device, check_integers, is_integers
+from .labels import aligned, goes_on, shifted
 from .reduction import Totals
 from .segments import Segments, check_integer
 from .support import SupportIds
@@ -129,23 +131,45 @@ class Batch:
             self._survey()
 
     @classmethod
-    def from_labels(cls, labels: Tensor, segments: Segments | None = None, **fields: Any) -> Batch:
+    def from_labels(
+        cls,
+        labels: Tensor,
+        segments: Segments | None = None,
+        *,
+        align: str | Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> Batch:
         """A batch from unshifted labels [..]: position t's target is the label at t + 1.
 
         The shift stays inside each segment: the last token of a document never predicts the next
-        document's first, and padding with a negative id predicts nothing. Other fields are taken as
-        they are, aligned with the targets.
+        document's first, and padding with a negative id predicts nothing.
+
+        Args:
+            labels: [..] int64 token ids; -100 is not scored.
+            segments: as of `Batch`.
+            align: for fields of the labels' shape, [..] or [.., K]: "labels", value t belongs to
+                label t and is shifted with it, as `apply` does; "targets", value t belongs to
+                target t, as of `out.logps` of an earlier call; or one of the two by field name.
+                Fields per segment and `hl.CURRENT` need none.
+            fields: as of `Batch`.
+
+        Raises:
+            TypeError, ValueError: as `Batch`; a field of the labels' shape that `align` leaves out.
+
+        >>> import torch, headloss as hl
+        >>> weights = torch.tensor([0.0, 1.0, 2.0])
+        >>> batch = hl.Batch.from_labels(torch.tensor([5, 3, 7]), w=weights, align="labels")
+        >>> batch.targets.tolist(), batch.w.tolist()
+        ([3, 7, -100], [1.0, 2.0, 0.0])
         """
         _check_targets(labels, "labels")
         segments = _segments_of("labels", labels, segments)
-        flat, ids = labels.reshape(-1), segments.ids.reshape(-1)
-        targets = torch.full_like(flat, IGNORE)
-        targets[:-1] = torch.where((ids[1:] == ids[:-1]) & (ids[1:] >= 0), flat[1:], IGNORE)
-        return cls(targets.reshape(labels.shape), segments, **fields)
+        inside = goes_on(segments.ids, labels.shape)
+        return cls(shifted(labels, inside, IGNORE), segments, **aligned(fields, align, inside))
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
-        """The same tokens with some fields added, replaced or (None) left out; what was found out
-        about their order is shared.
+        """The same tokens with some fields added, replaced or (None) left out, their values beside
+        the targets; what was found out about their order is shared.
 
         >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
         """

@@ -34,7 +34,7 @@ def theirs(name: str, **options: float) -> list[Tensor]:
 
 def ours(objective: hl.Term, **fields: Tensor) -> list[Tensor]:
     hidden, weight, labels = problem()
-    batch = hl.Batch.from_labels(labels, **fields)
+    batch = hl.Batch.from_labels(labels, align="targets", **fields)
     out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
     return value_and_gradient(out.loss, hidden)
 

@@ -50,8 +50,8 @@ def apply(
             once on a few tokens, see `headloss.integrations.families.learn`.
         terms: the objective; default: cross-entropy.
         options: of `head_loss`.
-        fields: arguments of a call that go to the batch: [B, L] ones lie beside the labels and are
-            shifted with them, others are taken as they are.
+        fields: arguments of a call that go to the batch: [B, L] or [B, L, ..] ones lie beside the
+            labels and are shifted with them, others are taken as they are.
 
     Returns:
         What was done, with `.metrics` of the last call; `.remove()` undoes it, and so does the end

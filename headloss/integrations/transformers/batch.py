@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...batch.batch import IGNORE, Batch
+from ...batch.labels import is_beside
 from ...losses import Objective
 from ..documents import TOLD_BY, documents_of, starts_of
 from ..shared import needs_segments
@@ -22,8 +23,8 @@ CALL = ("labels", "num_items_in_batch", "shift_labels", *TOLD_BY)
 def batch_of(
     call: Mapping[str, Any], fields: Mapping[str, Any], objective: Objective, device: torch.device
 ) -> Batch:
-    """Labels and the fields beside them, [B, L], are shifted together, or have come shifted
-    together, as `shift_labels`; other fields are taken as they are, `segments` among them.
+    """Labels and the fields beside them, [B, L] or [B, L, ..], are shifted together, or have come
+    shifted together, as `shift_labels`; other fields are taken as they are, `segments` among them.
 
     Raises:
         ValueError: a shard of sequences, where the objective asks for all of each.
@@ -32,8 +33,9 @@ def batch_of(
     if targets is None:
         targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
         for name, value in fields.items():
-            if isinstance(value, Tensor) and value.shape == labels.shape:
-                fields[name] = nn.functional.pad(value[:, 1:], (0, 1))
+            if is_beside(value, labels.shape):
+                last = (0, 0) * (value.dim() - 2) + (0, 1)
+                fields[name] = nn.functional.pad(value[:, 1:], last)
     targets, segments = targets.to(device), fields.pop("segments", None)
     if segments is None and needs_segments(objective):
         if call["shift_labels"] is not None:
