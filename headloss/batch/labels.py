@@ -65,7 +65,7 @@ def aligned(fields: Mapping[str, Any], align: object, inside: Tensor) -> dict[st
                 f'align="labels" ({name}[t] belongs to labels[t] and is shifted with it) or '
                 f'align="targets" ({name}[t] belongs to labels[t + 1], as out.logps[t] does)'
             )
-        if ways[name] == "labels":
+        if isinstance(value, Tensor) and ways[name] == "labels":
             check_dense(name, value)
             result[name] = shifted(value, inside)
     return result
