@@ -96,10 +96,11 @@ docs: $(DOCS)  ## the documentation into site/; a broken link or a missing name 
 
 # The time of the last commit makes two builds the same bytes. The wheel is tried in an environment
 # that has nothing else but what lies in .venv, where the library itself is only linked to.
+# The README is pasted into an environment that its own lines make.
 # URL=https://... is the address of the repository, for links and pictures on a package index.
 DIST := .venv-dist
 URL ?=
-dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice, the wheel tried by itself
+dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice; wheel and README tried by themselves
 	@rm -rf $(DIST) dist && $(PYTHON) -m venv $(DIST)
 	@$(DIST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling
 	@export PROJECT_URL=$(URL) SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for folder in dist $(DIST)/again; do \
@@ -109,6 +110,8 @@ dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice, the wheel t
 	@$(DIST)/bin/python -m pip install -qq --no-deps --disable-pip-version-check dist/*.whl
 	@cd $(DIST) && bin/python -c "import headloss; assert '.venv-dist' in headloss.__file__" && \
 		bin/headloss --version && bin/headloss doctor
+	@$(PYTHON) -m venv $(DIST)/readme
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/readme/bin/python docs/paste.py README.md
 
 check: $(STAMP)  ## the correctness gate on this machine
 	@$(BIN)/python -m headloss check

@@ -95,7 +95,7 @@ def replay() -> str:
 
 def replay_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
     """A GRPO step over a sampler's sets of a mean of 8 ids, for a table of steps; plain
-    Transformers masks its logits, and nobody else has it."""
+    Transformers masks its logits, and no other contestant has it."""
     found = _read("replay")
     names = {"masked logits": "Transformers", "headloss, the sets": "headloss"}
     of = {names.get(row["contestant"]): row for row in found["step"] if row["mean"] == 8}
@@ -105,7 +105,7 @@ def replay_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
         row = of.get(name)
         bold = "**" if row and row["ms"] == best else ""
         cells.append(f"{bold}{_cell(row, bold)}" if row else "-")
-    return (found["model"], "GRPO over a sampler's sets", *cells)
+    return (f"{found['model']}, GRPO over a sampler's sets", *cells)
 
 
 def _cell(row: dict[str, Any], after: str = "") -> str:

@@ -15,7 +15,7 @@ import headloss as hl
 from headloss import train
 from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.train import Result
-from headloss.train.report import DECODING, score, table
+from headloss.train.report import legend, score, table
 
 QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
 SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # a filter, whose sets are replayed
@@ -48,7 +48,7 @@ def accuracies(results: dict[str, Result]) -> str:
     sft, gspo = results["sft"], results["gspo"]
     found = {"before": sft.before, "after SFT": sft.after, "after GSPO": gspo.after}
     rows = [["model", "held-out problems"], *([k, score(v)] for k, v in found.items() if v)]
-    return f"{table(rows)}\n\n{DECODING}"
+    return f"{table(rows)}\n\n{legend(gspo)}"
 
 
 def mismatch(result: Result) -> str:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def script(name: str):
 
 
 readme, notebooks, drawings = script("readme"), script("notebooks"), script("drawings")
-index_page = script("index_page")
+index_page, paste = script("index_page"), script("paste")
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 
@@ -139,6 +140,33 @@ def test_page_of_a_package_index() -> None:
     assert index_page.urls("https://host.example/a/b")["Source"] == "https://host.example/a/b"
 
 
+def test_readme_can_be_pasted() -> None:
+    """Commands of the README exist; `make dist` pastes its blocks into a fresh environment."""
+    text = (ROOT / "README.md").read_text()
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    commands = re.sub(r"#.*", "", commands)
+    assert not re.search(r"\b[A-Z]{4,}\b|<\w+>|git clone", commands)  # nothing to fill in
+    targets = re.findall(r"^make (\S+)", commands, re.MULTILINE)
+    assert targets == ["demo", "test"] and "make test" in (ROOT / ".ci/run").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    assert "docs/paste.py README.md" in makefile
+    assert paste.installs(text) == [["install", ".[transformers]"]]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "transformers" in extras["optional-dependencies"]["transformers"]
+    assert paste.program(text) == "".join(BLOCK.findall(text))
+
+
+@pytest.mark.parametrize(("line", "agrees"), [("print(1 + 1)  # 2", 0), ("print(1)  # 2", 1)])
+def test_pasting_sees_what_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, agrees: int
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\n{line}\n```\n")
+    assert paste.main(page) == agrees
+    assert capsys.readouterr().out.startswith("page.md: 1 lines printed, ")
+
+
 def anchors(path: Path) -> set[str]:
     """What a page's headings are called in links."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -182,8 +210,8 @@ def test_every_part_has_a_place() -> None:
 
 
 def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows of DPO join the README's table, one without stock's time too; longest sequences have a
-    table of their own on the page of benchmarks alone."""
+    """Rows of DPO join the table on the page of benchmarks alone, one without stock's time too;
+    longest sequences have a table of their own there."""
     results = json.loads(readme.STEPS.read_text())
     rows = [row for row in results["rows"] if row.get("work") == "GRPO" and "longest" not in row]
     rows = [row | {"work": "DPO"} for row in rows if row["tokens"] == 16384]
@@ -203,8 +231,8 @@ def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     before, after = made([]), made([*rows, longest | {"model": same["model"], "case": "longest"}])
     for old, new in zip(before, after, strict=True):
         assert set(old.splitlines()) - set(new.splitlines()) <= set(re.findall("Beside .*", old))
-        assert old.count("| DPO |") == 0 and new.count("| DPO |") == 3
-    assert f"| {same['model']} | DPO | - | " in after[0] and "54272" not in after[0]
+    assert before[1].count("| DPO |") == 0 and after[1].count("| DPO |") == 3
+    assert "DPO" not in after[0] and "54272" not in after[0]
     assert f"| {same['model']} | SFT | - | - | - | 54272 | - | - |" in after[1]
 
 

@@ -196,7 +196,7 @@ def test_text_of_a_model_is_no_markup(two_runs: Path) -> None:
 
     result = train.Result(
         output=two_runs / "a", finished=True, steps=3, before=found, after=found,
-        held_out=[(0, found)], metrics=[], plots=[], seconds=1.0,
+        split="", held_out=[(0, found)], metrics=[], plots=[], seconds=1.0,
     )  # fmt: skip
     path = two_runs / "escaped.html"
     path.write_text(pages.of_run(recipe, result, 10))

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from . import files
+from . import files, split
 from .errors import RecipeError
 from .schema import Recipe
 from .schema import write as recipe_text
@@ -26,6 +26,7 @@ CHECKSUMS = "checksums.json"
 BEFORE = "before.json"
 WRITTEN = (  # what a run writes into its folder
     "recipe.yaml",
+    split.FILE,
     BEFORE,
     "metrics.jsonl",
     "held_out.jsonl",

@@ -15,7 +15,7 @@ import datasets
 import transformers
 from accelerate.utils import broadcast_object_list
 
-from . import callbacks, evaluate, files, folder, model, pages, plots, report, task, trainers
+from . import callbacks, evaluate, files, folder, model, pages, plots, report, split, task, trainers
 from .errors import RecipeError
 from .result import Result
 from .schema import Recipe
@@ -39,7 +39,7 @@ def run(recipe: Recipe) -> Result:
             trainer = trainers.build(recipe, work, language_model, tokenizer)
             if recipe.algorithm != "sft" and not work.held_out:
                 work.rehearse()  # else the first evaluation does
-        checkpoint = _claim(trainer, recipe, held)
+        checkpoint = _claim(trainer, recipe, work.split, held)
         score = functools.partial(_score, trainer, tokenizer, work)
         measure, bar, between = _watch(trainer, recipe, interrupt, score)
         before = after = None
@@ -49,23 +49,31 @@ def run(recipe: Recipe) -> Result:
             stopped = interrupt.stopped
             if not stopped:
                 trainer.check_weights()
-                _save_model(trainer, tokenizer, Path(recipe.output) / "model")
+                _save_model(trainer, tokenizer, work.split, Path(recipe.output) / "model")
                 after = _held_out(trainer, score, recipe, "after")
         except KeyboardInterrupt:
             stopped = True
         finally:
             bar.close()
         found = _points(before, between.found, after, trainer.state.global_step)
-        return _ending(recipe, trainer, measure.entries, not stopped, before, after, found, begun)
+        finished, notes = not stopped, work.split.note
+        return _ending(
+            recipe, trainer, measure.entries, finished, before, after, notes, found, begun
+        )
 
 
-def _claim(trainer: Any, recipe: Recipe, held: contextlib.ExitStack) -> str | None:
+def _claim(
+    trainer: Any, recipe: Recipe, parts: split.Split, held: contextlib.ExitStack
+) -> str | None:
     """The checkpoint to go on from. The folder is locked while `held` is open; on all ranks."""
     found: list[Any] = [None, None]
     if trainer.accelerator.is_main_process:
         try:
             held.enter_context(folder.locked(Path(recipe.output)))
             found[0] = folder.claim(recipe)
+            files.write_json(Path(recipe.output) / split.FILE, parts.record())
+            if parts.others:
+                folder.warn(parts.note)
             if found[0] is not None:
                 print(f"goes on from {found[0]}", flush=True)
         except RecipeError as error:
@@ -91,6 +99,7 @@ def _ending(
     finished: bool,
     before: dict[str, Any] | None,
     after: dict[str, Any] | None,
+    notes: str,
     held_out: plots.HeldOut,
     begun: float,
 ) -> Result:
@@ -101,6 +110,7 @@ def _ending(
         steps=trainer.state.global_step,
         before=before,
         after=after,
+        split=notes,
         held_out=list(held_out),
         metrics=entries,
         plots=plots.draw(entries, output / "plots", held_out) if main else [],
@@ -188,12 +198,13 @@ def _watch(
     return measure, bar, between
 
 
-def _save_model(trainer: Any, tokenizer: Any, path: Path) -> None:
-    """Safetensors and the tokenizer; all ranks take part."""
+def _save_model(trainer: Any, tokenizer: Any, parts: split.Split, path: Path) -> None:
+    """Safetensors, the tokenizer and the split; all ranks take part."""
     partial = path.with_name(f"{files.PARTIAL}-{path.name}")
     trainer.save_model(str(partial))
     if trainer.accelerator.is_main_process:
         tokenizer.save_pretrained(partial)
+        files.write_json(partial / split.FILE, parts.record())
         files.remove(path)
         partial.rename(path)
     trainer.accelerator.wait_for_everyone()

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader
 
-from . import files, folder, plots, report
+from . import files, folder, plots, report, split
 from .errors import RecipeError
 from .result import Result
 from .schema import Recipe
@@ -32,7 +32,7 @@ def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
     return TEMPLATES.get_template("run.html").render(
         title=report.title(recipe),
         state=report.state(recipe, result, parameters),
-        legend=report.LEGEND,
+        legend=report.legend(result),
         solved=report.solved_rows(result.held_out, result.steps) if known else None,
         samples=report.sample_rows(result)[1:] if known else None,
         metrics=report.metric_rows(result.metrics) if result.metrics else None,
@@ -47,9 +47,11 @@ def compare(outputs: Sequence[Path], to: Path) -> None:
     drawn = {name: (run["entries"], run["held_out"]) for name, run in runs.items()}
     with tempfile.TemporaryDirectory() as room:
         images = _embedded(plots.overlay(drawn, Path(room)))
+    letters, notes = split.marks({name: run["split"] for name, run in runs.items()})
     page = TEMPLATES.get_template("compare.html").render(
         title=f"{len(runs)} runs",
-        solved=_solved(runs),
+        notes=notes,
+        solved=_solved(runs, letters),
         images=images,
         recipes=_differences({name: run["recipe"] for name, run in runs.items()}),
     )
@@ -93,17 +95,18 @@ def _read(output: Path) -> dict[str, Any]:
         found.sort(key=lambda pair: pair[0])
         solved = report.solved_rows(found, entries[-1]["step"])
         made = {"entries": entries, "held_out": found, "recipe": folder.flat(recipe)}
-        return {**made, "solved": solved}
+        return {**made, "solved": solved, "split": split.read(output / split.FILE)}
     except (OSError, *DAMAGED, yaml.YAMLError) as error:
         raise RecipeError(f"compare: {output} holds no run that can be read: {error}") from None
 
 
-def _solved(runs: dict[str, dict[str, Any]]) -> list[list[str]] | None:
+def _solved(runs: dict[str, dict[str, Any]], letters: list[str]) -> list[list[str]] | None:
+    """A row for each evaluation of each run, with the letter of its split if there are several."""
     rows: list[list[str]] = []
-    for name, run in runs.items():
+    for i, (name, run) in enumerate(runs.items()):
         head, *found = run["solved"]
-        rows = rows or [["run", *head]]
-        rows += [[name, *row] for row in found]
+        rows = rows or [["run", *["split"][: len(letters)], *head]]
+        rows += [[name, *letters[i : i + 1], *row] for row in found]
     return rows if len(rows) > 1 else None
 
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from .result import Result
 
 DECODING = (
-    "None of these problems is among those trained on. Greedy decoding takes the likeliest token "
-    "each time, sampling draws at the temperature of training."
+    "Greedy decoding takes the likeliest token each time, sampling draws at the temperature of "
+    "training."
 )
-LEGEND = f"{DECODING} ± is the standard error of a share."
+ERROR = "± is the standard error of a share."
 
 
 def score(found: dict[str, Any]) -> str:
@@ -49,12 +49,18 @@ def state(recipe: Recipe, result: Result, parameters: int) -> str:
     )
 
 
+def legend(result: Result) -> str:
+    """The words above the table of held-out problems."""
+    return f"{result.split} {DECODING} {ERROR}"
+
+
 def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
     parts = [f"# {title(recipe)}", state(recipe, result, parameters)]
     if result.before is not None:
         samples = [[_cell(cell) for cell in row] for row in sample_rows(result)]
         samples[0] = sample_rows(result)[0]
-        parts += ["## Held-out problems", LEGEND, table(solved_rows(result.held_out, result.steps))]
+        parts += ["## Held-out problems", legend(result)]
+        parts += [table(solved_rows(result.held_out, result.steps))]
         parts += [table(samples)]
     if result.metrics:
         parts += ["## Metrics", table(metric_rows(result.metrics))]

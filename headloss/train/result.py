@@ -18,6 +18,7 @@ class Result:
         steps: optimizer steps in all.
         before, after: of the problems kept aside, "accuracy", "score", "problems", "samples";
             None without such problems, and `after` where the run has not finished.
+        split: sentences on those problems: who was trained on them.
         held_out: (step, what was found) of these problems: before, in between and after.
         metrics: the lines of metrics.jsonl.
         plots: paths of PNG files.
@@ -29,6 +30,7 @@ class Result:
     steps: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+    split: str
     held_out: list[tuple[int, dict[str, Any]]]
     metrics: list[dict[str, Any]]
     plots: list[Path]

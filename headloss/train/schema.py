@@ -54,12 +54,15 @@ class Recipe:
         system: a system message, of conversations.
         chat: whether prompts are conversations; None is where the tokenizer has a template.
         answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
-        train_problems: how many problems to train on; those of a file at most.
+        train_problems: how many problems to train on; None is all others of a file, and 4096 of a
+            generator. An override of the task drops it.
         held_out: how many more to keep aside: none of their prompts is trained on. They are scored
             before and after.
         held_out_steps: score them every so many steps as well; 0 does not.
         terms: "z_loss" and "entropy" to add to the objective, with their weights.
-        seed: of the weights of "tiny", the problems, their order and the sampling.
+        split_seed: of the problems, and of which of them are held out. `seed` has no part in it,
+            so that runs which continue each other's models share a split.
+        seed: of the weights of "tiny", the order of problems and the sampling.
         output: the folder that all is written to.
         resume: continue from the last checkpoint in `output`.
         overwrite: replace what is in `output` under the names that a run writes.
@@ -78,10 +81,11 @@ class Recipe:
     system: str | None = None
     chat: bool | None = None
     answer_tag: str | None = None
-    train_problems: int = 4096
+    train_problems: int | None = None
     held_out: int = 256
     held_out_steps: int = 0
     terms: dict[str, float] = field(default_factory=dict)
+    split_seed: int = 0
     seed: int = 0
     output: str = "runs/${algorithm}"
     resume: bool = False
@@ -114,7 +118,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
                 if isinstance(value, list):
                     raise RecipeError(f"{key}: got a list, which no key of a recipe is")
         if "task" in changes:  # the recipe's own belong to another task
-            for key in ("task_options", "prompt"):
+            for key in ("task_options", "prompt", "train_problems"):
                 given.pop(key, None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
     except OmegaConfBaseException as error:
@@ -172,15 +176,17 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 def _check(recipe: Recipe) -> None:
     """RecipeError for what can be known before anything is imported or read."""
     for name in ("train_problems", "held_out", "held_out_steps"):
-        if (count := getattr(recipe, name)) < (name == "train_problems"):
+        count = getattr(recipe, name)
+        if count is not None and count < (name == "train_problems"):
             raise RecipeError(f"{name}: got {count}, want a positive number")
     if recipe.algorithm not in ALGORITHMS:
         wanted = ", ".join(ALGORITHMS)
         raise RecipeError(f"algorithm: got {recipe.algorithm!r}, want one of {wanted}")
     if recipe.dtype not in (dtypes := ("float32", "bfloat16", "float16", "auto")):
         raise RecipeError(f"dtype: got {recipe.dtype!r}, want one of {', '.join(dtypes)}")
-    if not 0 <= recipe.seed < 1 << 32:
-        raise RecipeError(f"seed: got {recipe.seed}, want 0 to 2**32 - 1")
+    for name in ("seed", "split_seed"):
+        if not 0 <= (seed := getattr(recipe, name)) < 1 << 32:
+            raise RecipeError(f"{name}: got {seed}, want 0 to 2**32 - 1")
     for term, weight in recipe.terms.items():
         if term not in ("z_loss", "entropy"):
             raise RecipeError(f"terms.{term}: want z_loss or entropy")

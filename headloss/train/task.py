@@ -22,9 +22,11 @@ from pyarrow.lib import ArrowException
 
 from .errors import RecipeError
 from .schema import Recipe, unknown
+from .split import Split, digest
 
 Row = dict[str, Any]
 REPEATS = 1000  # after so many repeated problems in a row there are no others
+GENERATED = 4096  # problems of a generator to train on, by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Task:
     Attributes:
         train, held_out: rows; no prompt is in both, nor twice in one of them.
         reward: with the arguments of a reward function of TRL; a score per completion.
+        split: of the problems, with the record of the model that the run begins from.
         name: of the reward, in messages.
         completion: the text that a row's answer is as a completion.
     """
@@ -42,6 +45,7 @@ class Task:
     held_out: list[Row]
     reward: Callable[..., list[float]]
     completion: Callable[[Row], str]
+    split: Split
     name: str = "reward"
 
     def prompts(self) -> Dataset:
@@ -115,23 +119,27 @@ def load(recipe: Recipe, chat: bool) -> Task:
     """The task of a recipe; `chat`: prompts are conversations.
 
     Raises:
-        RecipeError: a file, a function, a generator or an option that does not exist.
+        RecipeError: a file, a function, a generator or an option that does not exist, or fewer
+            problems than the recipe holds out and trains on.
     """
     source, _, name = recipe.task.partition(":")
     tag = recipe.answer_tag
     if source == "reasoning_gym":
         rows, score = _generated(name, recipe)
+        wanted = recipe.train_problems or GENERATED
     else:
-        rows, score = _from_file(Path(recipe.task), recipe.seed), _exact
+        rows, score = _from_file(Path(recipe.task), recipe.split_seed), _exact
+        wanted = recipe.train_problems
     distinct = _distinct(rows)
     held_out = list(islice(distinct, recipe.held_out))
-    train = list(islice(distinct, recipe.train_problems))
-    if len(held_out) < recipe.held_out or not train:
-        found = len(held_out) + len(train)
+    train = list(islice(distinct, wanted))
+    if len(held_out) < recipe.held_out or len(train) < (wanted or 1):
         raise RecipeError(
-            f"task: {recipe.task} has {found} different problems, want {recipe.held_out} to hold "
-            "out and some to train on"
+            f"task: {recipe.task} has {len(held_out) + len(train)} different problems, want "
+            f"{recipe.held_out} to hold out and {wanted or 'some'} to train on"
         )
+    digests = [[digest(row["question"]) for row in part] for part in (held_out, train)]
+    split = Split.of(recipe, *digests)
     for row in (*held_out, *train):
         row["prompt"] = _prompt(row, recipe, chat)
         for name in ("question", *row.pop("fields", ())):
@@ -140,6 +148,7 @@ def load(recipe: Recipe, chat: bool) -> Task:
         train=train,
         held_out=held_out,
         reward=_reward_of(recipe, score),
+        split=split,
         completion=lambda row: f"<{tag}>{row['answer']}</{tag}>" if tag else row["answer"],
         name=recipe.reward or "the task's scorer",
     )
@@ -194,7 +203,7 @@ def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str,
     if name not in DATASETS:
         raise RecipeError(unknown(f"task: reasoning_gym:{name}", name, DATASETS))
     try:
-        options = {**recipe.task_options, "seed": recipe.seed, "size": 1 << 40}
+        options = {**recipe.task_options, "seed": recipe.split_seed, "size": 1 << 40}
         dataset: Any = reasoning_gym.create_dataset(name, **options)
         dataset[0]
     except (AssertionError, TypeError, ValueError) as error:

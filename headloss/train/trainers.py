@@ -25,6 +25,7 @@ from ..losses import Objective
 from . import files, folder, model
 from .errors import RecipeError, RunError
 from .schema import Recipe, check_fields
+from .split import FILE, Split
 from .task import Task
 
 CONFIGS: dict[str, type] = {
@@ -41,6 +42,7 @@ class _Run:
     """Goes before a trainer. Attributes that it reads are TRL's."""
 
     terms: dict[str, float]
+    split: Split
     args: Any
     state: Any
     accelerator: Any
@@ -140,6 +142,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             partial = checkpoints / files.PARTIAL
+            files.write_json(partial / name / FILE, self.split.record())
             folder.seal(partial / name, checkpoints.parent)
             shutil.rmtree(checkpoints / name, ignore_errors=True)
             (partial / name).rename(checkpoints / name)
@@ -195,7 +198,7 @@ def build(recipe: Recipe, task: Task, language_model: Any, tokenizer: Any) -> An
         data = {"train_dataset": task.prompts(), "reward_funcs": task.scored}
     with _configuring():
         trainer = kind(**arguments, **data)
-    trainer.terms = recipe.terms
+    trainer.terms, trainer.split = recipe.terms, task.split
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
     _check_saving(trainer)

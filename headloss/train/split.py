@@ -1,0 +1,131 @@
+"""The split of a task into held-out problems and those to train on, and its record of a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import RecipeError
+from .schema import Recipe
+
+FILE = "split.json"  # in a run's folder, and in those of its model and of its checkpoints
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+KEYS = ("task", "task_options", "split_seed", "held_out")  # of a recipe, that a split follows from
+
+
+def digest(question: Any) -> str:
+    """64 bits of the checksum of a question, which is a text or a conversation."""
+    return hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The problems of a run and of the model that it begins from, by digests of their questions.
+
+    Attributes:
+        settings: the keys of the recipe that the split follows from.
+        held_out, train: digests of this run's problems.
+        start: the recipe's model, in messages.
+        history: the record beside that model; None where there is none.
+    """
+
+    settings: dict[str, Any]
+    held_out: list[str]
+    train: list[str]
+    start: str
+    history: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, held_out: Iterable[str], train: Iterable[str]) -> Split:
+        """The split of a recipe.
+
+        Raises:
+            RecipeError: the record beside the model is damaged.
+        """
+        path = Path(recipe.model) / FILE
+        try:
+            history = read(path)
+        except DAMAGED:
+            raise RecipeError(
+                f"model: {path} is damaged; without it the split is unknown"
+            ) from None
+        return cls(
+            settings={name: getattr(recipe, name) for name in KEYS},
+            held_out=list(held_out),
+            train=list(train),
+            start=recipe.model,
+            history=history,
+        )
+
+    @property
+    def others(self) -> list[dict[str, Any]]:
+        """The splits that the model was trained on before and that differ from this one."""
+        splits = self.history["splits"] if self.history and self.held_out else []
+        return [split for split in splits if split["digest"] != digest(self.held_out)]
+
+    def record(self) -> dict[str, Any]:
+        """The contents of `FILE`: the splits of this run and of those before, oldest first."""
+        past: dict[str, Any] = self.history or {"splits": [], "trained_on": []}
+        return {
+            "splits": [*past["splits"], {**self.settings, "digest": digest(self.held_out)}],
+            "differs": bool(self.others),
+            "note": self.note,
+            "trained_on": sorted({*past["trained_on"], *self.train}),
+        }
+
+    @property
+    def note(self) -> str:
+        """Sentences on the held-out problems, and who has been trained on them."""
+        if self.history is None:
+            note = "None of these problems is among those that this run trained on."
+            unknown = "" if self.start == "tiny" else f" {self.start} has no record of its split."
+            return note + unknown
+        if not self.others:
+            return (
+                "None of these problems is among those that this run trained on, nor the recorded "
+                f"runs behind {self.start}."
+            )
+        last = self.others[-1]
+        earlier = set(self.history["trained_on"]).intersection(self.held_out)
+        named = [
+            f"{name}={last[name]}, here {value}"
+            for name, value in self.settings.items()
+            if last[name] != value
+        ]
+        return (
+            f"{self.start} was trained on another split ({'; '.join(named) or 'of other rows'}): "
+            f"{len(earlier)} of these {len(self.held_out)} problems are among those that it "
+            "trained on, none among those of this run."
+        )
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """The record in a file, None where there is no file; an error of `DAMAGED` for another file."""
+    if not path.is_file():
+        return None
+    record = json.loads(path.read_text())
+    splits = [{name: split[name] for name in (*KEYS, "digest")} for split in record["splits"]]
+    texts = [str(text) for text in record["trained_on"]]
+    differs, note = bool(record["differs"]), str(record["note"])
+    return {"splits": splits, "differs": differs, "note": note, "trained_on": texts}
+
+
+def marks(runs: dict[str, dict[str, Any] | None]) -> tuple[list[str], list[str]]:
+    """(a letter for each run, notes) of a comparison; no letters where all splits are one.
+
+    `runs` holds the record of each, None of a run that has none.
+    """
+    digests = {name: run["splits"][-1]["digest"] if run else None for name, run in runs.items()}
+    notes = [f"{name}: {run['note']}" for name, run in runs.items() if run and run["differs"]]
+    distinct = list(dict.fromkeys(digests.values()))
+    if len(distinct) == 1 and None not in distinct:
+        return [], notes
+    letters = ["?" if d is None else chr(ord("A") + distinct.index(d)) for d in digests.values()]
+    lines = ["Runs of different splits were scored on different problems: see the column split."]
+    if None in distinct:
+        lines.append("?: this run has left no record of its split.")
+    return letters, [*lines, *notes]
