@@ -25,6 +25,9 @@ RL = (*PLAIN, *LOGPS, "Liger GRPO")
 CE = (
     *PLAIN,
     "F.linear_cross_entropy",
+    "F.linear_cross_entropy, chunks of 2048",
+    "F.linear_cross_entropy, chunks of 4096",
+    "F.linear_cross_entropy, chunks of 8192",
     *LOGPS,
     "Liger FLCE",
     "Liger FLCE, fp32 sums",

@@ -297,9 +297,15 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
     return _by_values(of_inputs, work)
 
 
-def _torch_chunked(work: Work, setting: Setting) -> Run:
-    chunked, options = F.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions
-    return _by_loss(lambda i: chunked(i.hidden, i.weight, i.targets, options=options()))
+def _torch_chunked(tokens: int | None = None) -> Callable[[Work, Setting], Run]:
+    """PyTorch's own, in chunks of its default size or of some tokens."""
+
+    def make(work: Work, setting: Setting) -> Run:
+        chunked = F.linear_cross_entropy
+        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=tokens)
+        return _by_loss(lambda i: chunked(i.hidden, i.weight, i.targets, options=options))
+
+    return make
 
 
 # ---------------------------------------------------------------------- peers
@@ -548,7 +554,10 @@ def _registry() -> dict[str, Contestant]:
     add("headloss, captured", _captured(_headloss(static=True)), gpu=True)
     add("eager", _eager, rounded=True)
     add("torch.compile", partial(_eager, compiled=True), rounded=True, gpu=True)
-    add("F.linear_cross_entropy", _torch_chunked, works=CE_ONLY, rounded=True)
+    add("F.linear_cross_entropy", _torch_chunked(), works=CE_ONLY, rounded=True)
+    for size in (2048, 4096, 8192):
+        name = f"F.linear_cross_entropy, chunks of {size}"
+        add(name, _torch_chunked(size), works=CE_ONLY, rounded=True)
     add("TRL", _trl, works=SCORE_WORKS, rounded=True)
     add("Liger GRPO", _liger_grpo, works=frozenset({"grpo"}), rounded=True, gpu=True)
     sequence = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
