@@ -28,8 +28,7 @@ from ..head_loss import Output, head_loss
 from ..head_stats import HeadStats, head_stats
 from ..losses import Objective, Term
 from ..options import Options
-from .megatron_heads import check_layer as _refuse
-from .megatron_heads import head_of
+from .megatron_heads import check_layer, head_of
 from .megatron_mtp import handed_on, with_depths
 from .seams import announce, part, require_arguments
 from .shared import needs_segments
@@ -83,7 +82,7 @@ class Processor:
     ) -> Any:
         if labels is None:
             raise ValueError("labels: got None, want [b, s]; without them there are logits alone")
-        _refuse(output_layer, inference_context, config)
+        check_layer(output_layer, inference_context, config, hidden_states, output_weight)
         temperature = self.temperature
         if isinstance(temperature, Tensor):
             temperature = temperature.t()

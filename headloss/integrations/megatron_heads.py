@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..head.head import Head, Lora
 from ..options import Options
@@ -67,18 +68,32 @@ def head_of(
     return head, options
 
 
-def check_layer(layer: Any, inference_context: Any, config: Any) -> None:
-    """Whether `head_of` can read the layer.
+def check_layer(
+    layer: Any,
+    inference_context: Any,
+    config: Any,
+    hidden: Tensor,
+    tied: Tensor | None = None,
+) -> None:
+    """Check that `head_of` can read the layer. A layer of another class than Megatron's is called
+    once without labels, on one row of each rank, and its logits are compared with the product of
+    hidden states and weight.
+
+    Args:
+        hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
+        tied: as of `head_of`.
 
     Raises:
-        TypeError: a layer, or an adapter of it, that is not known.
+        TypeError: a layer with other logits, or an adapter that is not known.
         ValueError: a setting that is not supported, by its name.
     """
     linear = _linear(layer)
-    plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
-    if type(linear) is not plain and _name_of(linear) not in (MXFP8, *CAPPED):
-        raise TypeError(f"output_layer: got {type(linear).__name__}, want ColumnParallelLinear")
-    weight = getattr(linear, "weight", None)
+    if lacking := [name for name in READ if not hasattr(linear, name)]:
+        raise TypeError(
+            f"output_layer: got {type(linear).__name__} without {', '.join(lacking)}, want "
+            "ColumnParallelLinear"
+        )
+    weight: Any = linear.weight
     refuse(
         INSTEAD,
         inference_context=inference_context is not None,
@@ -94,9 +109,46 @@ def check_layer(layer: Any, inference_context: Any, config: Any) -> None:
     )
     if _has_lora(layer):
         _check_adapter(layer.adapter)
+    if not _is_known(linear) and linear not in COMPARED:
+        _compare(linear, hidden.detach()[:1, :1], weight if tied is None else tied)
+        COMPARED.add(linear)
 
 
 # ---------------------------------------------------------------------- which layer it is
+
+READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
+COMPARED: WeakSet[Any] = WeakSet()  # layers whose logits are the product
+LARGEST = 100.0  # logit of the comparison, beyond the soft caps of the field
+
+
+def _is_known(linear: Any) -> bool:
+    """Whether the forward is Megatron's, or of a name that `head_of` knows."""
+    plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
+    if "forward" in vars(linear):
+        return False
+    return type(linear) is plain or _name_of(linear) in (MXFP8, *CAPPED)
+
+
+@torch.no_grad()
+def _compare(linear: Any, row: Tensor, weight: Any) -> None:
+    """TypeError where the layer's logits of a row [1, 1, H] are not those of `head_of`."""
+    bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
+    largest = nn.functional.linear(row, weight).abs().amax()
+    row = row * (LARGEST / largest.clamp_min(1e-2))
+    want = nn.functional.linear(row, weight, bias)
+    name = type(linear).__name__
+    try:
+        logits, _ = linear(row, weight=weight, runtime_gather_output=False)
+    except Exception as error:
+        raise TypeError(f"output_layer: {name} without labels raises {error!r}") from error
+    place = linear.tp_group.rank() if linear.sequence_parallel else 0  # of the row, once gathered
+    difference, size = (logits[place] - want[0]).norm(), want.norm()
+    if not difference <= size * max(4 * torch.finfo(want.dtype).eps, 1e-3):
+        raise TypeError(
+            f"output_layer: got {name}, whose logits are off the product of hidden states and "
+            f"weight by {float(difference / size):.2g}, want ColumnParallelLinear"
+        )
+
 
 # The forward that a layer runs says what it computes: Megatron-Bridge gives a layer its soft cap by
 # another class of the same name.

@@ -106,7 +106,7 @@ def _seams(options: Options) -> Seams:
         if waiting is not None and labels is not None and is_training and _is_alike(config):
             waiting.append(depths)
             return main
-        check_layer(output_layer, None, config)
+        check_layer(output_layer, None, config, hidden_states, output_weight)
         detached = getattr(config, "mtp_detach_heads", False)
         head, used = head_of(output_layer, output_weight, config, options, detached=detached)
         return _tied(main, depths, head, replace(used, metrics=is_training))

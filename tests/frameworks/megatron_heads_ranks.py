@@ -25,9 +25,11 @@ from megatron_ranks import (
     parallel,
     worst,
 )
+from parity import SOURCES
 from torch import Tensor
 
 H, RANK = 16, 4
+DEV = SOURCES / "megatron-dev"
 
 
 def bridge() -> Path | None:
@@ -102,6 +104,56 @@ def both(model: Any) -> dict[str, float]:
         (3 * (losses * mask).sum() / mask.sum()).backward()
         found.append((losses.detach() * mask, gradients(model)))
     return {"loss": off(found[1][0], found[0][0]), "gradient": worst(found[1][1], found[0][1])}
+
+
+# ---------------------------------------------------------------------- other classes
+
+
+def on_dev() -> None:
+    """Megatron's dev branch before the installed release, in this process."""
+    sys.path.insert(0, str(DEV))
+
+
+def of_dev(size: int, spread: bool, tied: bool) -> dict[str, float]:
+    """The dev branch's own model, whose output layer has the loss in its forward."""
+    parallel(size)
+    model = model_of(config_of(size, sequence_parallel=spread), tied)
+    assert type(model.output_layer).__name__ == "LinearCrossEntropyModule"
+    return both(model)
+
+
+def of_another_class(spread: bool) -> dict[str, Any]:
+    """What layers of other classes give: a difference, or an error."""
+    from headloss.integrations.megatron import TokenLosses
+
+    parallel(2)
+    config = config_of(2, sequence_parallel=spread)
+    changes: dict[str, Any] = {
+        "alike": lambda x: x,
+        "scaled": lambda x: 0.9 * x,
+        "capped": lambda x: 50 * (x / 50).tanh(),
+        "none": lambda x: x.missing,
+    }
+    found: dict[str, Any] = {}
+    for name, change in changes.items():
+        model = model_of(config)
+        layer = model.output_layer
+        forward = type(layer).forward
+
+        def changed(
+            self: Any, x: Tensor, weight: Any = None, runtime_gather_output: Any = None,
+            change: Any = change, forward: Any = forward,
+        ) -> Any:  # fmt: skip
+            logits, bias = forward(self, x, weight, runtime_gather_output)
+            return change(logits), bias
+
+        layer.__class__ = type("Fork", (type(layer),), {"forward": changed})
+        try:
+            model(**inputs(), output_processor=TokenLosses())
+            found[name] = max(both(model).values())
+        except TypeError as error:
+            found[name] = str(error)
+    return found
 
 
 # ---------------------------------------------------------------------- Megatron-Bridge

@@ -25,6 +25,24 @@ def world():
         yield made
 
 
+@pytest.mark.skipif(not ranks.DEV.is_dir(), reason="Megatron's dev branch is not here")
+def test_the_dev_branch() -> None:
+    with world_of(2, ranks.on_dev) as world:
+        for size, spread, tied in ((1, False, False), (2, True, True), (2, False, False)):
+            check(world, ranks.of_dev, size, spread, tied)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_layer_of_another_class(world: World, spread: bool) -> None:
+    """It serves where its logits are the product, and nowhere else."""
+    for found in world.run(ranks.of_another_class, spread, seconds=300):
+        assert found["alike"] < 2e-6
+        off = "output_layer: got Fork, whose logits are off the product of hidden states and weight"
+        assert found["scaled"].startswith(f"{off} by 0.1, want ColumnParallelLinear")
+        assert found["capped"].startswith(off)
+        assert "output_layer: Fork without labels raises AttributeError" in found["none"]
+
+
 @of_bridge
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("spread", [False, True])
