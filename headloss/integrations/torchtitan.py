@@ -3,20 +3,23 @@
     loss=HeadLossWrapper.Config()    # in place of ChunkedLossWrapper.Config(...)
     loss=HeadLossWrapper.Config(objective=hl.dapo(epsilon_high=0.25))
 
-B rows of L positions, H hidden width. The loss is taken in the forward of `lm_head`, where FSDP2's
-hooks gather its weight before, and send its gradient on its way after.
+B rows of L positions, T = B L flat ones, H hidden width, D depths of multi-token prediction. The
+loss is taken in the forward of `lm_head`, where FSDP2's hooks gather its weight before, and send
+its gradient on its way after.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from ..batch.batch import IGNORE, Batch
+from ..batch.segments import Segments
 from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, cross_entropy
@@ -24,23 +27,34 @@ from ..options import Options
 from ..statistics.metrics import Metrics
 from .documents import as_documents
 from .seams import announce, check_signature, part, require_arguments
-from .shared import needs_segments, over_count, refuse
+from .shared import needs_segments, over_count, per, refuse
 
 HOME = "torchtitan.components.loss"
 ChunkedLossWrapper: Any = part("torchtitan", HOME, "ChunkedLossWrapper")
 CrossEntropyLoss: Any = part("torchtitan", HOME, "CrossEntropyLoss")
 SPMD = "torchtitan.distributed.spmd_types"
 spmd_mesh_size: Any = part("torchtitan", SPMD, "spmd_mesh_size")
+MTP = "torchtitan.models.deepseek_v3.mtp"
 FIELDS = {"generator_logprobs": "old_logps"}  # torchtitan's names
+# Mesh dimensions over which ranks hold other sequences, and not parts of the same ones.
+DATA = ("dp", "dp_replicate", "dp_shard")
 
 
 class HeadLossWrapper(ChunkedLossWrapper):
     """`(hidden, labels, global_valid_tokens, **loss_inputs)` to the loss and no metrics.
 
+    `hidden` [B, L, H] or [T, H]. Multi-token prediction: a tuple as `MTPLoss._build_loss_terms`
+    takes it, or a list of the main rows and D depths [B, L, H] with `positions`; all 1 + D blocks
+    of rows are one call.
+
     Terms over the mean of tokens are divided by `global_valid_tokens`, or by 1 without, as
     torchtitan's losses are; other reductions serve a step of one call. `loss_inputs` become fields
     of the batch: `generator_logprobs` is `old_logps`, `loss_mask` chooses positions, documents of
     `positions` that start anew are the segments of terms that ask for segments.
+
+    Calls of one pass hold the weight's gradient until their backward. While a call does, further
+    ones have schedule "recompute", unless `options` has another than "auto": a pipeline's forwards
+    before the first backward, as under GPipe, hold one gradient, and not one for each micro-batch.
 
     Attributes:
         metrics: headloss's, of the last call; None before.
@@ -48,9 +62,10 @@ class HeadLossWrapper(ChunkedLossWrapper):
     Raises:
         RuntimeError: torchtitan's own wrapper takes other arguments.
         TypeError: an lm_head that is not known.
-        ValueError: what is not supported: a `loss_fn` other than cross-entropy without an
-            objective, segments under context parallelism, a weight that is sharded by anything but
-            rows over "tp"; a reduction that the count of tokens does not serve.
+        ValueError: what is not supported: a `loss_fn` other than `CrossEntropyLoss` and `MTPLoss`
+            without an objective, several predictions with one, segments under context parallelism,
+            a weight that is sharded by anything but rows over "tp"; a reduction that the count of
+            tokens does not serve.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -63,47 +78,43 @@ class HeadLossWrapper(ChunkedLossWrapper):
     def __init__(self, config: Config, *, compile_config: Any = None) -> None:
         announce("torchtitan", check())
         super().__init__(config, compile_config=compile_config)
-        if config.objective is None and type(self.loss_fn) is not CrossEntropyLoss:
-            got = type(self.loss_fn).__name__
+        kind = type(self.loss_fn)
+        of_depths = (kind.__module__, kind.__name__) == (MTP, "MTPLoss")
+        if config.objective is None and kind is not CrossEntropyLoss and not of_depths:
+            got = kind.__name__
             raise ValueError(f"loss_fn: got {got}, want it as objective, a sum of headloss's terms")
-        given = cross_entropy() if config.objective is None else config.objective
-        self.objective, self.options = Objective.of(given), config.options
+        objective = cross_entropy() if config.objective is None else config.objective
+        self.objective, self.options = Objective.of(objective), config.options
+        self.several = of_depths and config.objective is None  # predictions in a call
         self.metrics: Metrics | None = None
+        self.held: WeakSet[_Held] = WeakSet()
 
     def __call__(
         self,
-        pred: Tensor,  # [B, L, H]
-        labels: Tensor,  # [B, L], shifted
+        pred: Any,  # [B, L, H], [T, H], or several
+        labels: Tensor,  # [B, L] or [T], shifted
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         module: Any = self.lm_head
         if module is None:
             raise ValueError("lm_head: is not set, call set_lm_head first")
-        given, pred = pred, _replicated(pred)
-        labels, global_valid_tokens = _local(labels), _local(global_valid_tokens)
-        loss_inputs = {name: _local(value) for name, value in loss_inputs.items()}
-        if (mask := loss_inputs.pop("loss_mask", None)) is not None:
-            labels = labels.masked_fill(~mask.bool(), IGNORE)
-        segments, positions = None, loss_inputs.pop("positions", None)
-        if needs_segments(self.objective):
-            refuse("ChunkedLossWrapper", context_parallel=_is_cut(given))
-            if positions is not None:
-                segments = as_documents(positions, labels.shape, targets=labels)
-        fields = {FIELDS.get(name, name): value for name, value in loss_inputs.items()}
-        batch = Batch(labels, segments, **fields)
-        objective = over_count(
-            self.objective,
-            global_valid_tokens,
-            batch,
-            name="global_valid_tokens",
-            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
-        )
-        own = vars(module).get("forward")
+        count = _local(global_valid_tokens)
+        if isinstance(pred, Tensor) == self.several:
+            want = "main rows and depths of" if self.several else "one tensor without"
+            raise ValueError(f"pred: got {type(pred).__name__}, want {want} MTPLoss")
+        if not self.several:
+            like, hidden = pred, _replicated(pred)
+            batch, objective = self._of_one(pred, labels, count, loss_inputs)
+        else:
+            like, hidden, batch, objective = self._of_several(pred, labels, count, loss_inputs)
+        own, options = vars(module).get("forward"), self.options
+        if self.held and options.schedule == "auto":
+            options = replace(options, schedule="recompute")
 
         def forward(hidden: Tensor) -> Tensor:
             restore()
-            out = head_loss(hidden, head_of(module), batch, objective, self.options)
+            out = head_loss(hidden, head_of(module), batch, objective, options)
             self.metrics = out.metrics
             return out.loss
 
@@ -114,9 +125,86 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
         module.forward = torch.compiler.disable(forward)
         try:
-            return _as_loss(module(pred), given), {}
+            loss = module(hidden)
         finally:
             restore()
+        if loss.requires_grad:
+            loss.register_hook(_releasing(self.held))
+        return _as_loss(loss, like), {}
+
+    def _of_one(
+        self, pred: Tensor, labels: Any, count: Any, inputs: dict[str, Any]
+    ) -> tuple[Batch, Objective]:
+        labels = _local(labels)
+        inputs = {name: _local(value) for name, value in inputs.items()}
+        if (mask := inputs.pop("loss_mask", None)) is not None:
+            labels = labels.masked_fill(~mask.bool(), IGNORE)
+        segments, positions = None, inputs.pop("positions", None)
+        if needs_segments(self.objective):
+            refuse("ChunkedLossWrapper", context_parallel=_is_cut(pred))
+            if positions is not None:
+                rows = labels.view(-1, labels.shape[-1])  # flat tokens are one row
+                documents = as_documents(positions, rows.shape, targets=rows)
+                segments = Segments.from_ids(documents.ids.view(labels.shape), documents.count)
+        fields = {FIELDS.get(name, name): value for name, value in inputs.items()}
+        batch = Batch(labels, segments, **fields)
+        objective = over_count(
+            self.objective,
+            count,
+            batch,
+            name="global_valid_tokens",
+            instead="want a mean of tokens, or a headloss.Reduction with a denominator of its own",
+        )
+        return batch, objective
+
+    def _of_several(
+        self, pred: Any, labels: Any, count: Any, inputs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Batch, Objective]:
+        """The rows of all predictions after one another, with the weight of each."""
+        if hasattr(self.loss_fn, "_build_loss_terms"):
+            terms = self.loss_fn._build_loss_terms(pred, labels, **inputs)
+            parts = [(term.pred, term.labels, term.weight) for term in terms]
+        else:
+            parts = _depths(pred, labels, inputs.get("positions"), self.loss_fn.mtp_scale)
+        hidden = torch.cat([_replicated(x).flatten(0, -2) for x, _, _ in parts])
+        targets = [_local(x).flatten() for _, x, _ in parts]
+        weights = [
+            torch.full(x.shape, float(weight), device=x.device)
+            for x, (_, _, weight) in zip(targets, parts, strict=True)
+        ]
+        batch = Batch(torch.cat(targets), prediction_weights=torch.cat(weights))
+        over = per(1 if count is None else count + (count == 0))
+        objective = Objective.of(cross_entropy().over(over).weighted("prediction_weights"))
+        return parts[0][0], hidden, batch, objective
+
+
+class _Held:
+    """A gradient of the weight that waits for its backward."""
+
+
+def _releasing(held: WeakSet[_Held]) -> Any:
+    """A hook of a loss that takes its gradient out of the `held` ones, as the graph's end does."""
+    gradient = _Held()
+    held.add(gradient)
+    return lambda _: held.discard(gradient)
+
+
+def _depths(
+    pred: Any, labels: Any, positions: Any, scale: float
+) -> list[tuple[Tensor, Tensor, float]]:
+    """Predictions, labels and weights of 0.3's `MTPLoss`: depth k has labels k tokens further on,
+    by torchtitan's own function, which heeds documents."""
+    if positions is None:
+        raise ValueError("positions: got None with several predictions, want [B, L]")
+    roll = part("torchtitan", MTP, "roll_mtp_sequence")
+    parts = [(pred[0], labels[:, : pred[0].shape[1]], 1.0)]
+    for depth, hidden in enumerate(pred[1:], 1):
+        length = hidden.shape[1]
+        shifted = roll(
+            labels[:, :length], shift=depth, fill_value=IGNORE, positions=positions[:, :length]
+        )
+        parts.append((hidden, shifted, scale / (len(pred) - 1)))
+    return parts
 
 
 def head_of(module: nn.Module) -> Head:
@@ -128,31 +216,34 @@ def head_of(module: nn.Module) -> Head:
     layer: Any = module
     if kind == "SoftCappedLinear":
         more = {"logit_scale": layer.output_multiplier, "softcap": layer.output_soft_cap_temp}
-    weight, group = layer.weight, None
+    weight, bias, group = layer.weight, layer.bias, None
     if isinstance(weight, DTensor):
         weight, group = _rows(weight)
+        bias = None if bias is None else _rows(bias)[0]
     elif spmd_mesh_size("tp") > 1:  # spmd_types: plain rows
         group = part("torchtitan", SPMD, "current_spmd_mesh")().get_group("tp")
     if group is not None:
-        refuse("ChunkedLossWrapper", **{"a bias under tensor parallelism": layer.bias is not None})
-    return Head(weight, layer.bias, vocab_group=group, **more)
+        refuse("ChunkedLossWrapper", **{"a bias under tensor parallelism": bias is not None})
+    return Head(weight, bias, vocab_group=group, **more)
 
 
 # ---------------------------------------------------------------------- tensor parallelism
 
 
 def _rows(weight: DTensor) -> tuple[Tensor, Any]:
-    """This rank's rows [V / tp, H] and their group. Over the mesh's other dimensions, which are
-    those of data, the ranks' gradients are yet to be added."""
+    """This rank's rows [V / tp, H] and their group, None without one. Over the mesh's other
+    dimensions, which are those of data, the ranks' gradients are yet to be added."""
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placed = dict(zip(names, weight.placements, strict=True))
-    split = "tp" in placed and placed["tp"].is_shard(0)
-    if not split or any(not p.is_replicate() for name, p in placed.items() if name != "tp"):
+    others = [placement for name, placement in placed.items() if name != "tp"]
+    split = "tp" not in placed or placed["tp"].is_shard(0)
+    if not split or not placed or any(not placement.is_replicate() for placement in others):
         raise ValueError(
             f'lm_head.weight: got a DTensor placed {placed}, want rows sharded over "tp" alone'
         )
     grads = [p if name == "tp" else Partial() for name, p in placed.items()]
-    return weight.to_local(grad_placements=grads), mesh.get_group("tp")
+    group = mesh.get_group("tp") if "tp" in placed else None
+    return weight.to_local(grad_placements=grads), group
 
 
 def _replicated(hidden: Tensor) -> Tensor:
@@ -183,9 +274,15 @@ def _local(value: Any) -> Any:
 
 def _is_cut(hidden: Tensor) -> bool:
     """Whether context parallelism gives this rank a part of the sequences."""
-    if isinstance(hidden, DTensor):
-        return any(p.is_shard(1) for p in hidden.placements)
-    return spmd_mesh_size("cp") > 1
+    if not isinstance(hidden, DTensor):
+        return spmd_mesh_size("cp") > 1
+    along, placements = hidden.dim() - 2, hidden.placements
+    names = hidden.device_mesh.mesh_dim_names or ("",) * len(placements)
+    # Flat tokens are sharded along one dimension by data and by context.
+    return any(
+        placement.is_shard(along) and (along == 1 or name not in DATA)
+        for name, placement in zip(names, placements, strict=True)
+    )
 
 
 def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:

@@ -105,6 +105,78 @@ def test_documents_are_segments() -> None:
     assert case.off(loss, want) < NEAR
 
 
+@dataclass
+class Term:
+    """As torchtitan has it after 0.3."""
+
+    pred: Any
+    labels: Any
+    inputs: Any
+    weight: float
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_multi_token_prediction(layout: str) -> None:
+    """0.3's list of [B, L, H] with positions, and the flat tuple with masks of later sources: the
+    main rows and two depths beside torchtitan's own loss of their logits."""
+    kinds, model = case.both(), case.model_of()
+    from torchtitan.models.deepseek_v3.mtp import MTPLoss, roll_mtp_sequence
+
+    torch.manual_seed(3)
+    rows = 1 if layout == "flat" else case.B
+    hidden = torch.randn(3, rows, case.L, model.lm_head.in_features, requires_grad=True)
+    labels = case.batch_of(1)[1][:rows]
+    positions = torch.tensor([[*range(5), *range(11)], [*range(16)]])[:rows]
+    count, inner = torch.tensor(33.0), MTPLoss.Config(mtp_scale=0.4)
+    outputs = [model.lm_head(x) for x in hidden]
+    loss, _ = inner.build()(outputs, labels, count, positions=positions)
+    want = [loss.detach(), *torch.autograd.grad(loss, [hidden, model.lm_head.weight])]
+    wrapper = kinds.ours.Config(loss_fn=inner).build(compile_config=None)
+    wrapper.set_lm_head(model.lm_head)
+    pred: Any = list(hidden)
+    if layout == "flat":
+        shifts = [
+            roll_mtp_sequence(labels, shift=k, fill_value=-100, positions=positions) for k in (1, 2)
+        ]
+
+        def terms(pred: Any, labels: Any, **inputs: Any) -> list[Term]:
+            assert len(pred) == 5 and labels.shape == (case.L,)
+            others = zip(pred[1:3], shifts, strict=True)
+            return [Term(pred[0], labels, {}, 1.0), *(Term(x, y[0], {}, 0.2) for x, y in others)]
+
+        wrapper.loss_fn._build_loss_terms = terms
+        masks = [x[0] != -100 for x in shifts]
+        pred, labels, positions = (*hidden[:, 0], *masks), labels[0], positions[0]
+    loss, _ = wrapper(pred, labels, count, positions=positions)
+    got = [loss.detach(), *torch.autograd.grad(loss, [hidden, model.lm_head.weight])]
+    assert max(case.off(a, b) for a, b in zip(got, want, strict=True)) < NEAR
+    with pytest.raises(ValueError, match="pred: got Tensor, want main rows and depths of MTPLoss"):
+        wrapper(hidden[0], labels, count, positions=positions)
+    wrapper = kinds.ours.Config(objective=hl.cross_entropy()).build(compile_config=None)
+    wrapper.set_lm_head(model.lm_head)
+    with pytest.raises(ValueError, match="want one tensor without MTPLoss"):
+        wrapper(pred, labels, count, positions=positions)
+
+
+def test_flat_tokens() -> None:
+    """Documents of flat positions are the segments, as those of rows."""
+    kinds, model = case.both(), case.model_of()
+    ids, labels = case.batch_of(1)
+    given, model._skip_lm_head = case.dapo(3), True
+    given["positions"] = torch.tensor([[*range(5), *range(11)], [*range(16)]])
+    term = hl.gspo(epsilon_low=0.1, epsilon_high=0.1)
+    loss_fn = kinds.ours.Config(objective=term).build(compile_config=None)
+    loss_fn.set_lm_head(model.lm_head)
+    hidden = model(ids)
+    want, _ = loss_fn(hidden, labels, None, **given)
+    flat = {name: value.flatten() for name, value in given.items()}
+    got, _ = loss_fn(hidden.flatten(0, 1), labels.flatten(), None, **flat)
+    assert case.off(got, want) < NEAR
+    assert len(loss_fn.held) == 2
+    del want, got
+    assert not loss_fn.held
+
+
 def test_refusals() -> None:
     kinds = case.both()
     loss_fn = kinds.ours.Config().build(compile_config=None)
@@ -129,6 +201,20 @@ def test_fsdp2() -> None:
 def world():
     with world_of(2) as made:
         yield made
+
+
+def test_data_parallel_dtensors(world: World) -> None:
+    for found in world.run(case.of_data, seconds=300):
+        assert max(found.values()) < NEAR, found
+
+
+@pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
+def test_pipelines(world: World, kind: str) -> None:
+    """The head's gradient is reduced once in a step; one call holds a gradient at a time."""
+    for found in world.run(case.pipelined, kind, seconds=300):
+        assert found["heads"] == 1 and found["gradient"] < 1e-6, found
+        later = "recompute" if kind == "ScheduleGPipe" else "one_pass"
+        assert found["plans"] == ["one_pass", *[later] * 3], found
 
 
 @pytest.mark.parametrize("tied", [False, True])

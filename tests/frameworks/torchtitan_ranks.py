@@ -139,6 +139,100 @@ def dapo(seed: int) -> dict[str, Tensor]:
 OBJECTIVE = hl.dapo(epsilon_low=0.15, epsilon_high=0.25)
 
 
+def of_data() -> dict[str, float]:
+    """full_dtensor with data parallelism alone: every parameter is a DTensor, gathered whole over
+    the data, with other rows on each rank."""
+    from torchtitan.distributed import full_dtensor, parallel_dims
+    from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
+
+    kinds, parallel_dims.device_type = both(), "cpu"
+    set_spmd_backend("partial_dtensor")
+    model = model_of(spread=False)
+    set_spmd_backend("full_dtensor")
+    try:
+        dims = parallel_dims.ParallelDims(
+            dp_replicate=2, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=2,
+            spmd_backend="full_dtensor",
+        )  # fmt: skip
+        dims.build_mesh()
+        with get_spmd_context(parallel_dims=dims)():
+            model.parallelize(dims)
+            ids, labels = batch_of(1 + torch.distributed.get_rank())
+            count = (labels != -100).sum()
+            torch.distributed.all_reduce(count)
+            ids, labels, _ = full_dtensor.parallelize_inputs(dims, ids, labels, {})
+            names = model.lm_head.weight.device_mesh.mesh_dim_names
+            want = a_step(model, kinds.theirs.Config(num_chunks=4), ids, labels, count)
+            got = a_step(model, kinds.ours.Config(), ids, labels, count)
+    finally:
+        set_spmd_backend("spmd_types")
+    assert "tp" not in names, names
+    worst = max(off(a, b) for a, b in zip(got[1], want[1], strict=True))
+    return {"loss": off(whole(got[0]), whole(want[0])), "gradient": worst}
+
+
+def pipelined(kind: str) -> dict[str, Any]:
+    """FSDP2 over two ranks in a schedule of torch's pipelines, of one stage and four micro-batches:
+    reduce-scatters of the head's gradient, schedules of the calls, gradients beside torchtitan's
+    own wrapper."""
+    from torch import distributed
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from headloss.integrations import torchtitan as adapter
+
+    kinds = both()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    model = model_of()
+    for part in (*model.layers.values(), model.lm_head, model):
+        fully_shard(part, mesh=mesh["dp"])
+    model._skip_lm_head = True
+    torch.manual_seed(7 + distributed.get_rank())
+    ids, labels = torch.randint(2048, (2, 8, L))
+    rows, found, scattered = 2048 * model.lm_head.in_features, {}, []
+    name = "reduce_scatter_single"  # of FSDP2 in torch 2.13
+    name = name if hasattr(distributed, name) else "reduce_scatter_tensor"
+    scatter, called, plans = getattr(distributed, name), adapter.head_loss, []
+
+    def counted(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scattered.append(input.numel())
+        return scatter(output, input, *args, **kwargs)
+
+    def noted(*args: Any) -> Any:
+        out = called(*args)
+        plans.append(out.plan.schedule)
+        return out
+
+    adapter.head_loss = noted
+    setattr(distributed, name, counted)
+    try:
+        for side, config in (
+            ("theirs", kinds.theirs.Config(num_chunks=4)),
+            ("ours", kinds.ours.Config()),
+        ):
+            loss_fn = config.build(compile_config=None)
+            loss_fn.set_lm_head(model.lm_head)
+            stage = pipelining.PipelineStage(
+                model, 0, 1, torch.device("cpu"), group=mesh["pp"].get_group()
+            )
+            schedule = getattr(pipelining, kind)(
+                stage, 4, loss_fn=lambda x, y, f=loss_fn: f(x, y, torch.tensor(8 * L))[0],
+                scale_grads=False,
+            )  # fmt: skip
+            scattered.clear()
+            plans.clear()
+            schedule.step(ids, target=labels)
+            heads = sum(size == rows for size in scattered)
+            found[side] = (heads, [whole(p.grad).clone() for p in model.parameters()])
+            model.zero_grad()
+    finally:
+        adapter.head_loss = called
+        setattr(distributed, name, scatter)
+    (_, want), (heads, got) = found["theirs"], found["ours"]
+    return {"heads": heads, "plans": plans[-4:], "gradient": off_all(got, want)}
+
+
 def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
     """torchtitan's own sharding over two ranks of tensor parallelism, with its loss of shards of
     logits and with headloss's."""
