@@ -30,6 +30,7 @@ DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
 SHOWN += ("peak_bytes", "plain_bytes")  # of a plan
 ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
+NUMBER = r"\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -156,14 +157,21 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     return notes
 
 
-def objective_of(names: str) -> Objective:
-    """Terms with their default options, joined by "+": "gspo+z_loss+kl"."""
-    factories, chosen = {f.__name__: f for f in TERMS}, [name.strip() for name in names.split("+")]
-    for name in chosen:
+def objective_of(text: str) -> Objective:
+    """Terms with their default options and weights: "gspo + 1e-4*z_loss - 0.01*entropy"."""
+    factories = {f.__name__: f for f in TERMS}
+    first, *others = re.split(r"(?<!\d[eE])([+-])", text)
+    signed = zip(others[::2], others[1::2], strict=True)
+    parts = []
+    for sign, part in [("+", first), *signed][not first.strip() and len(others) > 0 :]:
+        weight, times, name = (word.strip() for word in part.rpartition("*"))
         if name not in factories:
             want = f"want names of terms joined by '+'; {did_you_mean(name, factories)}"
             raise ValueError(f"--objective: got {name!r}, {want}")
-    return Objective(tuple((1.0, factories[name]()) for name in chosen))
+        if times and not re.fullmatch(NUMBER, weight):
+            raise ValueError(f"--objective: got {part.strip()!r}, want NUMBER*TERM: 1e-4*{name}")
+        parts.append((float(f"{sign}{weight or 1}"), factories[name]()))
+    return Objective(tuple(parts))
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -227,7 +235,7 @@ def _parser() -> Parser:
     add("--tokens", **number, required=True, help="scored tokens, T")
     add("--hidden", **number, required=True, help="hidden width, H")
     add("--vocab", **number, required=True, help="vocabulary, V")
-    add("--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+z_loss+kl")
+    add("--objective", default="cross_entropy", metavar="TERMS", help="e.g. gspo+1e-4*z_loss+kl")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of hidden and weight")
     add("--segment-length", **number, default=2048, help="tokens per segment")
     add("--device", choices=("cuda", "cpu"), help="the device to plan for; default: a GPU, if any")

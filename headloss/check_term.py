@@ -15,7 +15,7 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
-from .losses.trial import Reads
+from .losses.trial import NEEDS, Reads, on_pieces
 from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
 from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
@@ -85,13 +85,13 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     _check_gradient(term, traced, stats, batch)
     cuts = _cuts(term, batch)
     for cut, pieces in cuts.items():
-        got = torch.cat([term(stats.map(lambda t, rows=r: t[rows]), b) for r, b in pieces])
+        got = on_pieces(term, [(stats.map(lambda t, rows=r: t[rows]), b) for r, b in pieces])
         want = torch.cat([values[rows] for rows, _ in pieces])
         if not torch.allclose(got, want, rtol=1e-9, atol=1e-9):
             worst = float((got - want).abs().max())
             raise ValueError(
                 f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
-                f'scope is "{term.scope}"'
+                f'scope is "{term.scope}"; {NEEDS}'
             )
     beside = {name for name in traced.statistics if BESIDE.get(name) in traced.gradients}
     return TermReport(

@@ -161,6 +161,15 @@ def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective:
 
 def test_objective_of() -> None:
     assert repr(objective_of("gspo+z_loss + kl")) == repr(hl.gspo() + hl.z_loss() + hl.kl())
+    for text, objective in (
+        ("1e-4*z_loss", 1e-4 * hl.z_loss()),
+        ("gspo + 1e+2 * kl-.5*entropy", hl.gspo() + 1e2 * hl.kl() - 0.5 * hl.entropy()),
+        ("-entropy", -1.0 * hl.entropy()),
+    ):
+        assert repr(objective_of(text)) == repr(objective + hl.Objective(()))
+    for text in ("x*z_loss", "*z_loss", "1e*z_loss", "nan*z_loss"):
+        with pytest.raises(ValueError, match=r"got '.*', want NUMBER\*TERM: 1e-4\*z_loss"):
+            objective_of(text)
     with pytest.raises(ValueError, match=r"--objective: got 'gsop', want .* did you mean gspo\?"):
         objective_of("kl+gsop")
 

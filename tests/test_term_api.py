@@ -640,9 +640,16 @@ def sums(stats, batch):
     return batch.segments.expand(batch.segments.sum(stats.logp))
 
 
+@hl.term(scope="segment")
+def parted_pairs(stats, batch):
+    chosen, rejected = batch.segments.split_pairs(batch.segments.sum(stats.logp))
+    return batch.segments.expand((rejected - chosen).repeat_interleave(2))
+
+
 @pytest.mark.parametrize(
     ("factory", "match"),
     [
+        (parted_pairs, "parted_pairs: .*segments_per_unit=2 of a term of pairs"),
         (whole_batch, 'whole_batch: differs by .*segment borders; its scope is "segment"'),
         (position, "position: differs by .*segment borders"),
         (neighbours, "neighbours: differs by"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ pytest.importorskip("reasoning_gym", reason="the tasks of the shipped recipes")
 from headloss import train
 from headloss.__main__ import main
 from headloss.train import evaluate, files, plots
-from headloss.train.model import byte_tokenizer, load
-from headloss.train.schema import write
+from headloss.train.model import adapter, byte_tokenizer, load
+from headloss.train.schema import Recipe, write
 from headloss.train.task import answer_in
 from headloss.train.task import load as load_task
+from headloss.train.trainers import settings
 
 ALGORITHMS = {"sft", "grpo", "gspo", "cispo", "ppo", "reinforce"}
 
@@ -103,7 +106,10 @@ def test_bad_files(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     Path("a.yaml").write_text("algorithm: [sft\n")
     assert error_of(capsys, "a.yaml").startswith("a.yaml: is not YAML: ")
     Path("b.yaml").write_text("algorithm: sft\n")
-    assert error_of(capsys, "b.yaml") == "task: is missing"
+    assert error_of(capsys, "b.yaml").startswith("task: is missing, want reasoning_gym:NAME, or a")
+    Path("d.yaml").write_text("task: reasoning_gym:spell_backward\n")
+    wanted = "one of sft, grpo, gspo, cispo, ppo, reinforce"
+    assert error_of(capsys, "d.yaml") == f"algorithm: is missing, want {wanted}"
     Path("c.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n{"prompt": "1 + 2"}\n')
     said = error_of(capsys, "sft", "task=c.jsonl")
     assert said.startswith("task: c.jsonl, line 2: want ")
@@ -135,6 +141,24 @@ def test_recipes_read_back(tmp_path: Path) -> None:
         assert recipe.output == f"runs/{name}"
         path.write_text(write(recipe))
         assert train.recipe(str(path)) == recipe
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_recipes_of_the_page_are_whole(number: int, tmp_path: Path) -> None:
+    """Each has every key, and fields that its trainer's configuration takes."""
+    page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
+    text = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[number]
+    assert re.findall(r"^(\w+):", text, re.MULTILINE) == [f.name for f in fields(Recipe)]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    recipe = train.recipe(str(path), ["trainer.use_cpu=true", "dtype=float32"])
+    assert recipe.algorithm == ("sft", "gspo")[number]
+    settings(recipe)
+    adapter(recipe)
+    task = load_task(recipe, chat=True)
+    assert len(task.train) == recipe.train_problems and len(task.held_out) == recipe.held_out
+    table = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert {f.name for f in fields(Recipe)} == set(re.findall(r"`(\w+)`", "".join(table)))
 
 
 # ---------------------------------------------------------------------- tasks and models

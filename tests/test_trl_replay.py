@@ -274,12 +274,25 @@ def test_none_warns_once_by_name(option: str) -> None:
     assert len(ours) == 1 and ours[0].startswith(f"sampling_support: {option}: "), ours
 
 
-def test_without_a_filter_nothing_is_said() -> None:
+def test_other_numbers_than_those_of_trl_are_announced_once(caplog: Any) -> None:
+    """Of a trainer that replays by itself, with the switch; not where it was asked for."""
+    for choice, lines in ((None, 1), (True, 0), (False, 0)):
+        caplog.clear()
+        trainer = make(rl.GRPO, sampling_support=choice)
+        generated(trainer)
+        generated(trainer)
+        said = [r.getMessage() for r in caplog.records if r.name == "headloss"]
+        assert len(said) == lines, choice
+        assert all("sampling_support=False takes TRL's" in text for text in said)
+
+
+def test_without_a_filter_nothing_is_said(caplog: Any) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make(top_k=0, top_p=1.0, generation_kwargs={"temperature": 0.5})
         assert "support_ids" not in generated(trainer)
     assert not [w for w in caught if "sampling_support" in str(w.message)]
+    assert not [r for r in caplog.records if r.name == "headloss"]
 
 
 def test_a_penalty_of_the_model_itself_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,24 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
     return values
 
 
+NEEDS = 'declare scope="batch", or segments_per_unit=2 of a term of pairs of segments'
+
+
+def on_pieces(term: Term, pieces: Iterable[tuple[Statistics, Any]]) -> Tensor:
+    """A term's values on pieces of a sample that it has served whole, concatenated.
+
+    Raises:
+        ValueError: the term fails on a piece.
+    """
+    try:
+        return torch.cat([term(stats, batch) for stats, batch in pieces])
+    except (IndexError, RuntimeError, ValueError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"term {term.name}: fails on a part of the segments: {problem}; {NEEDS}"
+        ) from error
+
+
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """ValueError for a user's term that is another on each token of a sample, a segment each, than
     on all: a mean over tokens, say, though its scope allows to cut them apart. Reads the device."""
@@ -106,12 +125,13 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
         with torch.no_grad():
             want = term(stats, batch.on(stats))
             parts = [stats.map(lambda t, rows=piece.rows: t[rows]) for piece in pieces]
-            each = [term(s, batch.slice(p).on(s)) for s, p in zip(parts, pieces, strict=True)]
+            slices = [batch.slice(p).on(s) for s, p in zip(parts, pieces, strict=True)]
+            each = on_pieces(term, zip(parts, slices, strict=True))
     finally:
         TRACING.reset(token)
-    if not torch.allclose(torch.cat(each), want, 1e-4, 1e-6, equal_nan=True):
+    if not torch.allclose(each, want, 1e-4, 1e-6, equal_nan=True):
         raise ValueError(
             f"term {term.name}: has another value on a part of the tokens than on all of them; "
             f'its scope is "{term.scope}", so that they may be cut apart: leave a mean over tokens '
-            'to its reduction, or declare scope="batch"'
+            f"to its reduction, or {NEEDS}"
         )

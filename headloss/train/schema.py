@@ -93,6 +93,12 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
+WANTED = {  # of the keys without a default
+    "algorithm": f"one of {', '.join(ALGORITHMS)}",
+    "task": "reasoning_gym:NAME, or a JSONL file with a prompt and an answer on each line",
+}
+
+
 # ---------------------------------------------------------------------- reading
 
 
@@ -158,7 +164,7 @@ def _one_line(error: OmegaConfBaseException) -> str:
     if type(error).__name__ == "ConfigKeyError" and dataclasses.is_dataclass(kind):
         return unknown(key, last, [f.name for f in dataclasses.fields(kind)])
     if type(error).__name__ == "MissingMandatoryValue":
-        return f"{key}: is missing"
+        return f"{key}: is missing, want {WANTED[key]}"
     return f"{key}: {text}"
 
 

@@ -7,6 +7,7 @@ takes ids away. What cannot be replayed raises under True and warns once under N
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import warnings
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from ..seams import release
 from .support import ENGINE
 
+LOG = logging.getLogger("headloss")
 SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
 # Options that change the logits of ids which are kept, where they are not one of these values.
 CHANGING: dict[str, tuple[Any, ...]] = {
@@ -104,7 +106,20 @@ def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
             then = "the ids that were kept are replayed all the same"
             then = then if all_the_same else "log-probs are TRL's own, over the whole vocabulary"
             warnings.warn(f"sampling_support: {option}: {problem}; {then}", stacklevel=2)
+    if replayed and trainer.sampling_support is None and trainer.args.process_index == 0:
+        _announce(trainer)
     return replayed
+
+
+def _announce(trainer: Any) -> None:
+    """Say in the log, once a trainer, what differs from TRL's own numbers, and the switch."""
+    if "sampling_support" not in trainer.warned_of:
+        trainer.warned_of.add("sampling_support")
+        LOG.warning(
+            "sampling_support: the sampler leaves ids out (top_k, top_p, min_p or another filter), "
+            "so that log-probs, ratios and entropies are taken over the ids that it kept, and not "
+            "over the whole vocabulary as TRL takes them; sampling_support=False takes TRL's"
+        )
 
 
 def obstacles(trainer: Any) -> Iterator[Obstacle]:
