@@ -80,6 +80,11 @@ class Output:
         )
 
 
+# FSDP2 (torch 2.10 and 2.11) and DDP hang their hooks on the tensors of what a forward returns, and
+# find those of pytree nodes alone: without hooks no parameter would be trained.
+torch.export.register_dataclass(Output)
+
+
 def eagerly(verb: Verb) -> Verb:
     """The verb, outside of a graph that is being compiled; it says why under fullgraph=True."""
 

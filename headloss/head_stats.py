@@ -5,8 +5,9 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,26 +25,37 @@ from .options import DEFAULT, Options
 from .parallel.agreement import attempt
 
 
-class _Statistics(NamedTuple):
-    logp: Tensor
-    lse: Tensor
-    entropy: Tensor
-
-
-class HeadStats(_Statistics):
+@dataclass(eq=False)
+class HeadStats:
     """Statistics of each position, in the targets' shape; 0 where unscored.
 
     It unpacks to three: `logp, lse, entropy = headloss.head_stats(...)`.
 
     Attributes:
+        logp, lse, entropy: [..] float32 (float64 for float64 inputs).
         candidate_logps: [.., K] of a batch with `candidate_ids`, else None.
         candidate_tail: [..] the log of the other tokens' mass, where `gradients` names it.
         plan: what ran; None in a compiled graph.
     """
 
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor
     candidate_logps: Tensor | None = None
     candidate_tail: Tensor | None = None
     plan: Plan | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.logp, self.lse, self.entropy))
+
+    def __len__(self) -> int:
+        return len(READ)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.logp, self.lse, self.entropy)[index]
+
+
+torch.export.register_dataclass(HeadStats)  # for FSDP2 and DDP, as `Output`
 
 
 def head_stats(
@@ -109,19 +121,19 @@ def head_stats(
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         outputs = HeadStatistics.apply(call, names, *tensors)
-    stats = _with_candidates(outputs, names)
-    stats.plan = call.plan
-    return stats
+    return _with_candidates(outputs, names, call.plan)
 
 
-def _with_candidates(outputs: Sequence[Tensor], names: frozenset[str]) -> HeadStats:
-    """Of logp, lse and entropy, and of candidates' log-probs and the rest's [.., K + 1], if any."""
-    stats = HeadStats(*outputs[: len(READ)])
-    if len(outputs) > len(READ):
-        logps, tail = outputs[-1][..., :-1], outputs[-1][..., -1]
-        stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
-        stats.candidate_tail = tail if CANDIDATE[1] in names else None
-    return stats
+def _with_candidates(
+    outputs: Sequence[Tensor], names: frozenset[str], plan: Plan | None = None
+) -> HeadStats:
+    """Of logp, lse and entropy, and of candidates' log-probs and the tail's [.., K + 1], if any."""
+    logp, lse, entropy, *candidates = outputs
+    if not candidates:
+        return HeadStats(logp, lse, entropy, plan=plan)
+    logps, tail = candidates[0][..., :-1], candidates[0][..., -1]
+    logps = logps if CANDIDATE[0] in names else logps.detach()
+    return HeadStats(logp, lse, entropy, logps, tail if CANDIDATE[1] in names else None, plan)
 
 
 def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[str]:

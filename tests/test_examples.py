@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_parallel_learns(ranks: int) -> None:
     found = re.findall(r"step \d: (\d+) tokens, perplexity ([\d.]+)", printed)
     assert [tokens for tokens, _ in found] == ["16" if ranks == 2 else "34"] * 4
     perplexities = [float(perplexity) for _, perplexity in found]
-    assert perplexities == sorted(perplexities, reverse=True)
+    assert all(after < before for before, after in pairwise(perplexities)), printed
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

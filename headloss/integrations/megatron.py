@@ -126,7 +126,8 @@ class TokenStats(Processor):
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadStats:
         stats = head_stats(hidden, head, batch, options, self.gradients)
-        return HeadStats(*(found.t().contiguous() for found in stats))
+        logp, lse, entropy = (statistic.t().contiguous() for statistic in stats)
+        return HeadStats(logp, lse, entropy)
 
 
 @dataclass(frozen=True)
