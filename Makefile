@@ -9,17 +9,22 @@ STAMP := .venv/.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types test test-all test-frameworks test-release mutants docs dist check demo clean
+.PHONY: help setup lint types tests test test-all test-frameworks test-release mutants docs dist check demo notes publish clean
 
 help:  ## what there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 # The constraints hold torch to the build that is meant; bytecode is written when it is first needed.
+# TORCH=2.10 takes that torch, TORCH=newest whichever is the newest.
+TORCH ?=
+CONSTRAINTS = grep -vE '$(if $(TORCH),^(torch|triton)==,^$$)' constraints.txt > .venv/constraints.txt \
+	$(if $(filter-out newest,$(TORCH)),&& echo 'torch==$(TORCH).*' >> .venv/constraints.txt)
 $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv"
 	@$(PYTHON) -m venv .venv
+	@$(CONSTRAINTS)
 	@$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check \
-		-c constraints.txt -e '.[test]'
+		-c .venv/constraints.txt -e '.[test]'
 	@touch $@
 
 setup: $(STAMP)  ## .venv with the library and all that its tests need
@@ -29,6 +34,9 @@ lint: $(STAMP)  ## ruff, and its format of the package
 
 types: $(STAMP)  ## pyright
 	@$(BIN)/pyright
+
+tests: $(STAMP)  ## the covering selection of tests alone
+	@$(PYTEST) -m 'not slow' --durations=10 $(ARGS)
 
 test: lint  ## lint, types and the covering selection of tests
 	@$(BIN)/pyright & types=$$!; $(PYTEST) -m 'not slow' --durations=10 $(ARGS); tests=$$?; \
@@ -58,11 +66,12 @@ test-frameworks: $(FRAMEWORKS)/.installed  ## the losses beside those of other f
 	@OMP_NUM_THREADS=1 $(FRAMEWORKS)/bin/python -m pytest -q -p no:cacheprovider \
 		tests/frameworks $(ARGS)
 
-# Other releases of Transformers and TRL than those of constraints.txt, before them on the path.
+# Other releases of Transformers and TRL than those of constraints.txt (or newest), before them on the path.
 TRANSFORMERS ?=
 TRL ?=
 RELEASE := .venv-release
-WANTED = $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS)) $(if $(TRL),trl==$(TRL))
+PINNED = $(if $(filter newest,$2),$1,$(if $2,$1==$2))
+WANTED = $(call PINNED,transformers,$(TRANSFORMERS)) $(call PINNED,trl,$(TRL))
 RELEASE_TESTS := $(addprefix tests/test_,releases.py transformers.py head_models.py rl.py) \
 	$(wildcard tests/test_trl_*.py)
 test-release: $(STAMP)  ## the adapters under TRANSFORMERS=x TRL=y, or one of the two
@@ -102,9 +111,10 @@ DIST := .venv-dist
 URL ?=
 dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice; wheel and README tried by themselves
 	@rm -rf $(DIST) dist && $(PYTHON) -m venv $(DIST)
-	@$(DIST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling
+	@$(DIST)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt hatchling twine
 	@export PROJECT_URL=$(URL) SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for folder in dist $(DIST)/again; do \
 		$(DIST)/bin/python -m hatchling build -d $$folder; done && diff -r dist $(DIST)/again
+	@$(DIST)/bin/python -m twine check --strict dist/*
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
 		$$($(DIST)/bin/python -c "import site; print(site.getsitepackages()[0])")/base.pth
 	@$(DIST)/bin/python -m pip install -qq --no-deps --disable-pip-version-check dist/*.whl
@@ -112,6 +122,15 @@ dist: $(STAMP)  ## wheel and sdist into dist/, the same bytes twice; wheel and R
 		bin/headloss --version && bin/headloss doctor
 	@$(PYTHON) -m venv $(DIST)/readme
 	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(DIST)/readme/bin/python docs/paste.py README.md
+
+# By the workflow of a tag: notes first, which fail for a tag that is not the version's.
+TAG ?=
+notes:  ## the section of CHANGELOG.md about TAG=v0.1.0
+	@$(PYTHON) docs/release_notes.py $(TAG)
+
+publish:  ## the page of a release, with the files in dist/
+	@$(PYTHON) docs/release_notes.py $(TAG) > dist.md
+	@gh release create $(TAG) dist/* --title $(TAG) --notes-file dist.md && rm dist.md
 
 check: $(STAMP)  ## the correctness gate on this machine
 	@$(BIN)/python -m headloss check
