@@ -237,10 +237,10 @@ def without_gradient(*_: Any, **__: Any) -> None:
 
 def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Output:
     call, tensors = call_and_tensors(make(*arguments, **named))
-    with inside(call.scored.targets.device.type, *call.groups):
-        loss, (stats, values) = HeadLoss.apply(call, *tensors)
-        measure = _measure_of(call, stats) if call.options.metrics else Metrics
-    pairs = zip(call.weighted.named, values.to(loss.dtype).unbind(), strict=False)
+    with inside(call.packed.targets.device.type, *call.groups):
+        loss, (stats, values, weighted) = HeadLoss.apply(call, *tensors)
+        measure = _measure_of(call, weighted.parts, stats) if call.options.metrics else Metrics
+    pairs = zip(weighted.named, values.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
         vars(value)["backward"] = without_gradient
@@ -255,14 +255,14 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
     )
 
 
-def _measure_of(call: Call, stats: Statistics) -> Callable[[], Metrics]:
-    """What finds the metrics: now where that runs a user's code or copies of vectors would not
-    serve, else later."""
-    parts: tuple[WeightedTerm, ...] = call.weighted.parts  # type: ignore[union-attr]
+def _measure_of(
+    call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics
+) -> Callable[[], Metrics]:
+    """A function that finds the metrics: now where that runs a user's code or copies of vectors
+    would not serve, else later."""
     later = call.packed._owned() if all(part.term.is_own for part in parts) else None
     batch = call.packed if later is None else later
-    tolerance = call.tolerance if call.options.gradient_tolerance else None
-    measure = partial(_metrics, parts, batch.on(stats), stats, tolerance)
+    measure = partial(_metrics, parts, batch.on(stats), stats, call.tolerance)
     return partial(Metrics, measure()) if later is None else measure
 
 

@@ -22,7 +22,6 @@ from .engine.plan import Plan
 from .head.head import Head, check_head
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
-from .parallel.agreement import attempt
 
 
 @dataclass(eq=False)
@@ -114,8 +113,10 @@ def head_stats(
             return head_stats(hidden, head, targets_or_batch, options)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
-        batch, error = attempt(None, lambda: check_targets(targets_or_batch, hidden, options))
-        batch = batch or error  # of which all ranks have to hear
+        try:
+            batch = check_targets(targets_or_batch, hidden, options)
+        except Exception as error:  # of which all ranks have to hear
+            batch = error
     terms = external_loss(names, candidates=candidates)
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
     call, tensors = call_and_tensors(arguments)

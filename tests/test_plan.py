@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import headloss as hl
 from headloss import kernels
-from headloss.engine.call import call_of, plan_of
+from headloss.engine.call import call_of
 from headloss.engine.checks import Arguments
 from headloss.engine.plan import GRAIN, MIB, Chunk, Plan, make_plan
 from headloss.engine.plan_inputs import PlanInputs
+from headloss.engine.requirements import inputs_of
 from headloss.logits.linear import PARTS
 from headloss.parallel.vocabulary import VocabShard
 
@@ -356,11 +357,12 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     assert found.memory == 79 << 30 and (found.first, found.size, found.vocabulary) == (5, 5, 10)
     head, batch = hl.Head(torch.zeros(10, 3)), hl.Batch(torch.arange(4))
     arguments = torch.zeros(4, 3), head, batch, hl.cross_entropy(), hl.Options()
-    call = call_of(Arguments.of_head("plan", *arguments))
-    inputs = dataclasses.replace(call.inputs, on_gpu=True, memory=140 << 30)
-    needs = dataclasses.replace(call, inputs=inputs)
+    arguments = Arguments.of_head("plan", *arguments)
+    call = call_of(arguments)
+    monkeypatch.setattr(kernels, "memory", lambda device: 140 << 30)
     for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
-        plan = plan_of(needs, places)
+        inputs = dataclasses.replace(inputs_of(arguments, call.requirements, places), on_gpu=True)
+        plan = make_plan(inputs, hl.Options(), "reference")
         assert plan.budget[0] == gib << 24
 
 

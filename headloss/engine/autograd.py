@@ -26,8 +26,8 @@ Gradients = list[Tensor | None]
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss; the statistics [T], and each term's share of its reduced value. The tensors
-    are the source's, in the order of its gradients."""
+    """The scalar loss; the statistics [T], each term's share of its reduced value, and the weighted
+    objective. The tensors are the source's, in the order of its gradients."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -37,10 +37,11 @@ class HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(*call.constants, *tensors)
         if result.coefficients is not None:
             ctx.read_again = call.read_again
-        stats, values = result.measured.stats, result.values
+        stats, values, weighted = result.measured.stats, result.values, result.weighted
+        assert weighted is not None
         # In memory of its own: it gets a graph.
-        loss = call.weighted.total(values, stats).to(call.wide, copy=True)
-        return loss, (stats, values)
+        loss = weighted.total(values, stats).to(call.requirements.wide, copy=True)
+        return loss, (stats, values, weighted)
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]
@@ -52,11 +53,13 @@ class HeadLoss(torch.autograd.Function):
             )
         call, source, result = take_up(ctx)
         ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
-        factor, coefficients = missing_factor(call, upstream), result.coefficients
+        assert result.weighted is not None
+        scale, coefficients = result.weighted.scale, result.coefficients
+        factor = missing_factor(call.options.upstream, scale, upstream)
         with inside(upstream.device.type, *call.groups):
             if coefficients is None:
                 return None, *result.sums.finish(factor)
-            if factor is not None and call.weighted.scale is None:
+            if factor is not None and scale is None:
                 coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
             return None, *backward(call, source, result, coefficients, factor)
 
@@ -123,12 +126,13 @@ def backward_of_slopes(
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
     sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
     coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
-    coefficients = call.tolerance(coefficients, stats, ALL, None)
-    if call.inputs.rescaled and not call.options.batch_invariant:
+    if call.tolerance is not None:
+        coefficients = call.tolerance(coefficients, stats, ALL, None)
+    if call.requirements.rescaled and not call.options.batch_invariant:
         # Its weights are not known here: the largest slope, of any row, stands for them.
-        scale = power_of_two([g.t() * slope_of(call.transform) for g in slopes.values()])
+        scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
         coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
-    with inside(call.scored.targets.device.type, *call.groups):
+    with inside(call.packed.targets.device.type, *call.groups):
         return backward(call, source, result, coefficients, factor)
 
 
@@ -141,10 +145,9 @@ def refuse_second_derivatives(of: str) -> None:
         )
 
 
-def missing_factor(call: Call, upstream: Tensor) -> Tensor | None:
-    """The factor between gradients of the objective's coefficients and those that are owed, None
-    where it is known to be one."""
-    stated, scale = call.options.upstream, call.weighted.scale
+def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
+    """The factor between gradients of the objective's coefficients, which hold the `stated`
+    upstream gradient and are scaled, and those that are owed; None where it is known to be one."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale

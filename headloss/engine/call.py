@@ -1,4 +1,4 @@
-"""One call: from arguments to what the loop runs, agreed on between ranks, planned and complete.
+"""One call: from arguments to the loop's record, agreed on between ranks, planned and complete.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -6,20 +6,19 @@ N positions, T of them scored, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from .. import kernels
 from ..batch.batch import Batch
-from ..batch.packing import PackedBatch
+from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Linear
 from ..head.products import Fixed
-from ..kernels.interface import Kernels
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
@@ -31,138 +30,137 @@ from ..objective.external import ExternalLoss
 from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
-from ..parallel.agreement import agree, attempt
+from ..parallel.agreement import Facts, agree
 from ..parallel.facts import of_segments, of_vocabulary, per_segment
 from ..parallel.vocabulary import VocabShard, WholeVocabulary
 from .checks import Arguments
 from .plan import Plan, make_plan
-from .requirements import Requirements, requirements_of
+from .requirements import Requirements, inputs_of, requirements_of
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
 Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its gradients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call(Requirements):
-    """What the loop needs of a call."""
+class Call:
+    """One call: its requirements, and the choices that follow."""
 
-    shard: Any  # this rank's slice of the vocabulary
+    requirements: Requirements
+    shard: WholeVocabulary  # this rank's slice
     plan: Plan
-    per_segment: frozenset[str] | None  # fields of one value per segment; None: by their shapes
+    packed: PackedBatch  # the batch as terms see it
+    context: RowContext  # of its tokens, for sources of logits
+    tolerance: Tolerance | None  # leaves further rows out, where one is asked for
 
     @property
     def open(self) -> Callable[[Tensors], Any]:
         """Makes the logits of the scored tokens."""
-        inputs, plan, support = self.inputs, self.plan, self.scored.support
-        if inputs.given:
-            kind, overwrites = InPlaceLogits if plan.in_place else GivenLogits, inputs.overwrites
-            return partial(kind, context=self.context, order=self.scored, overwrites=overwrites)
-        # A product measures logits of float16, whose gradient is written in float16.
-        measured = inputs.rescaled and self.backend == "triton" and self.shard.group is None
-        linear = ExpLogits if plan.exp_tiles else LinearLogits
-        dtypes = {"compute_dtype": self.compute_dtype, "logits_dtype": self.options.logits_dtype}
-        make = partial(linear, context=self.context, fixed=self.fixed, measured=measured, **dtypes)
-        return make if support is None else lambda tensors: SupportLogits(make(tensors), support)
+        required, plan, support = self.requirements, self.plan, self.scored.support
+        if required.given:
+            kind = InPlaceLogits if plan.in_place else GivenLogits
+            options = {"order": self.scored, "overwrites": required.overwrites}
+            return partial(kind, context=self.context, **options)
+        linear = partial(
+            ExpLogits if plan.exp_tiles else LinearLogits,
+            context=self.context,
+            compute_dtype=required.compute_dtype,
+            logits_dtype=self.options.logits_dtype,
+            fixed=self.fixed,
+            # A product measures logits of float16, whose gradient is written in float16.
+            measured=required.rescaled
+            and required.backend == "triton"
+            and self.shard.group is None,
+        )
+        return (
+            linear if support is None else lambda tensors: SupportLogits(linear(tensors), support)
+        )
 
     @property
     def accumulator(self) -> Callable[[Any], Any]:
-        """Makes, of these, what takes their gradient, in blocks of tokens or (given ones) tiles."""
+        """Makes the sums of a source's gradient, in blocks of tokens or (given logits) tiles."""
         if self.plan.in_place:  # the source has written the gradient already
             return lambda source: source
-        if self.inputs.given:
+        if self.requirements.given:
             return GivenAccumulator
         more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
         return partial(BlockAccumulator, buffers=self.buffers, **more)
 
     @property
     def fixed(self) -> Fixed | None:
-        """The product of which a row's bits depend on no other row, where it is traced for."""
-        acts: Kernels = self.context.acts
-        return acts.fixed_product if self.options.batch_invariant else None
+        """The product of which a row's bits depend on no other row, where one is asked for."""
+        return self.context.acts.fixed_product if self.options.batch_invariant else None
 
     @property
     def buffers(self) -> GradientBuffers:
-        """Where the gradients of features and weights are added up."""
-        options, inputs = self.options, self.inputs
+        """The sums of gradients of features and weights."""
+        required, options = self.requirements, self.options
         # Coefficients hold the upstream gradient already.
-        final = options.upstream is not None or inputs.scope == "external"
-        direct = final and not inputs.rescaled
+        final = options.upstream is not None or required.objective.scope == "external"
+        direct = final and not required.rescaled
         dtype, main_grad = options.accumulate_dtype, options.main_grad
-        return GradientBuffers(self.needs_grad, dtype, main_grad, direct)
+        return GradientBuffers(required.needs_grad, dtype, main_grad, direct)
+
+    @property
+    def options(self) -> Options:
+        return self.requirements.options
+
+    @property
+    def scored(self) -> Packing:
+        """The scored tokens, and where in the batch they are."""
+        return self.requirements.scored
 
     @property
     def in_one_launch(self) -> bool:
         """Whether one launch gives statistics and gradient of given logits: it has closed form."""
         written = self.plan.in_place and self.plan.schedule == "one_pass"
-        return written and self.groups == (None, None) and self.slopes
+        return written and self.groups == (None, None) and self.requirements.slopes
 
     @property
-    def groups(self) -> tuple[Any, ...]:
+    def groups(self) -> tuple[distributed.ProcessGroup | None, ...]:
         """Of the vocabulary's slices, and of segments that run across ranks."""
-        return self.shard.group, self.scored.segments.group
+        return self.shard.group, self.packed.segments.group
 
-    @cached_property
-    def packed(self) -> PackedBatch:
-        """The batch as terms see it."""
-        return self.scored.view(self.batch, self.wide, self.per_segment)
-
-    @cached_property
     def weighted(self) -> WeightedObjective | ExternalLoss:
-        """The objective with a weight for each token, made while the first product runs."""
-        scored, batch, vocabulary = self.scored, self.batch, self.shard.vocabulary
-        upstream = 1.0 if self.options.upstream is None else self.options.upstream
-        if self.loss_fn is not None:
-            return ExternalLoss(self.loss_fn, scored, vocabulary, upstream)
+        """The objective with a weight for each token. Segments that run across ranks add up their
+        totals, in a collective."""
+        required, vocabulary = self.requirements, self.shard.vocabulary
+        batch, scored, options = required.batch, required.scored, required.options
+        upstream = 1.0 if options.upstream is None else options.upstream
+        if required.loss_fn is not None:
+            return ExternalLoss(required.loss_fn, scored, vocabulary, upstream)
         totals, kinds = batch.totals, self.packed.kinds()
         if totals is None:
             more = batch.segments.group is not None or scored.live is not None
             more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())
             totals = Totals.of(batch) if more else Totals(len(scored), scored.count)
         weighted = bind(
-            self.objective,
+            required.objective,
             self.packed,
             totals,
             vocabulary,
-            self.wide,
+            required.wide,
             upstream=upstream,
-            closed=self.slopes,
+            closed=required.slopes,
             logp_only=self.plan.schedule == "frozen",
         )
-        if not self.inputs.rescaled:
+        if not required.rescaled:
             return weighted
-        return weighted.scaled(self.packed.targets.device, partial(slope_of, self.transform))
-
-    @cached_property
-    def context(self) -> RowContext:
-        """What a source of logits has to know of the tokens."""
-        scored, shard, needs = self.scored, self.shard, self.needs
-        every_column = shard.group is None and scored.live is None
-        acts, targets = kernels.load(self.backend), scored.targets
-        context = RowContext(acts, targets, self.transform, needs, shard, every_column)
-        teachers, keeps_tiles = self.objective.teachers, self.plan.keeps_tiles
-        return measuring(context, self.packed, teachers, self.wide, keeps_tiles)
-
-    @cached_property
-    def tolerance(self) -> Tolerance:
-        """Leaves further rows out; of no mass at all where that would save no product."""
-        share = self.options.gradient_tolerance if self.plan.skip_rows else 0.0
-        zero = self.scored.targets.new_zeros((), dtype=torch.float64)
-        return Tolerance(share, self.transform, self.shard.vocabulary, zero, zero, zero)
+        return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
         """[n] coefficients of a frozen head's dlogp: in float16, where dlogp/dz is small as p nears
         1, powers of two of about 1 / (slope (1 - p))."""
         one = torch.ones_like(logp)
-        if not self.inputs.rescaled:
+        if not self.requirements.rescaled:
             return one
-        size = (one / slope_of(self.transform.rows(rows))).abs().clamp(max=1e30)
+        size = (one / slope_of(self.context.transform.rows(rows))).abs().clamp(max=1e30)
         return floor_of(size) / floor_of((-logp.expm1()).clamp_min(2**-24))
 
     @property
     def constants(self) -> list[Tensor]:
-        """What the backward pass reads again beside the logits: none of it may change."""
+        """Tensors that the backward pass reads again beside the logits: none of them may change."""
         support = self.scored.support
-        values = [self.scored.targets, self.transform.temperature, support and support.ids]
+        values = [self.packed.targets, self.context.transform.temperature, support and support.ids]
         return [value for value in values if isinstance(value, Tensor)]
 
     @property
@@ -181,7 +179,7 @@ def floor_of(sizes: Tensor) -> Tensor:
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
-    """Of the logits that a term (with this teacher) sees over the raw ones."""
+    """The slope of the logits that a term (with this teacher) sees over the raw ones."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
@@ -190,10 +188,10 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     call, hidden, head = call_of(arguments), arguments.values, arguments.head
     if head is None:
         return call, [hidden]
-    scored, shard = call.scored, call.shard
+    scored, shard, compute_dtype = call.scored, call.shard, call.requirements.compute_dtype
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
-    if call.compute_dtype is not None:
-        x = x.to(call.compute_dtype)
+    if compute_dtype is not None:
+        x = x.to(compute_dtype)
     if call.options.sequence_parallel:
         x = shard.gathered(x)
     if scored.index is not None:
@@ -207,44 +205,68 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 
 def call_of(arguments: Arguments) -> Call:
-    """A call that the ranks of its groups agree on; an error waits until all have heard of it.
-    Hidden states may be on the meta device."""
-    a, batch, group = arguments, arguments.batch, arguments.group
-    static = isinstance(a.options, Options) and a.options.static
-    required, error = attempt(None, lambda: requirements_of(a))
-    shard: Any
-    if group is None:
-        shard, error = attempt(error, lambda: WholeVocabulary(required.inputs.vocabulary))
+    """A call that the ranks of its groups agree on. Hidden states may be on the meta device."""
+    a, fields = arguments, None
+    across = a.batch.segments.group if isinstance(a.batch, Batch) else None
+    if across is None:
+        required, shard, plan = _planned(a)
     else:
-        vocab_size = a.head and a.head.vocab_size
-        say = partial(of_vocabulary, a, required)
-        numbers = partial(agree, "vocab_group", group, say, error, static)
-        shard, error = attempt(None, lambda: VocabShard(group, numbers(), vocab_size, batch))
-    plan, error = attempt(error, lambda: plan_of(required, shard))
-    fields, across = None, batch.segments.group if isinstance(batch, Batch) else None
-    if across is not None:
-        say = partial(of_segments, a, plan, required)
-        forms = partial(agree, "segments.group", across, say, error, static)
-        fields, error = attempt(None, lambda: per_segment(forms()))
-    if error is not None:
-        raise error
-    call = Call(**vars(required), shard=shard, plan=plan, per_segment=fields)
-    _ = call.context  # fields of teachers and candidates are checked
-    return call
 
+        def prepare() -> tuple[Facts, tuple[Requirements, WholeVocabulary, Plan]]:
+            required, shard, plan = _planned(a)
+            return of_segments(a, plan, required), (required, shard, plan)
 
-def plan_of(requirements: Requirements, shard: WholeVocabulary) -> Plan:
-    """What runs for the tokens of the call."""
-    inputs, scored, support = requirements.inputs, requirements.scored, requirements.scored.support
-    inputs = replace(
-        inputs,
-        lengths=scored.lengths,
-        tokens=len(scored),
-        vocabulary=shard.widest,
-        support=0 if support is None else len(support.ids),
-        restricted=0 if support is None else support.restricted,
-        sharded=shard.group is not None,
-        memory=shard.memory or inputs.memory,
-        weight_gradient=inputs.weight_gradient or shard.weight_gradient,
+        (required, shard, plan), forms = agree("segments.group", across, prepare, _static(a))
+        fields = per_segment(forms)
+    packed = required.scored.view(required.batch, required.wide, fields)
+    tolerance = None
+    if share := required.options.gradient_tolerance:  # nothing where that would save no product
+        share = share if plan.skip_rows else 0.0
+        zero = packed.targets.new_zeros((), dtype=torch.float64)
+        tolerance = Tolerance(share, required.transform, shard.vocabulary, zero, zero, zero)
+    return Call(
+        requirements=required,
+        shard=shard,
+        plan=plan,
+        packed=packed,
+        context=_context(required, shard, plan, packed),
+        tolerance=tolerance,
     )
-    return make_plan(inputs, requirements.options, requirements.backend)
+
+
+def _static(a: Arguments) -> bool:
+    return isinstance(a.options, Options) and a.options.static
+
+
+def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
+    """The requirements, this rank's slice of the vocabulary, on which its group agrees, and the
+    plan."""
+    if a.group is None:
+        required = requirements_of(a)
+        shard = WholeVocabulary(required.vocabulary)
+    else:
+
+        def prepare() -> tuple[Facts, Requirements]:
+            required = requirements_of(a)
+            return of_vocabulary(a, required), required
+
+        required, numbers = agree("vocab_group", a.group, prepare, _static(a))
+        shard = VocabShard(a.group, numbers, a.head and a.head.vocab_size, a.batch)
+    inputs = inputs_of(a, required, shard)
+    return required, shard, make_plan(inputs, required.options, required.backend)
+
+
+def _context(
+    required: Requirements, shard: WholeVocabulary, plan: Plan, packed: PackedBatch
+) -> RowContext:
+    """The tokens for a source of logits; ValueError for fields of teachers and candidates. An
+    adapter of a teacher may drop what the first rank of the vocabulary drops, in a collective."""
+    context = RowContext(
+        kernels.load(required.backend),
+        packed.targets,
+        required.transform,
+        required.needs,
+        shard,
+        all_columns=shard.group is None and packed.live is None,
+    )
+    return measuring(context, packed, required.objective.teachers, required.wide, plan.keeps_tiles)

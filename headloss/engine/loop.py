@@ -17,19 +17,21 @@ import torch
 from ..kernels.interface import Measured
 from ..logits.linear import LogitSource
 from ..logits.rows import ALL, BackwardInputs, of_several, steps
-from ..objective.weighted import Coefficients
+from ..objective.external import ExternalLoss
+from ..objective.weighted import Coefficients, WeightedObjective
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
 from .call import Call, Tensors
 
 
 class ForwardResult(NamedTuple):
-    """What the forward pass leaves behind."""
+    """The state that the forward pass leaves."""
 
     measured: Measured  # of all tokens
     tiles: list[Any]  # what each block's logits left, under a held schedule; they are used up
     # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
     # token's slope. None: they are to be found, from what was read.
     sums: Any = None
+    weighted: WeightedObjective | ExternalLoss | None = None  # None: the loss lives elsewhere
     values: Any = None  # [K] float64, each term's share of its reduced value
     coefficients: Coefficients | None = None  # of all tokens, where the gradients still need them
 
@@ -37,18 +39,19 @@ class ForwardResult(NamedTuple):
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
     if call.in_one_launch:
-        source, needs, weighted = call.open(tensors), call.needs, call.weighted
+        source, needs, weighted = call.open(tensors), call.requirements.needs, call.weighted()
         beforehand = weighted.beforehand(call.packed, needs)  # type: ignore[union-attr]
         measured = source.context.measured(source.walk(needs, *beforehand))
         shares = weighted.coefficients(measured.stats, call.packed, None, needed=False).values
-        return ForwardResult(measured, [], source, shares)
+        return ForwardResult(measured, [], source, weighted, shares)
     result, schedule = sweep(call, tensors), call.plan.schedule
     if result.values is not None:
         return result
-    stats, weighted = result.measured.stats, call.weighted
+    stats, weighted = result.measured.stats, call.weighted()
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
-    result = result._replace(values=coefficients.values)
-    coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
+    result = result._replace(weighted=weighted, values=coefficients.values)
+    if call.tolerance is not None:
+        coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     if schedule == "held":  # no later: the tiles take more than the gradients do
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
@@ -64,6 +67,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     parts, tiles = list[Measured](), list[Any]()
     sums: Any = None
     values: Any = None
+    weighted: WeightedObjective | ExternalLoss | None = None
     several = len(blocks) > 1
     for block in blocks:
         rows = block.rows if several or plan.support else ALL
@@ -76,9 +80,10 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 unit = call.unit(measured.stats.logp, rows)
                 coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
-                stats, weighted, chunk = measured.stats, call.weighted, block if several else None
+                weighted = weighted or call.weighted()  # while the first product runs
+                stats, chunk = measured.stats, block if several else None
                 coefficients = weighted.coefficients(stats, call.packed, chunk)
-                if call.options.gradient_tolerance:
+                if call.tolerance is not None:
                     coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
                 share = coefficients.values
                 values = share if values is None else values + share
@@ -93,19 +98,20 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
         sums = sums or call.accumulator(source)
     measured = parts[0] if len(parts) == 1 else joined(call, source, parts)
     if schedule == "one_pass" and values is None:  # there is no token
-        count = len(call.weighted.named)
-        values = measured.stats.logp.new_zeros(count, dtype=torch.float64)
-    return ForwardResult(measured, tiles, sums, values)
+        weighted = call.weighted()
+        values = measured.stats.logp.new_zeros(len(weighted.named), dtype=torch.float64)
+    return ForwardResult(measured, tiles, sums, weighted, values)
 
 
 def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
     """[T] vectors from those of consecutive blocks."""
     if parts:
         return of_several(torch.cat, parts)
-    empty = torch.empty(0, dtype=source.dtype, device=call.scored.targets.device)
-    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, call.needs))
+    empty = torch.empty(0, dtype=source.dtype, device=call.packed.targets.device)
+    needs = call.requirements.needs
+    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
     extras = measured.stats.extras
-    extras |= dict.fromkeys(call.needs & {PEAK}, empty)
+    extras |= dict.fromkeys(needs & {PEAK}, empty)
     for part in source.beside:
         extras |= {key: empty.new_empty(0, *shape) for key, shape in part.more}
     return measured

@@ -1,4 +1,4 @@
-"""What the planner knows of a call, and the bytes that it takes beyond its inputs, part by part.
+"""The planner's record of a call, and the bytes that a call takes beyond its inputs, by part.
 
 T scored tokens, H hidden width, V vocabulary.
 """
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What the planner knows of a call."""
+    """The planner's record of a call."""
 
     tokens: int = 0  # T
     width: int = 0  # H

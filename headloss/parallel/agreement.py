@@ -54,38 +54,34 @@ class Facts:
         return _checksum(self.same), *self.numbers.values()
 
 
-def attempt(error: Exception | None, make: Callable[[], R]) -> tuple[Any, Any]:
-    """What `make` returns, and the error there was or that it raises: a rank that fails goes on
-    until the others have heard of it."""
-    if error is not None:
-        return None, error
-    try:
-        return make(), None
-    except Exception as caught:  # whatever it is: the others must not wait for this rank
-        return None, caught
-
-
 def agree(
     role: str,
     group: distributed.ProcessGroup,
-    say: Callable[[], Facts],
-    error: Exception | None,
+    prepare: Callable[[], tuple[Facts, R]],
     static: bool = False,
-) -> OwnNumbers:
-    """The own numbers of each rank.
+) -> tuple[R, OwnNumbers]:
+    """The preparation of this rank, and the own numbers of each.
 
     Args:
-        role: what the group is called in errors.
-        say: makes this rank's facts, where it has not failed by an `error`.
-        static: the call is. Once the group has learned any call, the others may go on without a
+        role: the group's name in errors.
+        prepare: returns this rank's facts, and whatever else the caller goes on with. An error is
+            caught until the other ranks have heard of it. (Of two groups, the second one's
+            preparation holds the agreement of the first.)
+        static: of the call. Once the group has learned any call, the others may go on without a
             record: a rank that fails then raises alone.
 
     Raises:
-        Exception: on every rank, what one has failed by (of another kind than ValueError and
-            TypeError: a RuntimeError on the others).
+        Exception: on every rank, the error of one (of another kind than ValueError and TypeError:
+            a RuntimeError on the others).
         ValueError: a fact that is not the same on all, or a group that this rank is not in.
     """
-    facts, error = attempt(error, say)
+    facts: Facts | None = None
+    error: Exception | None = None
+    prepared: Any = None
+    try:
+        facts, prepared = prepare()
+    except Exception as caught:  # of any kind: the others must not wait for this rank
+        error = caught
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         raise error or ValueError(
             f"{role}: got {group!r}, want a process group that this rank is in (new_group returns "
@@ -93,7 +89,7 @@ def agree(
         )
     learned = _LEARNED.setdefault(group, {}).setdefault(role, {})
     if facts is not None and static and facts.key in learned:
-        return learned[facts.key]
+        return prepared, learned[facts.key]
     if error is not None and static and learned:
         raise error
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -101,7 +97,7 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    words = [1]  # it has failed; else 0, what has to be equal, its own numbers
+    words = [1]  # it has failed; else 0, the checksums of equal facts, its own numbers
     if facts is not None:
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
@@ -114,7 +110,7 @@ def agree(
     if len(learned) >= LEARNED:
         del learned[next(iter(learned))]
     learned[facts.key] = of_ranks
-    return of_ranks
+    return prepared, of_ranks
 
 
 def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:
@@ -150,11 +146,12 @@ def _compare(
 ) -> None:
     """ValueError on every rank for tensors or texts that differ: their checksums are gathered."""
     names = sorted(values)  # of a set, which has another order on each rank
-    numbers, error = attempt(
-        None,
-        lambda: [_checksum(v) if isinstance(v := values[n], str) else checksum(v) for n in names],
-    )
-    numbers = [0, *numbers] if error is None else [1] * (1 + len(names))
+    numbers, error = [1] * (1 + len(names)), None
+    try:
+        of_names = (values[name] for name in names)
+        numbers = [0, *(_checksum(v) if isinstance(v, str) else checksum(v) for v in of_names)]
+    except Exception as caught:
+        error = caught
     sums = zip(*_gathered(group, numbers), strict=True)
     if error is not None:
         raise error

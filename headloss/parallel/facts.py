@@ -17,7 +17,7 @@ from torch import Tensor
 from ..batch.batch import IGNORE, MOST_IDS, Batch
 from ..collectives import PROCESS_GROUP
 from ..head.head import Head, autocast_dtype, transform_of
-from ..kernels import suits_product
+from ..kernels import memory, suits_product
 from ..kernels.transform import Transform
 from ..losses.identity import fingerprint
 from .agreement import HIGHEST, MOST, Facts, OwnNumbers
@@ -41,7 +41,7 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         "rows": value.shape[-1] if head is None else head.weight.shape[0],
         "tokens": value.shape[:-1].numel() if spread else -1,
         "weight_gradient": requirements.needs_grad.any_weight,
-        "memory": requirements.inputs.memory,
+        "memory": memory(value.device),
         "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
     }
     same: dict[str, object] = {
@@ -57,7 +57,7 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
     same |= {
         "objective": _names(objective),
         "options": chosen,
-        "inplace": requirements.inputs.overwrites,
+        "inplace": requirements.overwrites,
         "statistics": sorted(requirements.needs),
     }
 

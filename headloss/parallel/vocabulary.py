@@ -7,7 +7,6 @@ plan on the same tokens, so the number and the shapes of collectives are the sam
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +21,7 @@ from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
-from .agreement import HIGHEST, OwnNumbers, agree, attempt
+from .agreement import HIGHEST, Facts, OwnNumbers, agree
 from .facts import of_positions
 
 if TYPE_CHECKING:
@@ -56,6 +55,10 @@ class WholeVocabulary:
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The best k of each slice's best, [n, ..] to [n, k], best first."""
         return values, ids
+
+    def gathered(self, hidden: Tensor) -> Tensor:
+        """[N, H] hidden states of all positions, from those that each rank was given."""
+        return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """Of hidden states that every rank has."""
@@ -142,8 +145,8 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """[N, H] hidden states of all ranks, in rank order. Each then takes its own rows of the
-        gradient, which is the same on all."""
+        """In rank order. Each rank then takes its own rows of the gradient, which is the same on
+        all."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 
@@ -173,6 +176,10 @@ def shard_of_positions(
     if torch.compiler.is_compiling():
         run: Any = torch.compiler.disable(shard_of_positions)
         return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
-    _, error = attempt(None, check)
-    facts = functools.partial(of_positions, head, hidden, k, check_ranks)
-    return VocabShard(group, agree("vocab_group", group, facts, error), head.vocab_size)
+
+    def prepare() -> tuple[Facts, None]:
+        check()
+        return of_positions(head, hidden, k, check_ranks), None
+
+    _, numbers = agree("vocab_group", group, prepare)
+    return VocabShard(group, numbers, head.vocab_size)
