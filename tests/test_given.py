@@ -592,7 +592,7 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
     shard = WholeVocabulary(raw.shape[-1])
     tokens = RowContext(acts, targets, Transform(), NEEDS, shard)
     source = InPlaceLogits([raw], tokens, order=order, overwrites=False)
-    found = source.walk(NEEDS)
+    found = source._walk(NEEDS)
     assert_statistics(found, raw, targets, 0, Transform())
 
 

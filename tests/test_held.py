@@ -14,6 +14,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
+from headloss.head import products
 from headloss.head.products import logits
 from headloss.kernels import triton as triton_backend
 from headloss.logits.accumulators import HiddenGradient
@@ -232,8 +233,8 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     for acts in (triton_backend, twins):
         context = SimpleNamespace(shard=SimpleNamespace(group=None))
         source = SimpleNamespace(
-            features=[features], weights=[head], fixed=None, acts=acts, context=context
+            features=[features], weights=[head], products=products, acts=acts, context=context
         )
         hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk), None])
-        hidden.add(LogitGradient(part, rows, multiple))
+        hidden.add(LogitGradient(part, rows, multiple=multiple))
         torch.testing.assert_close(hidden.totals[0][chunk], want)

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from ..collectives import inside
-from ..logits.accumulators import SlabAccumulator
-from ..logits.linear import LinearLogits, rows_left
-from ..logits.rows import ALL, BackwardInputs, steps
+from ..logits.accumulators import BlockAccumulator, SlabAccumulator
+from ..logits.given import InPlaceLogits
+from ..logits.linear import LinearLogits, LogitSource, rows_left
+from ..logits.rows import ALL, BackwardInputs, Gradients, steps
 from ..objective.external import READ
 from ..objective.weighted import Coefficients, power_of_two, without_constants
 from ..statistics.softmax import BESIDE, CANDIDATES, vjp
 from .call import Call, slope_of
 from .loop import ForwardResult, forward, of_tiles, sweep
-
-Gradients = list[Tensor | None]
 
 
 class HeadLoss(torch.autograd.Function):
@@ -38,7 +37,7 @@ class HeadLoss(torch.autograd.Function):
         if result.coefficients is not None:
             ctx.read_again = call.read_again
         stats, values, weighted = result.measured.stats, result.values, result.weighted
-        assert weighted is not None
+        assert weighted is not None and values is not None
         # In memory of its own: it gets a graph.
         loss = weighted.total(values, stats).to(call.requirements.wide, copy=True)
         return loss, (stats, values, weighted)
@@ -58,6 +57,7 @@ class HeadLoss(torch.autograd.Function):
         factor = missing_factor(call.options.upstream, scale, upstream)
         with inside(upstream.device.type, *call.groups):
             if coefficients is None:
+                assert result.sums is not None
                 return None, *result.sums.finish(factor)
             if factor is not None and scale is None:
                 coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
@@ -98,7 +98,7 @@ class HeadStatistics(torch.autograd.Function):
         return None, None, *backward_of_slopes(*take_up(ctx), upstream)
 
 
-def take_up(ctx: Any) -> tuple[Call, Any, ForwardResult]:
+def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
     """The call, the source of its logits where they are made again, and what was left; RuntimeError
     where a field that is read again is no longer what it was."""
     ctx.used = True
@@ -115,7 +115,10 @@ def take_up(ctx: Any) -> tuple[Call, Any, ForwardResult]:
 
 
 def backward_of_slopes(
-    call: Call, source: Any, result: ForwardResult, upstream: Sequence[Tensor | None]
+    call: Call,
+    source: LogitSource | None,
+    result: ForwardResult,
+    upstream: Sequence[Tensor | None],
 ) -> Gradients:
     """Gradients from the slopes that a loss outside sends: of each of `READ` and of candidates, in
     the caller's shape."""
@@ -171,7 +174,7 @@ def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], 
 
 def backward(
     call: Call,
-    source: Any,
+    source: LogitSource | None,
     result: ForwardResult,
     coefficients: Coefficients,
     factor: Tensor | None,
@@ -180,15 +183,18 @@ def backward(
     plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":
         return _of_frozen_head(call, result, coefficients, factor)
+    assert source is not None
     if plan.schedule == "held":
-        return of_tiles(call, source, result, coefficients).finish(factor)  # type: ignore[no-any-return]
+        return of_tiles(call, source, result, coefficients).finish(factor)
+    if isinstance(source, InPlaceLogits):
+        return source.gradient(coefficients, result.measured.normalizer).finish(factor)
     if isinstance(source, LinearLogits):
         return _in_slabs(call, source, inputs, factor)
     sums = call.accumulator(source)  # of given logits, a tile at a time
     for columns in steps(source.vocabulary, plan.tile.columns):
         for rows in steps(len(source), plan.tile.rows):
-            sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)), columns)
-    return sums.finish(factor)  # type: ignore[no-any-return]
+            sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)))
+    return sums.finish(factor)
 
 
 def _of_frozen_head(
@@ -196,8 +202,9 @@ def _of_frozen_head(
 ) -> Gradients:
     """dlogp/dhidden per token times the objective's slope, plus what the slopes of candidates add
     to it."""
-    sums, source, prob = result.sums, result.sums.source, coefficients.softmax.prob
-    hidden, acts = sums.hidden, source.acts
+    sums, prob = result.sums, coefficients.softmax.prob
+    assert isinstance(sums, BlockAccumulator)
+    source, hidden, acts = sums.source, sums.hidden, sums.source.acts
     hidden.settle()
     logp = result.measured.stats.logp
     slope = torch.zeros_like(logp) if prob is None else -prob
@@ -213,7 +220,7 @@ def _of_frozen_head(
             if factor is not None:
                 values = values * factor.to(values.dtype)
             acts.support_sums(values, source.weights[i], pairs, total, add=True)
-    return sums.finish(None)  # type: ignore[no-any-return]
+    return sums.finish(None)
 
 
 def _in_slabs(
@@ -235,7 +242,7 @@ def _in_slabs(
             gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
             sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
             del gradient  # before the next one is made
-        sums.close(factor)
+        sums.close(columns, factor)
     gradients = sums.finish(factor)
     if index is not None and not dense:
         for i, part in enumerate(gradients[:-1:2]):

@@ -18,12 +18,12 @@ from ..batch.batch import Batch
 from ..batch.packing import PackedBatch, Packing
 from ..batch.reduction import Number, Totals
 from ..batch.segments import Linear
-from ..head.products import Fixed
+from ..head.products import FixedProducts
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
-from ..logits.linear import ExpLogits, LinearLogits, RowContext
-from ..logits.rows import ALL, Rows
+from ..logits.linear import ExpLogits, LinearLogits, LogitSource, RowContext
+from ..logits.rows import ALL, Accumulator, Rows
 from ..logits.support import SupportLogits
 from ..logits.teacher import measuring
 from ..objective.external import ExternalLoss
@@ -53,7 +53,7 @@ class Call:
     tolerance: Tolerance | None  # leaves further rows out, where one is asked for
 
     @property
-    def open(self) -> Callable[[Tensors], Any]:
+    def open(self) -> Callable[[Tensors], LogitSource]:
         """Makes the logits of the scored tokens."""
         required, plan, support = self.requirements, self.plan, self.scored.support
         if required.given:
@@ -65,7 +65,6 @@ class Call:
             context=self.context,
             compute_dtype=required.compute_dtype,
             logits_dtype=self.options.logits_dtype,
-            fixed=self.fixed,
             # A product measures logits of float16, whose gradient is written in float16.
             measured=required.rescaled
             and required.backend == "triton"
@@ -76,19 +75,12 @@ class Call:
         )
 
     @property
-    def accumulator(self) -> Callable[[Any], Any]:
+    def accumulator(self) -> Callable[[Any], Accumulator]:
         """Makes the sums of a source's gradient, in blocks of tokens or (given logits) tiles."""
-        if self.plan.in_place:  # the source has written the gradient already
-            return lambda source: source
         if self.requirements.given:
             return GivenAccumulator
         more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
         return partial(BlockAccumulator, buffers=self.buffers, **more)
-
-    @property
-    def fixed(self) -> Fixed | None:
-        """The product of which a row's bits depend on no other row, where one is asked for."""
-        return self.context.acts.fixed_product if self.options.batch_invariant else None
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -200,7 +192,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
         x = x.clone(memory_format=torch.contiguous_format)
     factors = [(x, head.weight)]
     if head.lora:
-        factors = head.factors(x, shard.dropout, call.fixed)
+        factors = head.factors(x, shard.dropout, call.context.fixed)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
@@ -269,4 +261,6 @@ def _context(
         shard,
         all_columns=shard.group is None and packed.live is None,
     )
+    if required.options.batch_invariant and not required.given:
+        context = context._replace(fixed=FixedProducts(context.acts.fixed_product))
     return measuring(context, packed, required.objective.teachers, required.wide, plan.keeps_tiles)

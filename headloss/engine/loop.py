@@ -13,10 +13,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..kernels.interface import Measured
+from ..logits.given import InPlaceLogits
 from ..logits.linear import LogitSource
-from ..logits.rows import ALL, BackwardInputs, of_several, steps
+from ..logits.rows import ALL, Accumulator, BackwardInputs, GradientSums, of_several, steps
 from ..objective.external import ExternalLoss
 from ..objective.weighted import Coefficients, WeightedObjective
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
@@ -30,20 +32,16 @@ class ForwardResult(NamedTuple):
     tiles: list[Any]  # what each block's logits left, under a held schedule; they are used up
     # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
     # token's slope. None: they are to be found, from what was read.
-    sums: Any = None
+    sums: GradientSums | None = None
     weighted: WeightedObjective | ExternalLoss | None = None  # None: the loss lives elsewhere
-    values: Any = None  # [K] float64, each term's share of its reduced value
+    values: Tensor | None = None  # [K] float64, each term's share of its reduced value
     coefficients: Coefficients | None = None  # of all tokens, where the gradients still need them
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
-    if call.in_one_launch:
-        source, needs, weighted = call.open(tensors), call.requirements.needs, call.weighted()
-        beforehand = weighted.beforehand(call.packed, needs)  # type: ignore[union-attr]
-        measured = source.context.measured(source.walk(needs, *beforehand))
-        shares = weighted.coefficients(measured.stats, call.packed, None, needed=False).values
-        return ForwardResult(measured, [], source, weighted, shares)
+    if call.plan.in_place:
+        return in_place(call, tensors)
     result, schedule = sweep(call, tensors), call.plan.schedule
     if result.values is not None:
         return result
@@ -57,6 +55,27 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     return result._replace(coefficients=coefficients)
 
 
+def in_place(call: Call, tensors: Tensors) -> ForwardResult:
+    """Statistics of given logits where they lie, and their gradient if it may overwrite them: in
+    one launch where the objective has closed form."""
+    source, packed, schedule = call.open(tensors), call.packed, call.plan.schedule
+    assert isinstance(source, InPlaceLogits)
+    sums: GradientSums | None = None
+    if call.in_one_launch:
+        weighted = call.weighted()
+        assert isinstance(weighted, WeightedObjective)
+        measured, sums = source.both(*weighted.beforehand(packed, call.requirements.needs))
+    else:
+        measured = source.measure()
+        weighted = call.weighted()
+    needed = sums is None and schedule != "statistics"
+    coefficients = weighted.coefficients(measured.stats, packed, None, needed)
+    result = ForwardResult(measured, [], sums, weighted, coefficients.values)
+    if needed and schedule == "one_pass":
+        return result._replace(sums=source.gradient(coefficients, measured.normalizer))
+    return result._replace(coefficients=coefficients) if sums is None else result
+
+
 def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     """The statistics of all tokens, block by block: in one pass with their gradient, for a frozen
     head with dlogp/dhidden."""
@@ -65,8 +84,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
     parts, tiles = list[Measured](), list[Any]()
-    sums: Any = None
-    values: Any = None
+    sums: Accumulator | None = None
+    values: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None
     several = len(blocks) > 1
     for block in blocks:
@@ -119,7 +138,7 @@ def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
 
 def of_tiles(
     call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
-) -> Any:
+) -> Accumulator:
     """The sums of what was held, block by block."""
     sums, blocks = call.accumulator(source), call.plan.blocks
     inputs = BackwardInputs(result.measured, coefficients)

@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, is_dtensor, plain_numbers
 from ..kernels.transform import Transform
-from .products import Fixed, WideLinear, sum_dtype
+from .products import FixedProducts, WideLinear, sum_dtype
 from .reading import Fields, read_model, read_module
 
 Dropout = Callable[[Tensor, float], Tensor]
@@ -66,7 +66,7 @@ class Lora:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
     def features(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: Fixed | None = None
+        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: FixedProducts | None = None
     ) -> Tensor:
         """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
         if self.dropout:
@@ -182,7 +182,7 @@ class Head:
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
     def factors(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: Fixed | None = None
+        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: FixedProducts | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
 

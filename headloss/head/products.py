@@ -9,6 +9,7 @@ float32 beside a weight in bfloat16).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
-Fixed = Callable[..., Tensor]  # `Kernels.fixed_product`, if a row may not depend on others
 LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
 BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
 GRAIN = 128  # rows of a chunk and columns of a slab are multiples of it, which suits the products
@@ -36,15 +36,42 @@ def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+class Products(Protocol):
+    """The products with the weight: this module's functions, or `FixedProducts`."""
+
+    def logits(self, features: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+    def input_gradient(
+        self, gradient: Tensor, weight: Tensor, dtype: torch.dtype, memory: Tensor | None = None
+    ) -> Tensor: ...
+
+    def add_input_gradient_(self, total: Tensor, gradient: Tensor, weight: Tensor) -> None: ...
+
+
+class FixedProducts:
+    """Products of which a row's bits depend on no other row, by `Kernels.fixed_product`."""
+
+    def __init__(self, product: Callable[..., Tensor]) -> None:
+        self.product = product
+
+    def logits(self, features: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        return self.product(features, weight.t(), out=out)
+
+    def input_gradient(
+        self, gradient: Tensor, weight: Tensor, dtype: torch.dtype, memory: Tensor | None = None
+    ) -> Tensor:
+        return self.product(gradient.to(weight.dtype), weight, dtype=dtype)
+
+    def add_input_gradient_(self, total: Tensor, gradient: Tensor, weight: Tensor) -> None:
+        self.product(gradient.to(weight.dtype), weight, out=total)
+
+
 def logits(
     features: Tensor,  # [n, H]
     weight: Tensor,  # [v, H]
     out: Tensor | None = None,
-    fixed: Fixed | None = None,
 ) -> Tensor:  # [n, v] float32 or float64
     """features @ weight.T, added to `out` where it is given."""
-    if fixed is not None:
-        return fixed(features, weight.t(), out=out)
     if features.dtype in WIDE and features.dtype == weight.dtype:
         if out is None:
             return torch.nn.functional.linear(features, weight)
@@ -74,12 +101,9 @@ def input_gradient(
     gradient: Tensor,  # [n, v] d/dlogits
     weight: Tensor,  # [v, H]
     dtype: torch.dtype,
-    fixed: Fixed | None = None,
     memory: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
 ) -> Tensor:  # [n, H]
     """gradient @ weight, in `dtype` (rounded once)."""
-    if fixed is not None:
-        return fixed(gradient.to(weight.dtype), weight, dtype=dtype)
     if weight.dtype in WIDE:
         return (gradient.to(weight.dtype) @ weight).to(dtype)
     if gradient.is_cuda:
@@ -100,12 +124,8 @@ def add_input_gradient_(
     total: Tensor,  # [n, H] float32 or float64, added to
     gradient: Tensor,  # [n, v] d/dlogits
     weight: Tensor,  # [v, H]
-    fixed: Fixed | None = None,
 ) -> None:
     """total += gradient @ weight."""
-    if fixed is not None:
-        fixed(gradient.to(weight.dtype), weight, out=total)
-        return
     if gradient.is_cuda and weight.dtype not in WIDE:
         gradient = gradient.to(weight.dtype)
         aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
@@ -151,17 +171,18 @@ class WideLinear(torch.autograd.Function):
     """x @ weight.T in float32 or float64 whatever the inputs, for the inner side of an adapter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, fixed: Fixed | None = None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, fixed: FixedProducts | None = None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.fixed = fixed
-        return logits(x, weight, fixed=fixed)
+        return logits(x, weight) if fixed is None else fixed.logits(x, weight)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         into_x = into_weight = None
         if ctx.needs_input_grad[0]:
-            into_x = input_gradient(gradient, weight, x.dtype, ctx.fixed)
+            product = input_gradient if ctx.fixed is None else ctx.fixed.input_gradient
+            into_x = product(gradient, weight, x.dtype)
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
             # (In a compiled graph blocks are not counted, which would tie it to their number.)

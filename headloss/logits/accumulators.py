@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 from ..collectives import summed, together
 from ..head import products
 from .linear import LinearLogits, NeedsGrad
-from .rows import ALL, LogitGradient
+from .rows import ALL, Gradients, LogitGradient
 
 SUM = "a sum of hidden gradients"
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
@@ -35,8 +35,8 @@ class BlockAccumulator:
     """Gradients that arrive in rows, one block of tokens after another, over all columns. A
     `single_block` is the whole gradient, so that no wider sum is needed.
 
-    `weights` are the gradients of weights that are wanted, by pair. Those of `columns` are added to
-    `totals`, of which the `fresh` ones hold nothing yet.
+    `weights` are the gradients of weights that are wanted, by pair. Those of a tile's columns are
+    added to `totals`, of which the `fresh` ones hold nothing yet.
     """
 
     by_factor = True  # the factor is still missing from `weights` at the end
@@ -66,7 +66,6 @@ class BlockAccumulator:
                 dtype = weight.dtype if single_block else self.sum_dtype
                 self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
                 self.weights[i][source.vocabulary :] = 0
-        self.columns = ALL
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
@@ -80,7 +79,7 @@ class BlockAccumulator:
             self.hidden.add(gradient)
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
-        values, rows, multiple, scaled, pairs = gradient
+        values, rows, columns, multiple, scaled, pairs = gradient
         if pairs is None and not len(values):
             return
         for i, total in self.totals.items():
@@ -94,7 +93,7 @@ class BlockAccumulator:
         self.fresh.clear()
         if self.bias is None:
             return
-        place = self.bias[: self.source.vocabulary][self.columns]
+        place = self.bias[: self.source.vocabulary][columns]
         if multiple is None:
             place += values.sum(0, dtype=self.bias.dtype)
         else:
@@ -102,11 +101,11 @@ class BlockAccumulator:
         if pairs is not None:
             pairs.add_to_bias(place)
 
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+    def finish(self, factor: Tensor | None) -> Gradients:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         source, scaled = self.source, self.source.acts.scaled
         of_weights = factor if self.by_factor else None
-        gradients: list[Tensor | None] = [None] * (2 * len(source.features) + 1)
+        gradients: Gradients = [None] * (2 * len(source.features) + 1)
         self.hidden.settle()
         for i, total in self.hidden.totals.items():
             gradients[2 * i] = scaled(total, source.features[i].dtype, factor)
@@ -144,7 +143,7 @@ class SlabAccumulator(BlockAccumulator):
 
     def open(self, columns: slice) -> None:
         """The next slab."""
-        self.columns, self.fresh = columns, set(self.places)
+        self.fresh = set(self.places)
         self.totals = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
             dtype = self.sum_dtype
@@ -153,26 +152,26 @@ class SlabAccumulator(BlockAccumulator):
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of some rows of the slab."""
         self._add_to_weights(gradient)
-        values, rows, fixed = gradient.values, gradient.rows, self.source.fixed
+        values, rows, columns, *_ = gradient
         for i, total in self.hidden.totals.items():
-            weight = self.source.weights[i][self.columns]
+            weight = self.source.weights[i][columns]
             if gradient.pairs is not None:
                 gradient.pairs.add_to_hidden(total, weight)
             if not len(values):
                 continue
             if isinstance(rows, slice):
-                products.add_input_gradient_(total[rows], values, weight, fixed)
+                self.source.products.add_input_gradient_(total[rows], values, weight)
             else:  # no row twice
-                part = products.input_gradient(values, weight, total.dtype, fixed)
+                part = self.source.products.input_gradient(values, weight, total.dtype)
                 total.index_add_(0, rows, part)
 
-    def close(self, factor: Tensor | None) -> None:
+    def close(self, columns: slice, factor: Tensor | None) -> None:
         """Put the slab's sums, times `factor`, into their place."""
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()
         for i, total in self.totals.items() if not self.at_once else ():
-            place = self.places[i][self.columns]
+            place = self.places[i][columns]
             if factor is not None:
                 total.mul_(factor)
             if self.weights[i] is self.main_grad:
@@ -180,7 +179,7 @@ class SlabAccumulator(BlockAccumulator):
             else:
                 place.copy_(total)
 
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
+    def finish(self, factor: Tensor | None) -> Gradients:
         for total in self.hidden.totals.values() if self.hidden.group is not None else ():
             summed(SUM, total, self.hidden.group)
         return super().finish(factor)
@@ -216,11 +215,11 @@ class HiddenGradient:
     def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
         """All rows of a block from those of the gradient, 0 where there is none."""
         source, features, weight = self.source, self.source.features[i], self.source.weights[i]
-        values, rows, multiple, memory, pairs = gradient
+        values, rows, _, multiple, memory, pairs = gradient
         dtype, n = features.dtype, block.stop - block.start
         if self.group is not None:  # the weight gradient has not read the scaled features yet
             dtype, memory = source.dtype, None
-        part = products.input_gradient(values, weight, dtype, source.fixed, memory)
+        part = source.products.input_gradient(values, weight, dtype, memory)
         places = rows - block.start if isinstance(rows, Tensor) else None
         if self.group is None and i in self.totals:
             total = self.totals[i][block]

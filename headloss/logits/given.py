@@ -6,16 +6,17 @@ N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..head import products
-from ..kernels.interface import LogitRows, Measured, Walk
+from ..kernels.interface import Kernels, LogitRows, Measured, Walk
+from ..objective.weighted import Coefficients
+from ..statistics.softmax import Normalizer, SoftmaxState
 from .linear import LogitSource, RowContext
-from .rows import ALL, BackwardInputs, LogitGradient, Rows
+from .rows import ALL, Gradients, LogitGradient, Rows
 
 
 class View:
@@ -94,15 +95,13 @@ class GivenAccumulator:
     def __init__(self, source: GivenLogits) -> None:
         self.view, self.live, self.acts = source.room(), source.order.live, source.acts
 
-    def add(self, gradient: LogitGradient, columns: slice = ALL) -> None:
-        """Take dL/draw of some rows and columns."""
+    def add(self, gradient: LogitGradient) -> None:
         values = gradient.values.to(self.view.logits.dtype)
         if self.live is not None:
             values = values.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
-        self.view.write(gradient.rows, columns, values)
+        self.view.write(gradient.rows, gradient.columns, values)
 
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradient, times `factor`."""
+    def finish(self, factor: Tensor | None) -> Gradients:
         total = self.view.logits
         if factor is None:
             return [total]
@@ -110,46 +109,58 @@ class GivenAccumulator:
         return [total if scaled is total else total.copy_(scaled)]
 
 
+class WrittenGradient(NamedTuple):
+    """The gradient of given logits where a kernel wrote it."""
+
+    out: LogitRows
+    acts: Kernels
+
+    def finish(self, factor: Tensor | None) -> Gradients:
+        if factor is not None:
+            self.acts.scale_rows_(self.out, factor)
+        return [self.out.tensor]
+
+
 class InPlaceLogits(GivenLogits):
     """Given logits that a kernel reads where they lie: all rows and columns for the statistics, and
-    once more for the gradient, which it writes: they are their own accumulator."""
+    once more for the gradient, which it writes."""
 
-    @cached_property
-    def out(self) -> LogitRows:
+    def measure(self) -> Measured:
+        """The statistics of all tokens."""
+        return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
+
+    def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
+        """The gradient of coefficients that statistics were taken for."""
+        out = self._out()
+        self._walk(None, out, coefficients, None, normalizer)
+        return WrittenGradient(out, self.acts)
+
+    def both(
+        self, coefficients: Coefficients, slopes: Tensor | None
+    ) -> tuple[Measured, WrittenGradient]:
+        """Statistics and gradient in one launch: of coefficients at an entropy of 0, and `slopes`
+        [P, 5, T] in closed form."""
+        out = self._out()
+        partials = self._walk(self.context.needs, out, coefficients, slopes)
+        return self.context.measured(partials), WrittenGradient(out, self.acts)
+
+    def _out(self) -> LogitRows:
         """The gradient's rows, those of `room`."""
         view = self.room()
         if self.overwrites:
             torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
         return view.rows()
 
-    def walk(
-        self, needs: frozenset[str] | None, gradient=None, slopes=None, normalizer=None
-    ) -> Any:
-        """One launch: the statistics in `needs`, the gradient of coefficients (where `normalizer`
-        is known), or both: coefficients are then those at an entropy of 0, beside `slopes`
-        [P, 5, T] in closed form."""
-        out = coefficients = None
-        if gradient is not None:
-            out, coefficients = self.out, gradient.softmax
+    def _walk(
+        self,
+        needs: frozenset[str] | None,
+        out: LogitRows | None = None,
+        coefficients: Coefficients | None = None,
+        slopes: Tensor | None = None,
+        normalizer: Normalizer | None = None,
+    ) -> SoftmaxState | None:
+        """One launch, see `Walk`."""
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
-        walk = (self.view.rows(), out, self.order.live, *tokens, coefficients, slopes, normalizer)
-        if gradient is not None:
-            del self.view  # the gradient outlives the logits
+        softmax = None if coefficients is None else coefficients.softmax
+        walk = (self.view.rows(), out, self.order.live, *tokens, softmax, slopes, normalizer)
         return self.acts.given_rows(Walk(*walk))
-
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
-        measured = self.context.measured(self.walk(self.context.needs))
-        return self.completed(rows, measured), None
-
-    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        self.walk(None, inputs.coefficients, None, inputs.measured.normalizer)
-        return LogitGradient(self.out.tensor, rows)
-
-    def add(self, gradient: LogitGradient, columns: slice = ALL) -> None:
-        """Nothing to do: the walk has written it already."""
-
-    def finish(self, factor: Tensor | None) -> list[Tensor | None]:
-        """The gradient that was written, times `factor`."""
-        if factor is not None:
-            self.acts.scale_rows_(self.out, factor)
-        return [self.out.tensor]

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..head import products
-from ..head.products import GRAIN, PARTS
+from ..head.products import GRAIN, PARTS, FixedProducts
 from ..host_copy import HostCopy
 from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
+from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import CANDIDATES, PEAK
 from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
@@ -45,9 +46,10 @@ class RowContext(NamedTuple):
     targets: Tensor  # [T] columns of the whole vocabulary
     transform: Transform  # its temperature is a number or [T]
     needs: frozenset[str]  # statistics
-    shard: Any  # of the vocabulary on the ranks of a group
+    shard: WholeVocabulary  # this rank's slice
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
     beside: tuple[Any, ...] = ()  # what is measured of the tiles as well, see `measuring`
+    fixed: FixedProducts | None = None  # for logits and dX, where a row's bits are to be its own
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
@@ -73,7 +75,7 @@ class RowContext(NamedTuple):
 
     def measured(self, partials: Any) -> Measured:
         """What partials of this rank's slice come to over the whole vocabulary."""
-        return self.shard.measured(self.acts, partials, self.needs)  # type: ignore[no-any-return]
+        return self.shard.measured(self.acts, partials, self.needs)
 
 
 def rows_left(live: Tensor | None) -> Tensor | None:
@@ -134,7 +136,7 @@ class LogitSource:
         if index is not None:
             raw, places = compact_(raw, index), index + (rows.start or 0)
             inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
-        return LogitGradient(self.gradient_(raw, places, columns, inputs), places)
+        return LogitGradient(self.gradient_(raw, places, columns, inputs), places, columns)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""
@@ -161,13 +163,13 @@ class LinearLogits(LogitSource):
         *,
         compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
         logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
-        fixed: products.Fixed | None = None,  # for logits and dX, if rows' bits are to be their own
         measured: bool = False,  # the product measures statistics where it can
     ) -> None:
         super().__init__(context)
+        self.products: products.Products = context.fixed or products
         *pairs, self.full_bias = tensors
         self.features, self.full_weights = pairs[::2], pairs[1::2]
-        self.logits_dtype, self.fixed, scored = logits_dtype, fixed, slice(self.vocabulary)
+        self.logits_dtype, scored = logits_dtype, slice(self.vocabulary)
         self.weights = [weight[scored] for weight in self.full_weights]  # other rows are padding
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
@@ -208,7 +210,7 @@ class LinearLogits(LogitSource):
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
             at = slice(rows.start + part.start, rows.start + part.stop)
             gradient[part] = self.gradient_(self.raw(at, columns), at, columns, inputs.rows(part))
-        return LogitGradient(gradient, rows)
+        return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
         """The same for an act whose product has to add the bias of these columns."""
@@ -221,7 +223,7 @@ class LinearLogits(LogitSource):
         """The widest product comes last: it hides what it adds to."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
-            out = products.logits(features[rows], weight[columns], out, self.fixed).to(self.dtype)
+            out = self.products.logits(features[rows], weight[columns], out).to(self.dtype)
         assert out is not None
         if self.bias is not None:
             out += self.bias[columns]
@@ -256,7 +258,7 @@ class ExpLogits(LinearLogits):
         gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
         if chosen := self._chosen(rows, columns, inputs):
             self.acts.chosen_gradient_(gradient, chosen, backward)
-        return LogitGradient(gradient, rows)
+        return LogitGradient(gradient, rows, columns)
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
         """The candidates' columns, where they carry a gradient; nothing else is beside."""
@@ -287,4 +289,4 @@ class ExpLogits(LinearLogits):
             values, places = values[:count], order.rows[:count] + (rows.start or 0)
             if features is not None:
                 multiple, features = multiple[:count], features[:count]
-        return LogitGradient(values, places, multiple, features)
+        return LogitGradient(values, places, ALL, multiple, features)

@@ -6,7 +6,7 @@ K of a block's n tokens, v columns, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
 Rows = slice | Tensor  # of a source's tokens
+Gradients = list[Tensor | None]  # in the order of a source's tensors
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
 
 
@@ -66,10 +67,11 @@ class PairGradient(NamedTuple):
 
 
 class LogitGradient(NamedTuple):
-    """dL/draw of some rows, for the products."""
+    """dL/draw of some rows and columns, for the products."""
 
     values: Tensor  # [K, v]
     rows: Rows
+    columns: slice = ALL
     multiple: Tensor | None = None  # [K] of values, that is still missing
     features: Tensor | None = None  # [K, H] rows of hidden states, times `multiple` already
     pairs: PairGradient | None = None  # other rows' gradients, in a few columns each
@@ -78,6 +80,21 @@ class LogitGradient(NamedTuple):
         """The same rows where token i is token index[i]."""
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
+
+
+class GradientSums(Protocol):
+    """The gradients of a source's tensors, complete but for a factor."""
+
+    def finish(self, factor: Tensor | None) -> Gradients:
+        """These times `factor`, in the tensors' dtypes and order."""
+        ...
+
+
+class Accumulator(GradientSums, Protocol):
+    """The sums of a source's gradient, a tile at a time."""
+
+    def add(self, gradient: LogitGradient) -> None:
+        """Take dL/draw of the next rows or columns."""
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:

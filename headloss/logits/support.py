@@ -65,7 +65,8 @@ class SupportLogits(LinearLogits):
         raw, full, tile = inputs.tile or (self.raw(rows, columns), None, None)
         pairs, index = self._pairs(raw, rows, columns, inputs), self.support.unrestricted(rows)
         if index is None:
-            return LogitGradient(raw.new_empty(0, pairs.support.size), slice(0, 0), pairs=pairs)
+            nothing = raw.new_empty(0, pairs.support.size)
+            return LogitGradient(nothing, slice(0, 0), columns, pairs=pairs)
         places = index + (rows.start or 0)
         full = self.full.take(places) if full is None else full
         live = None if inputs.live is None else inputs.live[index]

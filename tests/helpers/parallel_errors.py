@@ -577,10 +577,14 @@ def nothing_to_send() -> tuple[str, str]:
 def long_error() -> str:
     """What one rank raises is not cut on the others."""
     s = setup("vocabulary")
-    mine = ValueError("long " * 1000 + "end") if s.last else None
-    facts = agreement.Facts(numbers={}, same={}, values=lambda _: {}, check=False)
+
+    def prepare() -> tuple[agreement.Facts, None]:
+        if s.last:
+            raise ValueError("long " * 1000 + "end")
+        return agreement.Facts(numbers={}, same={}, values=lambda _: {}, check=False), None
+
     with pytest.raises(ValueError) as caught:
-        agreement.agree("a group", s.group, lambda: facts, mine)
+        agreement.agree("a group", s.group, prepare)
     return str(caught.value)
 
 
