@@ -31,7 +31,8 @@ PAGE = ROOT / "docs" / "losses.md"
 DATA = ROOT / "docs" / "frameworks"
 FRAMEWORKS = (
     *("trl", "verl", "liger", "openrlhf", "agilerl", "prime_rl", "nemo_rl", "ms_swift", "skyrl"),
-    *("areal", "roll", "miles", "tinker", "axolotl", "llama_factory"),
+    *("areal", "roll", "miles", "tinker", "axolotl", "llama_factory", "speculators", "specforge"),
+    *("nemo_automodel", "other_drafts"),
 )
 NAMES = {
     **{"head": None, "teacher_head": None},

@@ -77,7 +77,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     batch, traced = _batch(term, fields)
     # Of each token others, of the size that a sample's have.
     kinds, device = batch.kinds(), batch.targets.device
-    stats = sample_statistics(torch.float64, device, kinds, [], len(batch))
+    stats = sample_statistics(torch.float64, device, kinds, None, len(batch))
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())

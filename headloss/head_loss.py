@@ -52,6 +52,8 @@ class Output:
         logps: [..] log-probs of the targets, 0 where unscored.
         entropies: [..] entropies in nats, 0 where unscored; None where nothing asked for them.
         plan: what ran.
+        per_token: [..] values by the names of `Options(per_token=...)`, without a gradient; 0 where
+            unscored, and where a term is restricted.
     """
 
     loss: Tensor
@@ -59,6 +61,7 @@ class Output:
     logps: Tensor
     entropies: Tensor | None
     plan: Plan
+    per_token: dict[str, Tensor]
     _measure: Callable[[], Metrics] = field(compare=False)
 
     @cached_property
@@ -251,8 +254,19 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
         logps=call.scored.scatter(stats.logp),
         entropies=None if entropies is None else call.scored.scatter(entropies),
         plan=call.plan,
+        per_token=_per_token(call, weighted.parts, stats) if call.options.per_token else {},
         _measure=measure,
     )
+
+
+@torch.no_grad()
+def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -> dict[str, Tensor]:
+    """[..] what the options name, in their order."""
+    names = call.options.per_token
+    values, batch = {"top1": stats.top1}, call.packed.on(stats)
+    for part in parts:
+        values |= part.per_token(names, stats, batch)
+    return {name: call.scored.scatter(values[name]) for name in names}
 
 
 def _measure_of(

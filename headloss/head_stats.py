@@ -5,8 +5,8 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,11 @@ from .engine.checks import Arguments, check_targets
 from .engine.operator import in_graph
 from .engine.plan import Plan
 from .head.head import Head, check_head
+from .losses.arguments import naming
+from .losses.teacher import Teacher, measure_of
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
+from .statistics.divergence import ACCEPTANCE, LOG_ACCEPTANCE, Measure
 
 
 @dataclass(eq=False)
@@ -34,6 +37,7 @@ class HeadStats:
         logp, lse, entropy: [..] float32 (float64 for float64 inputs).
         candidate_logps: [.., K] of a batch with `candidate_ids`, else None.
         candidate_tail: [..] the log of the other tokens' mass, where `gradients` names it.
+        divergences: [..] of a teacher, by the names that were asked for.
         plan: what ran; None in a compiled graph.
     """
 
@@ -43,6 +47,7 @@ class HeadStats:
     candidate_logps: Tensor | None = None
     candidate_tail: Tensor | None = None
     plan: Plan | None = None
+    divergences: dict[str, Tensor] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter((self.logp, self.lse, self.entropy))
@@ -63,9 +68,11 @@ def head_stats(
     targets_or_batch: Tensor | Batch,  # [..] int64, already shifted; -100 is not scored
     options: Options | None = None,
     gradients: Collection[str] = READ,
+    teacher: Teacher | None = None,
+    divergences: Collection[str] = (),
 ) -> HeadStats:
-    """Log-prob of the target, log-sum-exp and entropy at each position, without the logits; and
-    log-probs of the candidates that a batch names.
+    """Log-prob of the target, log-sum-exp and entropy at each position, without the logits;
+    log-probs of the candidates that a batch names; and divergences from a teacher.
 
     Shapes: hidden [.., H], head.weight [V, H] and targets [..]; each statistic is [..].
 
@@ -82,7 +89,9 @@ def head_stats(
         options: see `Options`. `main_grad` is written in the backward pass. `upstream` is refused.
         gradients: which statistics will carry a gradient; the others are returned detached.
             "candidate_logps" and "candidate_tail" may be among them; the tail, which takes logits
-            in float32, is there only if it is named.
+            in float32, is there only if it is named. So may names of `divergences`.
+        teacher: of `hl.teacher`, for the batch's `teacher_hidden` or `teacher_logits`.
+        divergences: kinds as of `distillation` (mixtures at beta=0.5), or "log_acceptance".
 
     Returns:
         `HeadStats`, which unpacks to (logp, lse, entropy), each in the targets' shape.
@@ -99,42 +108,75 @@ def head_stats(
     """
     check_head(head)
     options = DEFAULT if options is None else options
+    measures = _measures(teacher, divergences)
     candidates = isinstance(targets_or_batch, Batch) and "candidate_ids" in targets_or_batch.fields
-    names = _checked(gradients, (*READ, *CANDIDATE) if candidates else READ)
+    allowed = (*READ, *CANDIDATE) if candidates else READ
+    names = _checked(gradients, (*allowed, *measures))
     if torch.compiler.is_compiling():
-        if head.vocab_group is None and head.vocab_mesh_dim is None:
+        if head.vocab_group is None and head.vocab_mesh_dim is None and not measures:
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
-            return _with_candidates(outputs, names)
-        # The ranks compare their calls, which no graph can hold.
+            return _named(outputs, names, candidates, measures)
+        # The ranks compare their calls, which no graph can hold; nor can it hold a teacher.
         run: Any = torch.compiler.disable(head_stats)
-        return run(hidden, head, targets_or_batch, options, names)  # type: ignore[no-any-return]
+        of_all = hidden, head, targets_or_batch, options, names, teacher, divergences
+        return run(*of_all)  # type: ignore[no-any-return]
     if not names:
         with torch.no_grad():
-            return head_stats(hidden, head, targets_or_batch, options)
+            of_all = hidden, head, targets_or_batch, options, READ, teacher, divergences
+            return head_stats(*of_all)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
         except Exception as error:  # of which all ranks have to hear
             batch = error
-    terms = external_loss(names, candidates=candidates)
+    if teacher is not None and isinstance(batch, Batch):
+        with naming("teacher"):
+            if teacher.source(batch.fields) == "topk":
+                want = "teacher_logits or teacher_hidden (candidate_ids have a stored token's)"
+                raise ValueError(f"got teacher_topk_ids in the batch, want {want}")
+    of_teacher = teacher, frozenset(measures.values())
+    terms = external_loss(names, "external", candidates, *of_teacher)
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         outputs = HeadStatistics.apply(call, names, *tensors)
-    return _with_candidates(outputs, names, call.plan)
+    return _named(outputs, names, candidates, measures, call.plan)
 
 
-def _with_candidates(
-    outputs: Sequence[Tensor], names: frozenset[str], plan: Plan | None = None
+def _named(
+    outputs: Sequence[Tensor],
+    names: frozenset[str],
+    candidates: bool,
+    measures: Mapping[str, Measure],
+    plan: Plan | None = None,
 ) -> HeadStats:
-    """Of logp, lse and entropy, and of candidates' log-probs and the tail's [.., K + 1], if any."""
-    logp, lse, entropy, *candidates = outputs
-    if not candidates:
-        return HeadStats(logp, lse, entropy, plan=plan)
-    logps, tail = candidates[0][..., :-1], candidates[0][..., -1]
-    logps = logps if CANDIDATE[0] in names else logps.detach()
-    return HeadStats(logp, lse, entropy, logps, tail if CANDIDATE[1] in names else None, plan)
+    """Of logp, lse and entropy, of candidates' log-probs and the tail's [.., K + 1] if any, and of
+    measures in their own order."""
+    logp, lse, entropy, *others = outputs
+    stats = HeadStats(logp, lse, entropy, plan=plan)
+    if candidates:
+        of_candidates = others.pop(0)
+        logps, tail = of_candidates[..., :-1], of_candidates[..., -1]
+        stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
+        stats.candidate_tail = tail if CANDIDATE[1] in names else None
+    by_measure = dict(zip(sorted(measures.values()), others, strict=True))
+    stats.divergences = {name: by_measure[measure] for name, measure in measures.items()}
+    return stats
+
+
+def _measures(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
+    """By their names; raises for others, and for names without a teacher or the reverse."""
+    if not isinstance(teacher, Teacher | None):
+        raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
+    if isinstance(divergences, str) or not isinstance(divergences, Collection):
+        raise TypeError(f"divergences: got {divergences!r}, want a tuple of names")
+    if (teacher is None) != (not divergences):
+        raise ValueError(f"divergences: got {divergences!r} with teacher={teacher!r}, want both")
+    with naming("divergences"):
+        return {
+            name: ACCEPTANCE if name == LOG_ACCEPTANCE else measure_of(name) for name in divergences
+        }
 
 
 def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[str]:

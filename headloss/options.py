@@ -60,6 +60,8 @@ class Options:
             of the objective's options. For a loss that is right on one rank and wrong on several,
             or ranks that wait for each other: their data may differ. It reads the device twice.
         metrics: False leaves `out.metrics` empty and computes only what the loss needs.
+        per_token: names of what `out.per_token` holds at each position: "top1", or what a term
+            reports of each token, as "nla/acceptance".
         upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
             final in the forward pass, and `main_grad` is written there.
         main_grad: float32 [V, H] tensor that the weight gradient is added to; none is returned
@@ -85,6 +87,7 @@ class Options:
     sequence_parallel: bool = False
     check_ranks: bool = False
     metrics: bool = True
+    per_token: tuple[str, ...] = ()
     upstream: float | None = None
     main_grad: Tensor | None = None
 
@@ -95,6 +98,9 @@ class Options:
         for name, value in vars(self).items():
             if isinstance(getattr(Options, name), bool) and not isinstance(value, bool):
                 raise TypeError(f"{name}: got {value!r}, want True or False")
+        names = self.per_token
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f'per_token: got {names!r}, want a tuple of names, ("top1",)')
         plain_numbers(self, "chunk_tokens", "memory_budget", "gradient_tolerance", "upstream")
         for name in ("chunk_tokens", "memory_budget"):
             if getattr(self, name) is not None:

@@ -427,7 +427,7 @@ def test_an_epsilon_below_zero(factory, name):
         ),
         (
             ValueError,
-            "got batch.teacher_hidden without distillation",
+            "got batch.teacher_hidden without a teacher_head",
             lambda: call(hl.distillation(), data=batch(teacher_hidden=torch.zeros(T, 8))),
         ),
     ],

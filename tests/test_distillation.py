@@ -460,7 +460,7 @@ def test_reductions_apply(setting):
         (("teacher_logits", "teacher_topk_ids", "teacher_topk_logps"), "teacher_logits"),
         (("teacher_topk_ids",), "teacher_topk_ids"),
         (("teacher_topk_logps",), "teacher_topk_logps"),
-        (("teacher_hidden",), r"distillation\(teacher_head"),
+        (("teacher_hidden",), r"teacher_head"),
     ],
 )
 def test_teacher_inputs_must_be_one_form_and_whole(setting, fields, message):

@@ -17,6 +17,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, ExpTile, Forward, LogitRows, Support, Walk
 from headloss.kernels.pair import Distribution, Divergence, Pair
 from headloss.kernels.transform import Transform
+from headloss.statistics.divergence import Measure
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 6, 75
@@ -119,8 +120,8 @@ def test_divergences(kind, name, between):
         transform = replace(transform, temperature=1.5)
     raw, other = saturated(between, transform), torch.randn(N, V, device=DEVICE) * 3
     sides = side_of(raw.double(), transform), side_of(other.double(), Transform(temperature=1.5))
-    exact, weight = Pair(*sides, kind, 0.3), torch.rand(N, device=DEVICE)
-    pivot = twins.divergence(raw.double(), other.double(), exact)[1]
+    exact, weight = Pair(*sides, (Measure(kind, 0.3),)), torch.rand(N, 1, device=DEVICE)
+    pivot = twins.divergence(raw.double(), other.double(), exact)[..., 1]
     part = Divergence(other.double(), exact, pivot, weight.double())
     oracle = twins.part_gradient_(raw.double(), part)
     pair = exact._replace(student=narrow(sides[0]), teacher=narrow(sides[1]))

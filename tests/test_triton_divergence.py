@@ -29,6 +29,7 @@ from headloss.kernels import triton as triton_divergence
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.pair import Distribution, Divergence, Pair, StoredTopk
 from headloss.kernels.transform import Transform
+from headloss.statistics.divergence import Measure
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 from headloss.testing import trained_looking, within_budget
 
@@ -44,6 +45,20 @@ PAIRS = {
     ),
     "student capped": (Transform(softcap=9.0), Transform()),
 }
+
+
+def pair(p, q, kind, beta=BETA):
+    return Pair(p, q, (Measure(kind, beta),))
+
+
+def shares(acts, raw, raw_teacher, of):
+    """[2, n] the value of a pair's only measure, and its mean slope."""
+    return acts.divergence(raw, raw_teacher, of)[:, 0].t()
+
+
+def one(raw_teacher, of, pivot, weight):
+    """A part of a pair's only measure."""
+    return Divergence(raw_teacher, of, pivot.unsqueeze(1), weight.unsqueeze(1))
 
 
 @pytest.fixture(autouse=True)
@@ -105,12 +120,12 @@ def pair_of(n, v, dtype, teacher_dtype=None):
 def test_divergence(n, v, dtype, teacher_dtype, name, kind):
     raw, raw_teacher = pair_of(n, v, dtype, teacher_dtype)
     p, q = sides(raw, raw_teacher, PAIRS[name])
-    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
-    exact = reference_divergence.divergence(
-        raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), kind, BETA)
+    found = shares(triton_divergence, raw, raw_teacher, pair(p, q, kind))
+    exact = shares(reference_divergence,
+        raw.double(), raw_teacher.double(), pair(in_double(p), in_double(q), kind)
     )
-    plain = reference_divergence.divergence(
-        raw.float(), raw_teacher.float(), Pair(p, q, kind, BETA)
+    plain = shares(reference_divergence,
+        raw.float(), raw_teacher.float(), pair(p, q, kind)
     )
     for i in range(2 if kind != "forward_kl" else 1):
         assert within_budget(found[i], exact[i], plain[i]), (i, error(found[i], exact[i]))
@@ -120,10 +135,10 @@ def test_divergence(n, v, dtype, teacher_dtype, name, kind):
 def test_no_divergence_from_oneself(kind):
     raw = tile(3, 97, torch.float32)
     p, q = sides(raw, raw, PAIRS["plain"])
-    found = triton_divergence.divergence(raw, raw, Pair(p, q, kind, BETA))
+    found = shares(triton_divergence, raw, raw, pair(p, q, kind))
     assert not found.any()
     weight = torch.ones(3, device=DEVICE)
-    part = Divergence(raw, Pair(p, q, kind, BETA), found[1], weight)
+    part = one(raw, pair(p, q, kind), found[1], weight)
     gradient = triton_divergence.part_gradient_(raw, part)
     assert not gradient.any()
 
@@ -134,10 +149,10 @@ def test_a_small_mixture_divergence_keeps_its_digits():
     raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
     arguments = ("js", 0.5)
-    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, *arguments))[0]
-    plain = reference_divergence.divergence(raw, raw_teacher, Pair(p, q, *arguments))[0]
-    pair = (raw.double(), raw_teacher.double(), Pair(in_double(p), in_double(q), *arguments))
-    exact = reference_divergence.divergence(*pair)[0]
+    found = shares(triton_divergence, raw, raw_teacher, pair(p, q, *arguments))[0]
+    plain = shares(reference_divergence, raw, raw_teacher, pair(p, q, *arguments))[0]
+    exact_pair = pair(in_double(p), in_double(q), *arguments)
+    exact = shares(reference_divergence, raw.double(), raw_teacher.double(), exact_pair)[0]
     assert (found - exact).abs().max() <= 3 * (plain - exact).abs().max() + 1e-11
 
 
@@ -149,14 +164,14 @@ def test_ruled_out_tokens(kind):
     raw_teacher[:, 64:128] = -math.inf
     raw[1, 5] = -math.inf
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
-    found = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))
-    pair = Pair(in_double(p), in_double(q), kind, BETA)
-    exact = reference_divergence.divergence(raw.double(), raw_teacher.double(), pair)
+    found = shares(triton_divergence, raw, raw_teacher, pair(p, q, kind))
+    exact_pair = pair(in_double(p), in_double(q), kind)
+    exact = shares(reference_divergence, raw.double(), raw_teacher.double(), exact_pair)
     assert error(found, exact) <= 1e-6
     weight = torch.ones(3, device=DEVICE)
-    part = Divergence(raw_teacher, Pair(p, q, kind, BETA), found[1], weight)
+    part = one(raw_teacher, pair(p, q, kind), found[1], weight)
     gradient = triton_divergence.part_gradient_(raw, part)
-    part = Divergence(raw_teacher.double(), pair, found[1].double(), weight.double())
+    part = one(raw_teacher.double(), exact_pair, found[1].double(), weight.double())
     oracle = reference_divergence.part_gradient_(raw.double(), part)
     assert error(gradient, oracle) <= 3e-6
 
@@ -188,14 +203,14 @@ def others_in_double(others: Backward) -> Backward:
 def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=None):
     """The gradient by the reference in float64 and in float32."""
     copy = None if extra is None else extra.clone()
-    part = Divergence(raw_teacher.float(), Pair(p, q, kind, BETA), pivot, weight)
+    part = one(raw_teacher.float(), pair(p, q, kind), pivot, weight)
     plain = reference_divergence.part_gradient_(
         raw.float().clone(), part, copy, None if others is None else others._replace(dtype=None)
     )
-    pair = Pair(in_double(p), in_double(q), kind, BETA)
+    exact_pair = pair(in_double(p), in_double(q), kind)
     exact = reference_divergence.part_gradient_(
         raw.double().clone(),
-        Divergence(raw_teacher.double(), pair, pivot.double(), weight.double()),
+        one(raw_teacher.double(), exact_pair, pivot.double(), weight.double()),
         None if extra is None else extra.double().clone(),
         None if others is None else others_in_double(others),
     )
@@ -219,11 +234,11 @@ def test_gradient(name, kind, which):
     for dtype in dtypes if which == "tpeu" else dtypes[:1]:
         raw, raw_teacher = pair_of(n, v, dtype, torch.bfloat16)
         p, q = sides(raw, raw_teacher, PAIRS[name])
-        pivot = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, kind, BETA))[1]
+        pivot = shares(triton_divergence, raw, raw_teacher, pair(p, q, kind))[1]
         others = None if which is None else others_of(n, v, which, p.transform)
         both = references(raw, raw_teacher, p, q, kind, pivot, weight, None, others)
         before, teacher_before = raw.clone(), raw_teacher.clone()
-        part = Divergence(raw_teacher, Pair(p, q, kind, BETA), pivot, weight)
+        part = one(raw_teacher, pair(p, q, kind), pivot, weight)
         found = triton_divergence.part_gradient_(raw, part, None, others)
         in_place = found.data_ptr() == raw.data_ptr()
         assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
@@ -247,11 +262,11 @@ def test_gradient_narrows_in_place_onto_another_part(out_dtype):
     raw, raw_teacher = pair_of(n, v, torch.float32)
     p, q = sides(raw, raw_teacher, PAIRS["capped"])
     weight, extra = torch.randn(n, device=DEVICE), torch.randn(n, v, device=DEVICE)
-    pivot = triton_divergence.divergence(raw, raw_teacher, Pair(p, q, "js", BETA))[1]
+    pivot = shares(triton_divergence, raw, raw_teacher, pair(p, q, "js"))[1]
     others = others_of(n, v, "tpe", p.transform, out_dtype)
     both = references(raw, raw_teacher, p, q, "js", pivot, weight, extra, others)
     alone = references(raw, raw_teacher, p, q, "js", pivot, weight, extra)
-    part = Divergence(raw_teacher, Pair(p, q, "js", BETA), pivot, weight)
+    part = one(raw_teacher, pair(p, q, "js"), pivot, weight)
     onto = triton_divergence.part_gradient_(raw, part, extra.clone())
     assert_gradient(onto, alone, torch.float32)
     found = triton_divergence.part_gradient_(raw, part, extra, others)
@@ -266,7 +281,7 @@ def test_poison_where_the_weight_is_zero():
     pivot = torch.tensor([0.1, math.nan, 0.2], device=DEVICE)
     weight = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
     for kind in KINDS:
-        part = Divergence(raw_teacher, Pair(p, q, kind, BETA), pivot, weight)
+        part = one(raw_teacher, pair(p, q, kind), pivot, weight)
         found = triton_divergence.part_gradient_(raw, part)
         assert found.isfinite().all() and not found[1].any() and found[0].any()
 
@@ -275,10 +290,10 @@ def test_nothing_at_all():
     raw, raw_teacher = tile(0, 97, torch.float32), tile(0, 97, torch.float32)
     nothing = torch.zeros(0, device=DEVICE)
     side = Distribution(Transform(), Normalizer(nothing, nothing))
-    found = triton_divergence.divergence(raw, raw_teacher, Pair(side, side, "js", BETA))
+    found = shares(triton_divergence, raw, raw_teacher, pair(side, side, "js"))
     assert found.shape == (2, 0)
     others = Backward(nothing.long(), 0, Transform(), side.normalizer, SoftmaxCoefficients(), None)
-    part = Divergence(raw_teacher, Pair(side, side, "js", BETA), nothing, nothing)
+    part = one(raw_teacher, pair(side, side, "js"), nothing, nothing)
     found = triton_divergence.part_gradient_(raw, part, None, others)
     assert found.shape == (0, 97)
 

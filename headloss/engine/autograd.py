@@ -6,7 +6,7 @@ N positions, T of them scored, V vocabulary, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..logits.accumulators import BlockAccumulator, SlabAccumulator
 from ..logits.given import InPlaceLogits
 from ..logits.linear import LinearLogits, LogitSource, rows_left
 from ..logits.rows import ALL, BackwardInputs, Gradients, steps
+from ..losses.trial import name_of
 from ..objective.external import READ
 from ..objective.weighted import Coefficients, power_of_two, without_constants
 from ..statistics.softmax import BESIDE, CANDIDATES, vjp
@@ -65,18 +66,22 @@ class HeadLoss(torch.autograd.Function):
 
 
 class HeadStatistics(torch.autograd.Function):
-    """logp, lse and entropy of all positions, and [.., K + 1] of candidates where there are any, of
-    which `gradients` names those that carry one. The tiles of a held schedule are saved with
-    autograd, so that checkpointing drops them and makes them again."""
+    """logp, lse and entropy of all positions, [.., K + 1] of candidates where there are any, and
+    measures of a teacher, of which `gradients` names those that carry a gradient. The tiles of a
+    held schedule are saved with autograd, so that checkpointing drops them and makes them again."""
 
     @staticmethod
     def forward(ctx, call: Call, gradients, *tensors):
         result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
         named: dict[Any, Tensor] = {**stats.tensors(), **stats.extras}
-        outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES) if n in named}
+        teachers = call.requirements.teachers
+        measured = [(teacher, measure) for teacher, of in teachers for measure in of]
+        outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES, *measured) if n in named}
         carry = {BESIDE.get(name, name) for name in gradients}
-        ctx.mark_non_differentiable(*(t for n, t in outputs.items() if n not in carry))
+        dead = (t for n, t in outputs.items() if name_of(n) not in carry)
+        ctx.mark_non_differentiable(*dead)
+        ctx.names = [*outputs]
         ctx.set_materialize_grads(False)
         ctx.call, ctx.result, ctx.used = call, result._replace(tiles=[]), False
         ctx.read_again, tiles = call.read_again, list[Tensor]()
@@ -95,7 +100,8 @@ class HeadStatistics(torch.autograd.Function):
                 f"{plan.schedule}, has used up what it kept; add the losses first, or ask for "
                 'Options(schedule="recompute")'
             )
-        return None, None, *backward_of_slopes(*take_up(ctx), upstream)
+        slopes = dict(zip(ctx.names, upstream, strict=True))
+        return None, None, *backward_of_slopes(*take_up(ctx), slopes)
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
@@ -118,17 +124,16 @@ def backward_of_slopes(
     call: Call,
     source: LogitSource | None,
     result: ForwardResult,
-    upstream: Sequence[Tensor | None],
+    upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
-    """Gradients from the slopes that a loss outside sends: of each of `READ` and of candidates, in
-    the caller's shape."""
-    pairs = zip((*READ, CANDIDATES), upstream, strict=False)
-    slopes = {n: call.scored.gather(g) for n, g in pairs if g is not None}
+    """Gradients from the slopes that a loss outside sends, in the caller's shape, by the names of
+    `READ`, `CANDIDATES` and a teacher's measures."""
+    slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats, factor = result.measured.stats, None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    sparse: dict[object, Tensor] = {n: g for n, g in slopes.items() if n == CANDIDATES}
-    coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), sparse)
+    beside: dict[object, Tensor] = {n: g for n, g in slopes.items() if n not in READ}
+    coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), beside)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.rescaled and not call.options.batch_invariant:

@@ -263,4 +263,4 @@ def _context(
     )
     if required.options.batch_invariant and not required.given:
         context = context._replace(fixed=FixedProducts(context.acts.fixed_product))
-    return measuring(context, packed, required.objective.teachers, required.wide, plan.keeps_tiles)
+    return measuring(context, packed, required.teachers, required.wide, plan.keeps_tiles)

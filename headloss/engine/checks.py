@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..head.head import Head, autocast_dtype, check_head, check_transform, trans
 from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
+from ..losses.trial import Reads
 from ..objective.reads import Kinds, reads
 from ..options import DEFAULT, Options
 from ..private import in_forward_mode, in_function_transform
@@ -190,6 +191,17 @@ def check_options(options: object) -> None:
         raise TypeError(f"options: got {type(options).__name__}, want headloss.Options")
 
 
+def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
+    """ValueError for a name that no term reports; a loss outside reports nothing."""
+    if names and "external_loss" in traced:
+        raise ValueError(f"per_token: got {names!r}, want (): the loss is no term of the library")
+    reported = {f"{term}/{name}" for term, of in traced.items() for name in of.observed}
+    for name in names:
+        if name not in reported | {"top1"}:
+            want = ", ".join(["top1", *sorted(reported)])
+            raise ValueError(f"per_token: got {name!r}, want names out of {want}")
+
+
 def check_segments(count: int, objective: Objective) -> None:
     """ValueError where segments do not make whole units, such as pairs."""
     if count % (unit := objective.segments_per_unit):
@@ -241,7 +253,7 @@ def check_topk(batch: Batch) -> None:
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
 FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
-FIELDS += ("candidate_sampling_logps",)
+FIELDS += ("candidate_sampling_logps", "slots")
 # Names under which others say which tokens count, and what stands there at those that do not.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"

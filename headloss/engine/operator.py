@@ -152,7 +152,8 @@ def _head_stats_backward(*operands: Any) -> list[Tensor]:
     extras = dict(zip(keys, beside, strict=False))
     stats = Statistics(logp=logp, entropy=entropy, extras=extras)
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
-    gradients = backward_of_slopes(call, call.open(of_logits), result, upstream)
+    slopes = dict(zip((*READ, CANDIDATES), upstream, strict=False))
+    gradients = backward_of_slopes(call, call.open(of_logits), result, slopes)
     if scored.index is not None:
         gradients[:-1:2] = [t if t is None else scored.scatter(t) for t in gradients[:-1:2]]
     return [g for g, want in zip(gradients, wanted, strict=False) if want and g is not None]

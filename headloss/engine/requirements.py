@@ -20,11 +20,14 @@ from ..head.head import Head
 from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
+from ..losses.teacher import Teacher
 from ..losses.term import Objective
+from ..losses.trial import Reads
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
 from ..parallel.vocabulary import WholeVocabulary
+from ..statistics.divergence import Measure
 from ..statistics.softmax import BESIDE, CANDIDATES, COLLISION, PEAK, STATISTICS
 from . import checks
 from .checks import Arguments
@@ -43,6 +46,7 @@ class Requirements:
     gradients: frozenset[str]  # statistics that the objective differentiates
     fields: frozenset[str]  # of the batch, read by terms
     slopes: bool  # the objective's gradient can be known before the statistics
+    teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]  # and what is read of each
     given: bool  # the logits exist already
     overwrites: bool  # and their gradient may overwrite them
     rescaled: bool  # gradients are scaled against underflow: dW sums in float32
@@ -67,7 +71,8 @@ def requirements_of(arguments: Arguments) -> Requirements:
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
     sample = kinds, wide, batch.targets.device
-    traced = reads(objective, *sample, options.metrics, cuts=True)
+    traced = reads(objective, *sample, options.metrics or bool(options.per_token), cuts=True)
+    checks.check_per_token(options.per_token, traced)
     if options.static:
         checks.check_dead_rows(objective, *sample)
     fields = {name for term in traced.values() for name in term.fields}
@@ -75,8 +80,8 @@ def requirements_of(arguments: Arguments) -> Requirements:
     checks.warn_of_misspelt_fields(batch, fields)
     needs = {"logp", "entropy"} if options.metrics else {"logp"}
     needs |= {s for r in traced.values() for s in r.statistics & {*STATISTICS, *BESIDE}}
-    if PEAK in needs:
-        needs.add("top1")  # finds it
+    if PEAK in needs or "top1" in options.per_token:
+        needs.add("top1")  # finds the peak
     gradients = {g for r in traced.values() for g in r.gradients}
     needs_grad = _needs_grad(a.values, head)
     if not gradients and (any(needs_grad.features) or needs_grad.any_weight):
@@ -95,6 +100,7 @@ def requirements_of(arguments: Arguments) -> Requirements:
         gradients=frozenset(gradients),
         fields=frozenset(fields),
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
+        teachers=_measures(objective, traced),
         given=head is None,
         # In float16 it is written in the backward pass, where the upstream gradient is known.
         overwrites=a.inplace and dtype != torch.float16,
@@ -108,6 +114,17 @@ def requirements_of(arguments: Arguments) -> Requirements:
         scored=scored,
         transform=_by_token(a.transform, scored, wide),
     )
+
+
+def _measures(
+    objective: Objective, traced: dict[str, Reads]
+) -> tuple[tuple[Teacher, tuple[Measure, ...]], ...]:
+    """What terms read of each teacher."""
+    measures = {teacher: set[Measure]() for teacher in objective.teachers}
+    for name, _, term in objective.named():
+        if term.teacher is not None:
+            measures[term.teacher] |= traced[name].measures
+    return tuple((teacher, tuple(sorted(of_one))) for teacher, of_one in measures.items())
 
 
 def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:

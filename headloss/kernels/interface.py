@@ -218,7 +218,8 @@ class Acts(Protocol):
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """[2, n]: a tile's shares of the divergence and of its mean slope."""
+        """[n, K, 2]: a tile's shares of each divergence and of its mean slope; the log-acceptance
+        of a tile as if it were all (`divergence.merge_shares`)."""
 
     def part_gradient_(
         self,

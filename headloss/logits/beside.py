@@ -6,6 +6,7 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -105,6 +106,9 @@ class SquaredSum(NamedTuple):
     more = ((COLLISION, ()),)
     own_logits = False
 
+    def slopes(self, extras: Mapping[object, Tensor]) -> None:
+        """None: it has no gradient."""
+
     def take(self, index: Tensor) -> SquaredSum:
         """Of some of the tokens."""
         return self._replace(transform=self.transform.rows(index))
@@ -136,6 +140,10 @@ class Candidates(NamedTuple):
     def more(self) -> tuple[tuple[object, tuple[int, ...]], ...]:
         """Keys and shapes of what is measured of a token."""
         return (self.key, (self.ids.shape[-1] + 1,)), ((self.key, "vjp"), (2,))
+
+    def slopes(self, extras: Mapping[object, Tensor]) -> Tensor | None:
+        """[n, K + 1] of `value`, None where nothing has one."""
+        return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
         """Of some of the tokens."""

@@ -142,13 +142,14 @@ class LogitSource:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
         tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
-        parts = [part for part in self.beside if part.key in slopes]
+        pairs = [(part, part.slopes(slopes)) for part in self.beside]
+        parts = [(part, of_part) for part, of_part in pairs if of_part is not None]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         extra: Any = None
-        for part in parts:  # all but the last need the student's logits unchanged
-            last = others if part is parts[-1] else None
-            extra = self.acts.part_gradient_(raw, part.vjp(*tile, slopes[part.key]), extra, last)
+        for part, of_part in parts:  # all but the last need the student's logits unchanged
+            last = others if part is parts[-1][0] else None
+            extra = self.acts.part_gradient_(raw, part.vjp(*tile, of_part), extra, last)
         return extra
 
 

@@ -5,7 +5,7 @@ T tokens, n tokens of a step, v columns of a slab.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from ..kernels.interface import Measured
 from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import Teacher
+from ..statistics.divergence import ACCEPTANCE, LOG_ACCEPTANCE, Measure, merge_shares
 from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
 from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of, vjp_inputs
 from .given import View
@@ -32,16 +33,19 @@ READABLE = torch.float32, torch.bfloat16, torch.float16
 def measuring(
     context: RowContext,
     batch: PackedBatch,
-    teachers: Sequence[Teacher],
+    teachers: Sequence[tuple[Teacher, tuple[Measure, ...]]],
     wide: torch.dtype,
     keeps_tiles: bool,
 ) -> RowContext:
-    """What a source has to know, with dense teachers, stored top-k, candidates and sum p^2; the
-    batch's fields are checked first. `wide`: dtype of statistics; `keeps_tiles`: of the plan."""
+    """What a source has to know, with dense teachers, each with what terms read of it, stored
+    top-k, candidates and sum p^2; the batch's fields are checked first. `wide`: dtype of
+    statistics; `keeps_tiles`: of the plan."""
     transform, needs, shard = context.transform, context.needs, context.shard
-    stored = [t for t in teachers if t.source(batch) == "topk"]
+    stored = [t for t, _ in teachers if t.source(batch) == "topk"]
     beside: list[DenseTeacher | Candidates | SquaredSum] = [
-        DenseTeacher(t, context, batch, wide, keeps_tiles) for t in teachers if t not in stored
+        DenseTeacher(t, measures, context, batch, wide, keeps_tiles)
+        for t, measures in teachers
+        if t not in stored
     ]
     chosen: list[Any] = [(t, t.columns(batch), _at(transform, t.temperature)) for t in stored]
     if needs & {"candidate_logps", "candidate_tail"}:
@@ -56,26 +60,34 @@ def measuring(
 
 
 class DenseTeacher:
-    """A teacher whose logits over the whole vocabulary are given or made from hidden states.
+    """A teacher whose logits over the whole vocabulary are given or made from hidden states; some
+    measures of it, each in `Statistics.extras` under (teacher, measure).
 
-    These are kept for the gradient where it follows the measurement at once (`keeps`); `context` is
-    the student's, `wide` the dtype of statistics.
+    These logits are kept for the gradient where it follows the measurement at once (`keeps`);
+    `context` is the student's, `wide` the dtype of statistics.
     """
 
     own_logits = True
 
     def __init__(
-        self, key: Teacher, context: RowContext, batch: PackedBatch, wide: torch.dtype, keeps: bool
+        self,
+        teacher: Teacher,
+        measures: tuple[Measure, ...],
+        context: RowContext,
+        batch: PackedBatch,
+        wide: torch.dtype,
+        keeps: bool,
     ) -> None:
-        self.key, self.more, self.shard, self.wide = key, ((key, ()),), context.shard, wide
+        self.key, self.measures, self.shard, self.wide = teacher, measures, context.shard, wide
+        self.more = tuple(((teacher, measure), ()) for measure in measures)
         self.source: Any
-        self.student = _at(context.transform, key.temperature)
-        if key.source(batch) == "logits":
+        self.student = _at(context.transform, teacher.temperature)
+        if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"
             self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)
-            self.teacher = Transform(temperature=key.temperature)
+            self.teacher = Transform(temperature=teacher.temperature)
         else:
-            self.source = _of_hidden(context, batch, key, wide)
+            self.source = _of_hidden(context, batch, teacher, wide)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
         self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
@@ -92,21 +104,27 @@ class DenseTeacher:
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> dict[object, Tensor]:
-        """[n] divergences, and both sides' normalizers and the mean slope; `normalizer` is the
-        student's at its head's own temperature."""
+        """[n] each measure; and both sides' normalizers and the mean slopes [n, 4 + K];
+        `normalizer` is the student's at its head's own temperature."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         other = tile._replace(raw=self._teacher(rows, ALL))
         q = normalizer_of(self.shard, other.state(self.teacher))
-        shares = tile.acts.divergence(tile.raw, other.raw, self._pair(p, q))
-        value, mean_slope = self.shard.sum(shares)
+        shares = tile.acts.divergence(tile.raw, other.raw, self._pair(p, q, self.measures))
+        shares = merge_shares(self.shard.slices(shares), self.measures)
+        values, mean_slopes = shares.unbind(-1)
         if self.keeps:
             self.raw = (rows.start or 0, other.raw)
-        return {self.key: value, (self.key, "vjp"): torch.stack([*p, *q, mean_slope], 1)}
+        extras: dict[object, Tensor] = {}
+        for measure, value in zip(self.measures, values.unbind(1), strict=True):
+            if measure.kind == LOG_ACCEPTANCE:  # a sum of minima is rounded to above 1
+                value = value.clamp_max(0)
+            extras[self.key, measure] = value.contiguous()
+        sides = torch.stack([*p, *q], 1)
+        return extras | {(self.key, "vjp"): torch.cat([sides, mean_slopes], 1)}
 
-    def _pair(self, p: Normalizer, q: Normalizer) -> Pair:
-        student, teacher = Distribution(self.student, p), Distribution(self.teacher, q)
-        return Pair(student, teacher, self.key.kind, self.key.beta)
+    def _pair(self, p: Normalizer, q: Normalizer, measures: tuple[Measure, ...]) -> Pair:
+        return Pair(Distribution(self.student, p), Distribution(self.teacher, q), measures)
 
     def _teacher(self, rows: Rows, columns: slice) -> Tensor:
         """[n, v] raw logits, to be read: a copy where no act takes them as they are, or where the
@@ -118,16 +136,25 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
 
-    def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> Divergence:
-        """What pulls slopes [n] of `value` back to a tile."""
+    def slopes(self, extras: Mapping[object, Tensor]) -> dict[Measure, Tensor] | None:
+        """[n] slopes of those measures that have one, None where none has."""
+        return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
+
+    def vjp(
+        self, rows: Rows, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
+    ) -> Divergence:
+        """What pulls slopes of the measures back to a tile."""
         (first, raw), self.raw = self.raw or (0, None), None
         if raw is None:
             raw = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
             raw = compact_(raw, rows - first)
-        *sides, mean_slope = vjp_inputs(self.key, measured)
-        pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:]))
-        return Divergence(raw, pair, mean_slope, slopes)
+        sides = vjp_inputs(self.key, measured)
+        pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:4]), tuple(slopes))
+        places = [4 + self.measures.index(measure) for measure in slopes]
+        mean_slopes = torch.stack([sides[place] for place in places], 1)
+        log_a = measured.stats.extras[self.key, ACCEPTANCE] if ACCEPTANCE in slopes else None
+        return Divergence(raw, pair, mean_slopes, torch.stack([*slopes.values()], 1), log_a)
 
 
 def _of_hidden(

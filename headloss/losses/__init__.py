@@ -2,6 +2,7 @@
 
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar
+from .draft import draft_weights, dspark, lk_alpha, lk_hybrid, nla
 from .fipo import fipo
 from .kl import kl
 from .modifiers import Modifier
@@ -29,6 +30,7 @@ from .supervised import (
     z_loss,
 )
 from .surrogates import aspo, ce_gppo, gmpo, sapo
+from .teacher import teacher
 from .term import Objective, Term, term
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Objective",
     "Modifier",
     "term",
+    "teacher",
     "cross_entropy",
     "z_loss",
     "entropy",
@@ -81,6 +84,11 @@ __all__ = [
     "aot",
     "a2po",
     "distillation",
+    "nla",
+    "lk_alpha",
+    "lk_hybrid",
+    "dspark",
+    "draft_weights",
     "on_policy_distillation",
     "sdar",
     "kl_shaped",

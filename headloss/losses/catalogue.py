@@ -18,12 +18,13 @@ from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .second_moment import second_moment_masked
 from .teacher import INPUTS as TEACHER_INPUTS
+from .teacher import SampleExtras
 from .term import Term
 from .trial import trace
 
 # Of the names that `losses` exports, those that make no term by themselves.
-_OTHERS = {"Term", "Objective", "Modifier", "term", "kl_shaped", "rlsd_shaped", "rejection_mask"}
-_OTHERS |= {"second_moment_mask"}
+_OTHERS = {"Term", "Objective", "Modifier", "term", "teacher", "draft_weights", "kl_shaped"}
+_OTHERS |= {"rlsd_shaped", "rejection_mask", "second_moment_mask"}
 _OTHERS |= {"value_loss", "bradley_terry", "classification"}
 TERMS: tuple[Callable[..., Term], ...] = tuple(
     getattr(losses, name) for name in losses.__all__ if name not in _OTHERS
@@ -128,9 +129,10 @@ def _reduction(function: Callable[..., Term]) -> str:
 
 def _inputs_of_term(function: Callable[..., Term]) -> str:
     """The fields that a term reads, with those that a switch adds."""
-    if function is losses.distillation:
-        return " or ".join(_names(names) for names in TEACHER_INPUTS.values())
     shown = _fields(function, {})
+    if function().teacher is not None:
+        of_teacher = " or ".join(_names(names) for names in TEACHER_INPUTS.values())
+        shown = f"{of_teacher}; {shown}" if shown else of_teacher
     for option in _parameters(function):
         if option.default is False:
             switched = {option.name: True}
@@ -199,11 +201,13 @@ def sample() -> tuple[Statistics, PackedBatch]:
     fields["prompts"] = torch.zeros(2, dtype=torch.int64)
     one = torch.zeros(4, 1)
     fields |= {"candidate_ids": one.long(), "candidate_probs": one}
-    fields["candidate_sampling_logps"] = one - 1
+    fields |= {"candidate_sampling_logps": one - 1, "teacher_logits": one}
+    fields["slots"] = torch.arange(4)
     batch = Batch(torch.zeros(4, dtype=torch.int64), Segments.from_lengths([2, 2]), **fields)
     vectors: dict[str, Any] = {name: vector(0.8).requires_grad_() for name in STATISTICS}
     vectors["logp"] = vector(-1.0).requires_grad_()
-    beside: dict[object, Tensor] = {COLLISION: vector(0.8)}
+    beside = SampleExtras(lambda value: vector(value).requires_grad_())
+    beside[COLLISION] = vector(0.8)
     beside[CANDIDATES] = torch.full((4, 2), -1.0, requires_grad=True)
     packed = pack(batch, vocabulary=1, dtype=torch.float32)
     return Statistics(**vectors, extras=beside), packed

@@ -5,19 +5,17 @@ T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
 
 from __future__ import annotations
 
-import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..batch.reduction import token_mean
-from ..statistics.divergence import phi
 from ..statistics.metrics import Observed
 from ..statistics.softmax import FLOOR, Statistics
 from .arguments import naming, number, one_of, positive, with_floats
 from .factory import factory
+from .stored import of_target, outside
 from .teacher import KINDS, TAILS, Kind, Tail, Teacher
 from .term import Term, term
 
@@ -82,18 +80,16 @@ def distillation(
         if divergence not in (kinds := KINDS_OF.get(tail, KINDS)):
             names = ", ".join(map(repr, kinds))
             raise ValueError(f"divergence: got {divergence!r} with tail={tail!r}, want {names}")
-    of_teacher = 1 - beta if divergence == "skew_reverse_kl" else beta
-    side = {"temperature": temperature, "head": teacher_head, "tail": tail}
-    teacher = Teacher(kind=divergence, beta=of_teacher, **side)  # type: ignore[arg-type]
+    teacher = Teacher(temperature=temperature, head=teacher_head, tail=tail)
+    how = {"kind": divergence, "beta": beta}
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
     options |= {} if tail == "bucket" else {"tail": tail}
-    function, observe = partial(_divergence, teacher=teacher), partial(_observe, teacher=teacher)
     return Term(
         name="distillation",
-        function=function,
+        function=partial(_divergence, **how),
         reduction=token_mean,
         options=tuple(options.items()),
-        observe=observe,
+        observe=partial(_observe, teacher=teacher, **how),
         teacher=teacher,
     )
 
@@ -103,64 +99,23 @@ KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "generalized": ("forward_kl", "reverse_kl", "js"),
     "sampled": ("reverse_kl",),
 }
-NOISE = 4  # times eps: 1 - sum of 512 probabilities, from a log-softmax, was off by 3.3 at most
 
 
-def _divergence(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> Tensor:
-    found = stats.extras[teacher]
-    if found.dim() == 1:
-        return found
-    wide = found.dtype if stats.logp is None else stats.logp.dtype
-    empty = batch.teacher_topk_ids < 0
-    log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
-    log_p = found.double()
-    if teacher.tail == "bucket":
-        log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # A teacher's rest is 1 - sum, and unknown below what its log-probs were rounded by: then
-        # both sides have a rounding error's mass at least, as they have where no token is outside.
-        dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
-        noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
-        unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
-        least[:, -1].masked_fill_(unknown, math.log(torch.finfo(wide).eps))
-    else:
-        log_p = log_p[:, : empty.shape[1]].masked_fill(empty, FLOOR)
-        least = torch.full_like(log_q[:1], FLOOR)
-    if teacher.tail == "renormalized":
-        log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
-    log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
-    value, _ = phi(log_q, log_p, teacher.kind, teacher.beta)
-    if teacher.tail == "generalized" and teacher.kind != "js":  # of which the masses cancel
-        more = log_q.exp().sum(1) - log_p.exp().sum(1)
-        value = value + (more if teacher.kind == "reverse_kl" else -more)
-    if teacher.tail == "clamped":
-        value = value.clamp_min(0)
-    if teacher.tail == "sampled":
-        value = value + _of_target(found, batch)
-    return value.to(wide)
+def _divergence(stats: Any, batch: PackedBatch, *, kind: Kind, beta: float) -> Tensor:
+    return stats.divergence(kind, beta)  # type: ignore[no-any-return]
 
 
-def _outside(batch: PackedBatch) -> Tensor:
-    """Where the target is not stored, [T] bool."""
-    return (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)
-
-
-def _of_target(found: Tensor, batch: PackedBatch) -> Tensor:
-    """What stands for the rest where the target is of it, [T]; `found` has its log-prob before the
-    rest's."""
-    outside = _outside(batch)
-    log_p = torch.where(outside, found[:, -2].double(), 0).clamp_min(FLOOR)
-    log_q = batch.teacher_logps.double().clamp_min(FLOOR)
-    return torch.where(outside, (1 + log_p - log_q).detach() * log_p, 0)
-
-
-def _observe(stats: Statistics, batch: PackedBatch, *, teacher: Teacher) -> dict[str, Observed]:
-    value, found = _divergence(stats, batch, teacher=teacher), stats.extras[teacher]
-    figures = {teacher.kind: value}
-    if teacher.tail == "sampled" and found.dim() == 2:
-        sampled = _of_target(found, batch).to(value.dtype)
-        mass = found[:, :-2].exp().sum(1).to(value.dtype)  # that of an empty slot is 0
+def _observe(
+    stats: Any, batch: PackedBatch, *, kind: Kind, beta: float, teacher: Teacher
+) -> dict[str, Observed]:
+    value = stats.divergence(kind, beta)
+    figures = {kind: value}
+    if teacher.tail == "sampled" and teacher.source(batch) == "topk":
+        log_p = stats.extras[teacher]
+        sampled = of_target(log_p, batch).to(value.dtype)
+        mass = log_p[:, :-2].exp().sum(1).to(value.dtype)  # that of an empty slot is 0
         figures |= {"stored": value - sampled, "sampled": sampled, "mass": mass}
-        figures["outside"] = _outside(batch).to(value.dtype)
+        figures["outside"] = outside(batch).to(value.dtype)
     return {name: Observed(values) for name, values in figures.items()}
 
 
@@ -222,13 +177,3 @@ def sdar(*, beta: float = 5.0) -> Term:
         reduction=token_mean,
         observe=partial(_observe_gate, beta=beta),
     )
-
-
-def log_tail(log_p: Tensor) -> Tensor:
-    """log(1 - sum exp(log_p)) over the last dimension, [.., K] to [.., 1]: the mass of the rest.
-
-    At least the rounding error of a sum of probabilities in this dtype, so that it stays finite.
-    """
-    least = torch.finfo(log_p.dtype).eps
-    total = log_p.logsumexp(-1, keepdim=True).clamp_max(math.log1p(-least))
-    return torch.log(-torch.expm1(total))

@@ -27,7 +27,7 @@ from .modifiers import Modifier, corrected, off_policy_masked, top_entropy
 from .rejection import rejected
 from .scope import SCOPES, Per, Scope, wider
 from .second_moment import second_moment_masked
-from .teacher import Teacher
+from .teacher import BesideTeacher, Teacher
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
@@ -87,7 +87,7 @@ class Term(_Arithmetic):
         weight_fields: batch fields that multiply it.
         kept_field: boolean batch field that restricts it.
         segments_per_unit: consecutive segments that belong together (2 for pairs).
-        teacher: the full-distribution teacher whose divergence it reads.
+        teacher: the teacher whose divergences it reads.
         slopes: batch to the whole gradient in closed form (`softmax.Slope`); None: by autograd.
         own_scope: the scope without modifiers, where there are any.
         own_reduction: the one that it was made with, where `.over` has chosen another.
@@ -210,7 +210,7 @@ class Term(_Arithmetic):
 
     def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """The term's value on each token, [T]: a segment's value counts on each of its tokens."""
-        values = self.function(stats, batch)
+        values = self.function(self.view(stats, batch), batch)
         self._check(values, batch)
         if self.per == "segment":
             values = batch.segments.expand(values)
@@ -219,6 +219,10 @@ class Term(_Arithmetic):
         for field in self.weight_fields:
             values = values * getattr(batch, field)
         return values
+
+    def view(self, stats: Statistics, batch: PackedBatch) -> Any:
+        """Statistics as its function sees them: beside its teacher, where it has one."""
+        return stats if self.teacher is None else BesideTeacher(stats, self.teacher, batch)
 
     def _check(self, values: object, batch: PackedBatch) -> None:
         want = (len(batch),) if self.per == "token" else (batch.segments.count,)
@@ -289,7 +293,7 @@ class Objective(_Arithmetic):
 
     @property
     def teachers(self) -> list[Teacher]:
-        """Each once, in the order of its first term."""
+        """Each once, in the order of its first term; equal ones are one."""
         return list(dict.fromkeys(term.teacher for _, term in self.parts if term.teacher))
 
     @property
@@ -307,6 +311,7 @@ def term(
     name: str | None = None,
     segments_per_unit: int = 1,
     slopes: Callable[..., tuple[Slope, ...]] | None = None,
+    teacher: Teacher | None = None,
 ) -> Any:
     """Make a term factory of a pure function `f(stats, batch, **options)`.
 
@@ -319,6 +324,8 @@ def term(
         name: defaults to the function's name.
         segments_per_unit: consecutive segments that may not be cut apart, e.g. 2 for pairs.
         slopes: h(batch, **options) to the gradient in closed form, a tuple of `softmax.Slope`.
+        teacher: of `hl.teacher`; the term then reads `stats.divergence(kind, beta=0.5)`,
+            `stats.acceptance` and `stats.log_acceptance`, [T] each, as it reads the statistics.
 
     >>> import torch
     >>> @term
@@ -339,6 +346,8 @@ def term(
             raise TypeError(f"{given}: got {type(value).__name__}, want a function")
     if not isinstance(name, str | None):
         raise TypeError(f"name: got {type(name).__name__}, want a string")
+    if not isinstance(teacher, Teacher | None):
+        raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
     default = sequence_mean if scope == "segment" else token_mean
     over = default if reduction is None else as_reduction(reduction)
 
@@ -366,6 +375,7 @@ def term(
                 observe=None if observe is None else functools.partial(observe, **options),
                 segments_per_unit=segments_per_unit,
                 slopes=None if slopes is None else functools.partial(slopes, **options),
+                teacher=teacher,
             )
 
         # The factory takes the options alone.

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..arguments import did_you_mean
 from ..batch.packing import MissingField, missing
 from ..batch.segments import Chunk
+from ..statistics.divergence import Measure
 from ..statistics.metrics import checked
 from ..statistics.softmax import BESIDE, STATISTICS, Statistics
 from .identity import Recorder, leaves_of
@@ -29,6 +30,8 @@ class Reads:
     statistics: frozenset[str]
     fields: frozenset[str]
     gradients: frozenset[str]  # statistics that its value depends on differentiably
+    measures: frozenset[Measure] = frozenset()  # of its teacher, but of a stored top k
+    observed: frozenset[str] = frozenset()  # what it reports of each token
 
 
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
@@ -44,7 +47,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
     token = TRACING.set(True)
     try:
-        values = _trial(term, stats_, batch_, observe)
+        values, observed = _trial(term, stats_, batch_, observe)
     except AttributeError as error:
         if error.obj is not stats:
             raise
@@ -65,7 +68,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     finally:
         TRACING.reset(token)
     own = {id(leaf): name for name, leaf in stats.tensors().items()}
-    own |= {id(leaf): str(key) for key, leaf in stats.extras.items()}
+    own |= {id(leaf): name_of(key) for key, leaf in stats.extras.items()}
     leaves = list(leaves_of(values))
     for leaf in leaves:
         if id(leaf) not in own:
@@ -73,20 +76,30 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
                 f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
                 "is caught in its function; its gradient would be lost: detach it"
             )
-    return Reads(frozenset(seen[0]), frozenset(seen[1]), frozenset(own[id(x)] for x in leaves))
+    measures = (key[1] for key in stats.extras if isinstance(key, tuple))
+    gradients = frozenset(own[id(leaf)] for leaf in leaves)
+    read = frozenset(seen[0]), frozenset(seen[1])
+    return Reads(*read, gradients, frozenset(measures), frozenset(observed))
 
 
-def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> Tensor:
-    """A term's values, and what it observes, on a sample."""
+def name_of(key: object) -> str:
+    """Of what `Statistics.extras` hold: a measure of a teacher by its kind."""
+    return str(key[1].kind if isinstance(key, tuple) else key)
+
+
+def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> tuple[Tensor, set[str]]:
+    """A term's values, and names of what it observes of tokens, on a sample."""
+    names = set[str]()
     with torch.enable_grad():
         values = term(stats, batch)
     if observe:
         with torch.no_grad():
             for source in (term, *term.modifiers):
                 if source.observe is not None:
-                    found = source.observe(stats, batch)
-                    checked(source.name, found, len(batch), batch._target.segments.count)
-    return values
+                    report = source.observe(term.view(stats, batch), batch)
+                    checked(source.name, report, len(batch), batch._target.segments.count)
+                    names |= {name for name, of in report.items() if of.per == "token"}
+    return values, names
 
 
 NEEDS = 'declare scope="batch", or segments_per_unit=2 of a term of pairs of segments'

@@ -16,8 +16,10 @@ from ..batch.reduction import token_mean
 from ..batch.segments import Chunk
 from ..losses.identity import leaves_of
 from ..losses.scope import Scope
+from ..losses.teacher import Teacher
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
+from ..statistics.divergence import Measure
 from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
@@ -27,17 +29,25 @@ CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candi
 
 @functools.cache
 def external_loss(
-    gradients: frozenset[str], scope: Scope = "external", candidates: bool = False
+    gradients: frozenset[str],
+    scope: Scope = "external",
+    candidates: bool = False,
+    teacher: Teacher | None = None,
+    measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
     """A term that stands for such a loss: what it reads takes the place of its function. It reads
     the statistics of `READ`, the log-probs of `candidates`, and their rest where its gradient is
-    asked for; it differentiates `gradients`."""
+    asked for, and measures of a teacher; it differentiates `gradients`."""
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
-    function: Any = Reads(statistics, frozenset(), differentiable)
-    options = (("gradients", tuple(sorted(gradients))),)
+    function: Any = Reads(statistics, frozenset(), differentiable, measures)
     term = Term(
-        name="external_loss", function=function, scope=scope, reduction=token_mean, options=options
+        name="external_loss",
+        function=function,
+        scope=scope,
+        reduction=token_mean,
+        options=(("gradients", tuple(sorted(gradients))),),
+        teacher=teacher,
     )
     return Objective.of(term)
 

@@ -15,6 +15,7 @@ from ..batch.batch import CURRENT, Current, Kind
 from ..batch.packing import MissingField, PackedBatch
 from ..batch.segments import Segments
 from ..losses.identity import fingerprint
+from ..losses.teacher import SampleExtras, Teacher
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads, check_cuts, trace
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
@@ -58,7 +59,7 @@ def reads(
             read = read or _TABLE.get(key)
         if read is None:
             sample = sample_batch(kinds, term, device)
-            stats = sample_statistics(dtype, device, kinds, [term.teacher] if term.teacher else [])
+            stats = sample_statistics(dtype, device, kinds, term.teacher)
             try:
                 read = trace(term, stats, sample.on(stats), observe)
                 if cuts:
@@ -109,7 +110,11 @@ def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
 
 
 def sample_statistics(
-    dtype: torch.dtype, device: torch.device, kinds: Kinds, teachers: list, tokens: int = SAMPLE
+    dtype: torch.dtype,
+    device: torch.device,
+    kinds: Kinds,
+    teacher: Teacher | None,
+    tokens: int = SAMPLE,
 ) -> Statistics:
     """Statistics of made-up tokens, each a leaf that requires a gradient."""
 
@@ -120,11 +125,9 @@ def sample_statistics(
         """Log-probs of K columns, of some more, and of the rest."""
         return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
-    stored = {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys()
-    extras: dict[object, Tensor] = {
-        t: outcomes("teacher_topk_ids", t.tail == "sampled") if stored else leaf(0.3)
-        for t in teachers
-    }
+    extras = SampleExtras(leaf)
+    if teacher is not None and {"teacher_topk_ids", "teacher_topk_logps"} <= kinds.keys():
+        extras[teacher] = outcomes("teacher_topk_ids", teacher.tail == "sampled")
     extras |= {COLLISION: leaf(0.5), PEAK: leaf(1.0)}
     if "candidate_ids" in kinds:
         extras[CANDIDATES] = outcomes("candidate_ids")

@@ -58,7 +58,7 @@ def of_vocabulary(arguments: Any, requirements: Any) -> Facts:
         "objective": _names(objective),
         "options": chosen,
         "inplace": requirements.overwrites,
-        "statistics": sorted(requirements.needs),
+        "statistics": statistics_of(requirements),
     }
 
     def values(_: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
@@ -108,7 +108,7 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
         "a gradient is wanted": plan.schedule != "statistics",
         "objective": _names(objective),
         "metrics": options.metrics,
-        "statistics": sorted(requirements.needs),
+        "statistics": statistics_of(requirements),
     }
 
     def values(said: OwnNumbers) -> dict[str, Sequence[Tensor] | str]:
@@ -117,6 +117,12 @@ def of_segments(arguments: Any, plan: Any, requirements: Any) -> Facts:
         return fields | _text_of(objective, batch)  # type: ignore[no-any-return]
 
     return Facts(numbers=forms, same=same, values=values, check=options.check_ranks)
+
+
+def statistics_of(requirements: Any) -> list[str]:
+    """All that is measured, by name."""
+    measures = [str(tuple(measure)) for _, of in requirements.teachers for measure in of]
+    return [*sorted(requirements.needs), *measures]
 
 
 def per_segment(said: OwnNumbers) -> frozenset[str]:

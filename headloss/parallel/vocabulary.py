@@ -52,6 +52,10 @@ class WholeVocabulary:
         """Sum over the slices of the vocabulary."""
         return values
 
+    def slices(self, values: Tensor) -> Tensor:
+        """[W, ..] of all slices of the vocabulary, in rank order."""
+        return values.unsqueeze(0)
+
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The best k of each slice's best, [n, ..] to [n, k], best first."""
         return values, ids
@@ -135,7 +139,10 @@ class VocabShard(WholeVocabulary):
         return gather(torch.stack([*partials.tensors().values()]), self.group)
 
     def sum(self, values: Tensor) -> Tensor:
-        return gather(values, self.group).sum(0)
+        return self.slices(values).sum(0)
+
+    def slices(self, values: Tensor) -> Tensor:
+        return gather(values, self.group)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
         missing = (0, k - values.shape[1])  # of a slice of fewer columns than k

@@ -37,6 +37,7 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
+WITHOUT = "but has no teacher: want @hl.term(teacher=hl.teacher(...))"
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -101,8 +102,9 @@ class Statistics:
     `sum_p_squared` = sum p^2 are to be read. With `batch.candidate_ids` [T, K] there are also
     `candidate_logps` [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail`
     [T], the log of the mass of all others; both carry a gradient. Only those that the objective
-    reads are computed. `extras` holds what is measured beside these: one [T] vector per
-    teacher of a distillation term, [T, K + 1] log-probs of stored outcomes and of the rest.
+    reads are computed. A term of a teacher sees its divergences too (`losses.teacher`). `extras`
+    holds what is measured beside these: [T] measures of a teacher by (teacher, measure), [T, K + 1]
+    log-probs of a teacher's stored outcomes and of the rest.
     """
 
     # None where nobody has asked for it: whoever reads one has asked.
@@ -131,6 +133,18 @@ class Statistics:
     @property
     def peak(self) -> Tensor:
         return self.extras[PEAK].detach()
+
+    def divergence(self, kind: str, beta: float = 0.5) -> Tensor:
+        """[T] a divergence from a teacher, of a term that has one."""
+        raise ValueError(f"reads stats.divergence, {WITHOUT}")
+
+    @property
+    def acceptance(self) -> Tensor:
+        raise ValueError(f"reads stats.acceptance, {WITHOUT}")
+
+    @property
+    def log_acceptance(self) -> Tensor:
+        raise ValueError(f"reads stats.log_acceptance, {WITHOUT}")
 
     def _candidates(self, name: str) -> Tensor:
         if CANDIDATES not in self.extras:

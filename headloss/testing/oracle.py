@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from ..head.head import Head
 from ..losses.teacher import Teacher
 from ..losses.term import Objective, Term
 from ..objective.weighted import bind, check_weights
+from ..statistics.divergence import LOG_ACCEPTANCE, Measure
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 __all__ = [
@@ -82,8 +83,7 @@ def plain(
         capped = _logits(x, leaves, head, wide)
         rows = capped / temperature
         stats = _statistics(rows, packing, packed.get("candidate_ids"))
-        for teacher in objective.teachers:
-            stats.extras[teacher] = plain_divergence(capped, teacher, packed)
+        stats = replace(stats, extras=_Measured(capped, packed, stats.extras))
         check_weights(objective, packed.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
         bound = bind(objective, packed, totals, head.vocabulary, wide)
@@ -163,7 +163,24 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([chosen, (log_p + others).logsumexp(-1, keepdim=True)], 1)
 
 
-def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> Tensor:
+class _Measured(dict[object, Tensor]):
+    """What is measured beside the statistics; measures of a teacher, of raw, soft-capped logits
+    [T, V], come as they are read."""
+
+    def __init__(self, student: Tensor, batch: PackedBatch, extras: dict[object, Tensor]) -> None:
+        super().__init__(extras)
+        self.student, self.batch = student, batch
+
+    def __missing__(self, key: Any) -> Tensor:
+        teacher, measure = key
+        with torch.enable_grad():
+            value = plain_divergence(self.student, teacher, measure, self.batch)
+        return self.setdefault(key, value)
+
+
+def plain_divergence(
+    student: Tensor, teacher: Teacher, measure: Measure, batch: PackedBatch
+) -> Tensor:
     """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher, whose tail is
     "bucket", "truncated", "generalized" or "sampled"."""
     log_p = (student / teacher.temperature).log_softmax(-1)
@@ -184,7 +201,7 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
             assert teacher.head is not None
             raw = replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)
         log_q = (raw.to(log_p.dtype) / teacher.temperature).log_softmax(-1)
-    p, q, beta = log_p.exp(), log_q.exp(), teacher.beta
+    p, q, (kind, beta) = log_p.exp(), log_q.exp(), measure
 
     def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         return torch.where(a > 0, a * (log_a - log_b), 0).sum(-1)
@@ -198,9 +215,10 @@ def plain_divergence(student: Tensor, teacher: Teacher, batch: PackedBatch) -> T
         "skew_forward_kl": q_to_m,
         "skew_reverse_kl": p_to_m,
         "js": beta * q_to_m + (1 - beta) * p_to_m,
-    }[teacher.kind]
+        LOG_ACCEPTANCE: torch.minimum(log_p, log_q).logsumexp(-1),
+    }[kind]
     if form == "topk" and teacher.tail == "generalized":
-        value = value + {"reverse_kl": 1, "forward_kl": -1}.get(teacher.kind, 0) * (q - p).sum(-1)
+        value = value + {"reverse_kl": 1, "forward_kl": -1}.get(kind, 0) * (q - p).sum(-1)
     if form == "topk" and teacher.tail == "sampled":
         pull = (1 + log_of_target - batch.teacher_logps).detach()
         outside = (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)

@@ -48,6 +48,7 @@ from headloss.kernels.pair import (
 )
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import launch, product, tiles, versions
+from headloss.statistics.divergence import LOG_ACCEPTANCE, Measure
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
@@ -226,16 +227,22 @@ class Form:
         others = self.backward._replace(transform=replace(number, temperature=2.0))
         more |= {"others": self.if_full(others)}
         for kind in KINDS:
-            pair = Pair(side, side, kind, 0.5)
+            pair = Pair(side, side, (Measure(kind, 0.5),))
             yield f"{kind}", lambda p=pair: acts.divergence(self.raw, self.raw, p)
             yield (
                 f"{kind}, gradient",
                 lambda p=pair: acts.part_gradient_(
-                    self.raw, Divergence(self.raw, p, some(N), some(N)), **more
+                    self.raw, Divergence(self.raw, p, some(N, 1), some(N, 1)), **more
                 ),
             )
+        several = tuple(Measure(kind, 0.5) for kind in (*KINDS, LOG_ACCEPTANCE))
+        of_rows = Pair(side, side, several, whole(N) % N)
+        yield "several", lambda: acts.divergence(self.raw, self.raw, of_rows)
+        slopes = some(N, len(several))
+        parts = Divergence(self.raw, of_rows, slopes, slopes, some(N))
+        yield "several, gradient", lambda: acts.part_gradient_(self.raw, parts, **more)
         column = some(N, 1)  # of the last slab, perhaps, whose rows are one number apart
-        one = Divergence(column, pair, some(N), some(N))
+        one = Divergence(column, pair, some(N, 1), some(N, 1))
         last = more | {"extra": self.if_full(column)}
         yield "one column, gradient", lambda: acts.part_gradient_(column, one, **last)
 

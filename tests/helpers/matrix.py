@@ -247,6 +247,27 @@ DISTILLATION["distillation_sampled"] = Case(
     teacher="topk",
     temperature=0.8,
 )
+DRAFT = {
+    "draft_logits": Case(
+        make=lambda _: hl.nla() + 0.3 * hl.lk_hybrid() + hl.cross_entropy(), teacher="logits"
+    ),
+    "draft_hidden": Case(
+        make=lambda head: (
+            hl.lk_alpha(teacher_head=head)
+            + hl.dspark(teacher_head=head, gamma=None)
+            + hl.distillation(divergence="js", beta=0.3, teacher_head=head)
+        ),
+        teacher="hidden",
+    ),
+    "draft_blocks": Case(
+        make=lambda _: (
+            hl.lk_hybrid(per="step", temperature=0.8)
+            + hl.cross_entropy().modified(hl.draft_weights("d_pace"))
+        ),
+        teacher="topk",
+        temperature=0.8,
+    ),
+}
 CANDIDATES = {
     "several_targets": Case(
         make=lambda _: hl.soft_cross_entropy() + 0.5 * hl.any_of(), teacher="candidates"
@@ -293,6 +314,7 @@ CASES: dict[str, Case] = {
     **PREFERENCE,
     **MODIFIED,
     **DISTILLATION,
+    **DRAFT,
     **CANDIDATES,
     **MIXES,
 }

@@ -209,13 +209,23 @@ def teacher_heads() -> None:
     states = torch.randn(T, 3, generator=generator, dtype=torch.float64)
     batch = hl.Batch(p.targets, teacher_hidden=states)
     whole = hl.Head(other, softcap=20.0)
-    want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, hl.distillation(teacher_head=whole))
+
+    def objective(teacher: hl.Head) -> hl.Objective:
+        """Measures whose slices add up, and one whose slices do not."""
+        return hl.distillation(teacher_head=teacher) + hl.lk_hybrid(teacher_head=teacher)
+
+    options = hl.Options(per_token=("lk_hybrid/acceptance",))
+    acceptance = hl.nla(teacher_head=whole)
+    want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, objective(whole) + acceptance, options)
     (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
     cut = hl.Head(other[p.rows], softcap=20.0, vocab_group=p.group)
     for teacher in (whole, cut):
-        got = hl.head_loss(p.hidden, p.sliced(), batch, hl.distillation(teacher_head=teacher))
+        terms = objective(teacher) + hl.nla(teacher_head=teacher)
+        got = hl.head_loss(p.hidden, p.sliced(), batch, terms, options)
         close(got.loss.detach(), want.loss.detach())
         close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
+        values = (out.per_token["lk_hybrid/acceptance"] for out in (got, want))
+        close(*values)
 
 
 def top_entropy() -> None:

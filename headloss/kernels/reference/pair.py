@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...statistics.divergence import phi, slope_in_p
+from ...statistics.divergence import gradient_of, phi
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
 from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
@@ -23,13 +23,20 @@ def _log_p(side: Distribution, raw: Tensor, rows: slice) -> Tensor:
     return log_softmax(part.transform(widened(raw[rows])), part.normalizer)
 
 
+def _log_q(pair: Pair, raw: Tensor, rows: slice) -> Tensor:
+    """log softmax(z) of the teacher's row of some rows."""
+    side = pair.teacher.rows(rows)
+    tile = raw[rows] if pair.rows is None else raw[pair.rows[rows]]
+    return log_softmax(side.transform(widened(tile)), side.normalizer)
+
+
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-    student, teacher, kind, beta = pair
-    out = raw.new_empty(2, raw.shape[0], dtype=wide(raw.dtype))
+    out = raw.new_empty(raw.shape[0], len(pair.measures), 2, dtype=wide(raw.dtype))
     for rows in blocks(*raw.shape):
-        log_q = _log_p(teacher, raw_teacher, rows)
-        log_p = _log_p(student, raw, rows)
-        out[0, rows], out[1, rows] = phi(log_q, log_p, kind, beta)
+        log_q = _log_q(pair, raw_teacher, rows)
+        log_p = _log_p(pair.student, raw, rows)
+        for k, measure in enumerate(pair.measures):
+            out[rows, k, 0], out[rows, k, 1] = phi(log_q, log_p, measure)
     return out
 
 
@@ -55,15 +62,16 @@ def part_gradient_(
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...]:
     """Raw logits of some rows, their transform, and d part / dz."""
-    student, teacher, kind, beta = part.pair
-    log_p, log_q = _log_p(student, raw, rows), _log_p(teacher, part.teacher, rows)
-    p = log_p.exp()
-    if kind == "forward_kl":
-        g = p.sub_(log_q.exp_())
-    else:
-        g = p.mul_(slope_in_p(log_q, log_p, kind, beta).sub_(part.mean_slope[rows].unsqueeze(1)))
-    w = part.weight[rows].unsqueeze(1)
-    return raw[rows], student.transform.rows(rows), torch.where(w == 0, 0, g * w)
+    student, weight = part.pair.student, part.weight[rows]
+    log_p, log_q = _log_p(student, raw, rows), _log_q(part.pair, part.teacher, rows)
+    log_a = None if part.log_acceptance is None else part.log_acceptance[rows]
+    total: Any = None
+    for k, measure in enumerate(part.pair.measures):
+        g = gradient_of(log_q, log_p, measure, part.mean_slope[rows, k], log_a)
+        g *= weight[:, k : k + 1]
+        total = g if total is None else total.add_(g)
+    dead = (weight == 0).all(1, keepdim=True)
+    return raw[rows], student.transform.rows(rows), total.masked_fill_(dead, 0)
 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Any, ...]:

@@ -15,11 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...statistics.divergence import LOG_ACCEPTANCE, Measure
 from ...statistics.softmax import Normalizer
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
 from . import records
-from .formulas import expm1, grad_z, log, log_softmax, normalizer_of, per_row, token_of, under_cap
+from .formulas import (
+    FLOOR,
+    expm1,
+    grad_z,
+    log,
+    log_softmax,
+    normalizer_of,
+    per_row,
+    token_of,
+    under_cap,
+)
 from .launch import Launcher
 from .records import NO_INPUTS, WARPS, BlockedColumns, LogitScaling, Matrix
 
@@ -36,15 +47,29 @@ class Softmax(NamedTuple):
 NO_SIDE = Softmax(None, None)
 
 
+class Kind(NamedTuple):
+    """A measure, as kernels are compiled for it."""
+
+    name: tl.constexpr
+    beta: float
+
+
+class Teacher(NamedTuple):
+    """The other side of a divergence."""
+
+    softmax: Softmax
+    tile: Matrix
+    rows: Tensor | None  # [n] the teacher's row of each; None: its own
+
+
 class Part(NamedTuple):
-    """A part of the gradient; [n] each."""
+    """A part of the gradient."""
 
     student: Softmax  # or of all tokens but the stored ones
-    mean_slope: Tensor | None  # of a stored top-k: the slope at the others' log-sum-exp
-    weight: Tensor | None = None
-    beta: float = 0.0
-    teacher: Softmax = NO_SIDE
-    teacher_tile: Matrix | None = None
+    mean_slope: Tensor  # [n, K]; of a stored top-k [n], the slope at the others' log-sum-exp
+    weight: Tensor | None = None  # [n, K] of K divergences
+    log_acceptance: Tensor | None = None  # [n]
+    teacher: Teacher | None = None
     stored: BlockedColumns | None = None
     slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
     extra: Tensor | None = None  # [n, v], contiguous: another part of the gradient
@@ -111,34 +136,67 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 
 @triton.jit
+def accepted(log_q, log_p, e):
+    """e where p is less than q, half of it where they are equal, else 0."""
+    return tl.where(log_p < log_q, e, tl.where(log_p == log_q, 0.5 * e, 0.0))
+
+
+@triton.jit
+def teacher_row(teacher, row):
+    """Where the raw logits begin that stand beside a row of the student's."""
+    if teacher.rows is not None:
+        row = tl.load(teacher.rows + row)
+    return teacher.tile.data + row * teacher.tile.stride
+
+
+@triton.jit
 def divergence_kernel(
-    raw,
-    teacher_raw,  # Matrix
-    student,
-    teacher,  # Softmax
-    beta,
-    to,  # Matrix [2, n]: values and mean slopes
+    raw,  # Matrix
+    teacher,  # Teacher
+    student,  # Softmax
+    kinds,  # K of `Kind`
+    to,  # [n, K, 2]: values and mean slopes
     v,
     BLOCK: tl.constexpr,
-    KIND: tl.constexpr,
+    K: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two, at least 2 K
+    ACCEPTANCE: tl.constexpr,  # its place among the kinds, K: it is not there
 ):
     row = tl.program_id(0).to(tl.int64)
-    x, y = raw.data + row * raw.stride, teacher_raw.data + row * teacher_raw.stride
-    p, q = normalizer_of(student.normalizer, row), normalizer_of(teacher.normalizer, row)
-    value = tl.full((), 0.0, tl.float32)
-    mean_slope = tl.full((), 0.0, tl.float32)
+    x, y = raw.data + row * raw.stride, teacher_row(teacher, row)
+    p = normalizer_of(student.normalizer, row)
+    q = normalizer_of(teacher.softmax.normalizer, row)
+    lanes = tl.arange(0, LANES)
+    sums = tl.zeros((LANES,), tl.float32)
+    # Of the minima: the largest logarithm, and sums over its exponential.
+    top = tl.full((), 2 * FLOOR, tl.float32)
+    mass = tl.full((), 0.0, tl.float32)
+    below = tl.full((), 0.0, tl.float32)
     for start in range(0, v, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < v
         mine = tl.load(x + columns, mask=inside, other=0.0)
         other = tl.load(y + columns, mask=inside, other=0.0)
         log_p = log_softmax(mine, student.z, student.z.outer, *p)
-        log_q = log_softmax(other, teacher.z, teacher.z.outer, *q)
-        add_value, add_slope = shares(log_q, log_p, beta, KIND)
-        value += tl.sum(tl.where(inside, add_value, 0.0), 0)
-        mean_slope += tl.sum(tl.where(inside, add_slope, 0.0), 0)
-    tl.store(to.data + row, value)
-    tl.store(to.data + to.stride + row, mean_slope)
+        log_q = log_softmax(other, teacher.softmax.z, teacher.softmax.z.outer, *q)
+        for k in tl.static_range(K):
+            if k != ACCEPTANCE:
+                value, slope = shares(log_q, log_p, kinds[k].beta, kinds[k].name)
+                value = tl.sum(tl.where(inside, value, 0.0), 0)
+                slope = tl.sum(tl.where(inside, slope, 0.0), 0)
+                added = tl.where(lanes == 2 * k + 1, slope, 0.0)
+                sums += tl.where(lanes == 2 * k, value, added)
+        if ACCEPTANCE < K:
+            least = tl.where(inside, tl.minimum(log_p, log_q), 2 * FLOOR)
+            peak = tl.maximum(top, tl.max(least, 0))
+            scale, e = tl.exp(top - peak), tl.exp(least - peak)
+            mass = mass * scale + tl.sum(e, 0)
+            below = below * scale + tl.sum(accepted(log_q, log_p, e), 0)
+            top = peak
+    if ACCEPTANCE < K:
+        added = tl.where(lanes == 2 * ACCEPTANCE + 1, below / mass, 0.0)
+        sums += tl.where(lanes == 2 * ACCEPTANCE, top + tl.log(mass), added)
+    tl.store(to + row * (2 * K) + lanes, sums, mask=lanes < 2 * K)
 
 
 launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
@@ -149,15 +207,29 @@ def softmax(side: Distribution | None) -> Softmax:
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
+def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
+    """The teacher's side, of its raw logits."""
+    return Teacher(softmax(pair.teacher), records.check_tile("raw_teacher", raw), pair.rows)
+
+
+def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
+    """As kernels take them."""
+    names = [measure.kind for measure in measures]
+    place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
+    kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)
+    return kinds, {"K": len(names), "ACCEPTANCE": place}
+
+
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-    tiles = records.check_tile("raw", raw), records.check_tile("raw_teacher", raw_teacher)
-    student, teacher, kind, beta = pair
+    tile, teacher = records.check_tile("raw", raw), teacher_of(raw_teacher, pair)
     n, v = raw.shape
-    out = raw.new_empty(2, n, dtype=torch.float32)
+    kinds, constants = of_measures(pair.measures)
+    out = raw.new_empty(n, constants["K"], 2, dtype=torch.float32)
     if n:
-        sides = (softmax(student), softmax(teacher))
-        options = {"BLOCK": records.block_width(v, BLOCK), "KIND": kind}
-        launch_divergence(n, *tiles, *sides, beta, records.matrix_of(out), v, **options)
+        constants["LANES"] = triton.next_power_of_2(2 * constants["K"])
+        block = records.block_width(v, BLOCK)
+        of = tile, teacher, softmax(pair.student), kinds, out, v
+        launch_divergence(n, *of, BLOCK=block, **constants)
     return out
 
 
@@ -170,10 +242,12 @@ def pair_gradient_kernel(
     to,  # Matrix
     d,  # Part
     a,  # GradientInputs: the rest of the objective, or NO_INPUTS
+    kinds,  # K of `Kind`; of a stored top-k none
     first,
     v,
     BLOCK: tl.constexpr,
-    KIND: tl.constexpr,  # of the divergence, or "stored"
+    K: tl.constexpr,
+    ACCEPTANCE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -181,16 +255,19 @@ def pair_gradient_kernel(
     p_z = d.student.z
     p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
     p_peak, p_log_sum = normalizer_of(d.student.normalizer, row)
-    mean_slope = tl.load(d.mean_slope + row)
-    if d.weight is not None:
-        weight = tl.load(d.weight + row)
-    if KIND == "stored":
+    if d.slopes is not None:
+        mean_slope = tl.load(d.mean_slope + row)
         places = d.stored.places.data + row * d.stored.places.stride
         slopes = d.slopes + row * d.stored.places.stride
         bounds = d.stored.bounds.data + row * d.stored.bounds.stride
     else:
-        teacher = d.teacher_tile.data + row * d.teacher_tile.stride
-        q = normalizer_of(d.teacher.normalizer, row)
+        teacher = teacher_row(d.teacher, row)
+        q = normalizer_of(d.teacher.softmax.normalizer, row)
+        alive = tl.full((), 0.0, tl.float32)
+        for k in tl.static_range(K):
+            alive += tl.abs(tl.load(d.weight + row * K + k))
+        if ACCEPTANCE < K:
+            log_a = tl.load(d.log_acceptance + row)
     if a.targets is not None:
         outer, factor, normalizer, at, target_gradient = token_of(a, row)
         target = tl.load(a.targets + row) - first
@@ -200,23 +277,28 @@ def pair_gradient_kernel(
         inside = columns < v
         value = tl.load(x + columns, mask=inside, other=0.0)
         log_p = log_softmax(value, p_z, p_outer, p_peak, p_log_sum)
-        if KIND == "stored":
+        if d.slopes is not None:
             g = mean_slope * tl.exp(tl.minimum(log_p, 0.0))
             bound = bounds + start // BLOCK
             for k in range(tl.load(bound), tl.load(bound + 1)):
                 g = tl.where(columns == tl.load(places + k), tl.load(slopes + k), g)
+            g *= p_factor
         else:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
-            log_q = log_softmax(other, d.teacher.z, d.teacher.z.outer, *q)
-            g = tl.exp(log_p)
-            if KIND == "forward_kl":
-                g -= tl.exp(log_q)
-            else:
-                g *= slope_in_p(log_q, log_p, d.beta, KIND) - mean_slope
-        if d.weight is not None:
-            g = tl.where(weight == 0, 0.0, g * weight * p_factor)  # such rows may hold anything
-        else:
-            g *= p_factor
+            log_q = log_softmax(other, d.teacher.softmax.z, d.teacher.softmax.z.outer, *q)
+            p, g = tl.exp(log_p), tl.zeros((BLOCK,), tl.float32)
+            for k in tl.static_range(K):
+                weight = tl.load(d.weight + row * K + k) * p_factor
+                pivot = tl.load(d.mean_slope + row * K + k)
+                if k == ACCEPTANCE:
+                    share = tl.exp(tl.minimum(log_p, log_q) - log_a)
+                    g += weight * (accepted(log_q, log_p, share) - p * pivot)
+                elif kinds[k].name == "forward_kl":
+                    g += weight * (p * (1 + pivot) - tl.exp(log_q))
+                else:
+                    slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
+                    g += weight * (p * (slope - pivot))
+            g = tl.where(alive == 0, 0.0, g)  # such rows may hold anything
         if a.targets is not None:
             if p_z.inner is not None:  # the same soft cap, whose tanh is there
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
@@ -252,18 +334,21 @@ def part_gradient_(
     if n == 0:
         return out
     block, overlap = records.block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
+    kinds: tuple[Kind, ...] = ()
+    constants = {"K": 0, "ACCEPTANCE": 0}
     if isinstance(part, StoredTopk):
         stored, order = records.blocked_columns(part.columns, v, block)
-        slopes, kind = part.slope_stored.gather(1, order), "stored"
+        slopes = part.slope_stored.gather(1, order)
         of = Part(softmax(part.tail), part.slope_tail, stored=stored, slopes=slopes)
     else:
-        teacher, (student, side, kind, beta), mean_slope, weight = part
-        of = Part(softmax(student), mean_slope, weight, beta)
-        other = records.check_tile("raw_teacher", teacher)
-        of = of._replace(teacher=softmax(side), teacher_tile=other)
+        kinds, constants = of_measures(part.pair.measures)
+        slopes_and_weights = part.mean_slope.contiguous(), part.weight.contiguous()
+        of = Part(softmax(part.pair.student), *slopes_and_weights, part.log_acceptance)
+        of = of._replace(teacher=teacher_of(part.teacher, part.pair))
     of = of._replace(extra=extra)
     has_others = others is not None and others.coefficients.tensors()
     a, first = (records.gradient_inputs(others), others.first) if has_others else (NO_INPUTS, 0)
     tiles = records.matrix_of(raw), records.matrix_of(out)
-    launch_gradient(n, *tiles, of, a, first, v, BLOCK=block, KIND=kind, OVERLAP=overlap)
+    constants |= {"BLOCK": block, "OVERLAP": overlap}
+    launch_gradient(n, *tiles, of, a, kinds, first, v, **constants)
     return out

@@ -1,0 +1,395 @@
+"""Terms that read a teacher's divergences: losses of draft models against their plain formulas.
+
+T tokens, V vocabulary, H and H' hidden widths; q the verifier's distribution, p the draft's,
+a = sum min(p, q).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import headloss as hl
+from headloss.kernels import reference, triton
+from headloss.kernels.pair import Distribution, Divergence, Pair
+from headloss.kernels.transform import Transform
+from headloss.statistics.divergence import ACCEPTANCE, Measure
+from headloss.statistics.softmax import Normalizer
+from headloss.testing import error, trained_looking
+
+T, V, H, WIDTH = 24, 53, 8, 6
+BLOCK = 4  # slots
+SCHEDULES = {
+    "one_pass": hl.Options(),
+    "recompute": hl.Options(schedule="recompute", chunk_tokens=5),
+    "held": hl.Options(schedule="held"),
+    "static": hl.Options(static=True),
+}
+
+
+class Setting:
+    """A draft and a verifier, some slots of whose blocks are not scored."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        hidden, weight, targets = trained_looking(T, H, V, dtype)
+        self.leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        self.states, other = torch.randn(T, WIDTH).to(dtype), torch.randn(V, WIDTH).to(dtype)
+        self.verifier = hl.Head(other)
+        self.q = (self.states @ other.t()).softmax(-1)
+        self.targets = torch.where(torch.arange(T) % 3 > 0, self.q.argmax(-1), targets)
+        self.scored = torch.tensor([True] * BLOCK + [True, True, False, True] + [False] * BLOCK)
+        self.scored = torch.cat([self.scored, torch.arange(T - len(self.scored)) % 5 != 4])
+        self.slots = torch.arange(T) % BLOCK
+
+    def run(self, objective, options: hl.Options | None = None, **more) -> hl.Output:
+        states = self.states.masked_fill(~self.scored.unsqueeze(1), math.nan)
+        targets = self.targets.masked_fill(~self.scored, -100)
+        segments = hl.Segments.rows(T // BLOCK, BLOCK)
+        fields = {"teacher_hidden": states, "slots": self.slots} | more
+        batch = hl.Batch(targets, segments, **fields)
+        hidden, weight = self.leaves
+        return hl.head_loss(hidden, hl.Head(weight), batch, objective, options)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """[T] with a graph: what losses are made of."""
+        hidden, weight = self.leaves
+        log_p, q = (hidden @ weight.t()).log_softmax(-1), self.q
+        p, log_q = log_p.exp(), q.log()
+        log_m = ((p + q) / 2).log()
+        a = torch.minimum(p, q).sum(-1)
+        kl, rkl = (q * (log_q - log_p)).sum(-1), (p * (log_p - log_q)).sum(-1)
+        js = ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)) / 2
+        tv, ce = (p - q).abs().sum(-1) / 2, -log_p.gather(1, self.targets.unsqueeze(1)).squeeze(1)
+        best = log_p.detach().argmax(-1) == self.targets
+        return {"a": a, "kl": kl, "rkl": rkl, "js": js, "tv": tv, "ce": ce, "top1": best.double()}
+
+    def want(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The mean over scored tokens, and its gradients."""
+        loss = values[self.scored].mean()
+        return [loss.detach(), *torch.autograd.grad(loss, self.leaves)]
+
+
+@hl.term(teacher=hl.teacher())
+def own_hybrid(stats, batch, eta=3.0):
+    """A user's own, as the documentation has it."""
+    share = (-eta * stats.acceptance).exp().detach()
+    forward = stats.divergence("forward_kl")
+    return share * forward + (1 - share) * stats.divergence("total_variation")
+
+
+def hybrid(v: dict[str, torch.Tensor], a: torch.Tensor, eta: float = 3.0) -> torch.Tensor:
+    share = (-eta * a.detach()).exp()
+    return share * v["kl"] + (1 - share) * v["tv"]
+
+
+def step_means(setting: Setting, a: torch.Tensor) -> torch.Tensor:
+    rows, scored = a.view(-1, BLOCK), setting.scored.view(-1, BLOCK)
+    means = torch.where(scored, rows, 0).sum(1) / scored.sum(1).clamp_min(1)
+    return means.repeat_interleave(BLOCK)
+
+
+def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tensor:
+    """As a loop over slots; an unscored slot counts as passed and adds nothing."""
+    rows, scored = ce.detach().view(-1, BLOCK), setting.scored.view(-1, BLOCK)
+    weights = torch.zeros_like(rows)
+    for block in range(len(rows)):
+        reach, prefix = 1.0, []
+        for k in range(BLOCK):
+            if scored[block, k]:
+                reach *= (1 - floor) * math.exp(-rows[block, k]) + floor
+            prefix.append(reach if scored[block, k] else 0.0)
+        for k in range(BLOCK):
+            weights[block, k] = sum(prefix[k:])
+    return weights.view(-1)
+
+
+def losses(s: Setting):
+    """Each loss by its name: the objective, and its values [T]."""
+    v, head = s.values(), s.verifier
+    decay = (-s.slots.double() / 4).exp()
+    beside = {"teacher_head": head}
+    draft_ce = hl.cross_entropy()
+    return {
+        "kl_div": (hl.distillation(**beside), v["kl"]),
+        "rkl": (hl.distillation(divergence="reverse_kl", **beside), v["rkl"]),
+        "jsd": (hl.distillation(divergence="js", **beside), v["js"]),
+        "tv": (hl.distillation(divergence="total_variation", **beside), v["tv"]),
+        "ce": (draft_ce, v["ce"]),
+        "nla": (hl.nla(**beside), -v["a"].log()),
+        "lk_alpha": (hl.lk_alpha(**beside), -v["a"].log()),
+        "lk_hybrid": (hl.lk_hybrid(**beside), hybrid(v, v["a"])),
+        "lk_lambda": (hl.lk_hybrid(per="step", **beside), hybrid(v, step_means(s, v["a"]))),
+        "dflash": (draft_ce.modified(hl.draft_weights()), v["ce"] * decay),
+        "d_pace": (draft_ce.modified(hl.draft_weights("d_pace")), v["ce"] * d_pace(s, v["ce"])),
+        "dspark": (hl.dspark(**beside), (0.1 * v["ce"] + 0.9 * v["tv"]) * decay),
+        "compound": (
+            hl.nla(**beside) + 0.3 * hl.distillation(**beside) + 0.5 * draft_ce,
+            -v["a"].log() + 0.3 * v["kl"] + 0.5 * v["ce"],
+        ),
+    }
+
+
+NAMES = [*losses(Setting())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_are_their_formulas(name, schedule):
+    s = Setting()
+    objective, values = losses(s)[name]
+    out = s.run(objective, SCHEDULES[schedule])
+    found = [out.loss.detach(), *torch.autograd.grad(out.loss, s.leaves)]
+    for mine, theirs in zip(found, s.want(values), strict=True):
+        assert error(mine, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["nla", "lk_lambda", "dspark", "compound"])
+@pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
+def test_kernels(name, schedule):
+    """float32, in Triton's interpreter."""
+    torch.manual_seed(0)
+    s = Setting()
+    want = s.want(losses(s)[name][1])
+    torch.manual_seed(0)
+    s = Setting(torch.float32)
+    out = s.run(losses(s)[name][0], hl.Options(backend="triton", schedule=schedule))
+    found = [out.loss.detach(), *torch.autograd.grad(out.loss, s.leaves)]
+    for mine, theirs in zip(found, want, strict=True):
+        assert error(mine, theirs) <= 1e-5
+
+
+def test_a_users_own_term_reads_divergences():
+    s = Setting()
+    logits = s.q.log().masked_fill(~s.scored.unsqueeze(1), math.nan)
+    targets, (hidden, weight) = s.targets.masked_fill(~s.scored, -100), s.leaves
+    batch = hl.Batch(targets, teacher_logits=logits)
+    found = hl.head_loss(hidden, hl.Head(weight), batch, own_hybrid()).loss
+    v = s.values()
+    want = s.want(hybrid(v, v["a"]))
+    for mine, theirs in zip([found, *torch.autograd.grad(found, s.leaves)], want, strict=True):
+        assert error(mine, theirs) <= 1e-12
+    logits = (hidden @ weight.t()).detach().requires_grad_()
+    given = hl.logits_loss(logits, batch, own_hybrid()).loss
+    assert error(given, want[0]) <= 1e-12 and torch.autograd.grad(given, logits)[0].isfinite().all()
+
+
+def test_metrics():
+    s = Setting()
+    out, v = s.run(hl.dspark(teacher_head=s.verifier)), s.values()
+    a, hits, scored = (t.detach().view(-1, BLOCK) for t in (v["a"], v["top1"], s.scored))
+    blocks = scored.any(1)
+    lengths = 1 + (a * scored).cumprod(1).sum(1)
+    runs = 1 + (hits * scored).cumprod(1).sum(1)
+    want = {
+        "acceptance": a[scored].mean(),
+        "top1": hits[scored].mean(),
+        "accept_len": lengths[blocks].mean(),
+        "eal": runs[blocks].mean(),
+    }
+    assert 1 < want["eal"] < 1 + BLOCK and not blocks.all()
+    for name, value in want.items():
+        torch.testing.assert_close(out.metrics[f"dspark/{name}"].value, value)
+    assert not s.run(hl.dspark(teacher_head=s.verifier), hl.Options(metrics=False)).metrics
+
+
+# ---------------------------------------------------------------------- per token
+
+
+def test_values_per_token():
+    """In the targets' shape and order, also of segments in another one; 0 where unscored or left
+    out."""
+    s, names = Setting(), ("top1", "nla/acceptance", "distillation/reverse_kl")
+    term = hl.distillation(divergence="reverse_kl", teacher_head=s.verifier).where("kept")
+    kept = torch.arange(T) % 4 > 0
+    options = hl.Options(per_token=names, metrics=False, chunk_tokens=5)
+    out = s.run(hl.nla(teacher_head=s.verifier) + term, options, kept=kept)
+    v = s.values()
+    want = {"top1": v["top1"], "nla/acceptance": v["a"]}
+    want["distillation/reverse_kl"] = torch.where(kept, v["rkl"], 0)
+    assert [*out.per_token] == [*names]
+    for name, value in want.items():
+        assert not out.per_token[name].requires_grad
+        torch.testing.assert_close(out.per_token[name], torch.where(s.scored, value.detach(), 0))
+    batch = hl.Batch(s.targets, hl.Segments.from_ids(-torch.arange(T) % 3, 3))
+    options, (hidden, weight) = hl.Options(per_token=("top1",)), s.leaves
+    plain = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy(), options)
+    assert torch.equal(plain.per_token["top1"], v["top1"])
+    with pytest.raises(ValueError, match="per_token: got 'nla/tv', want names out of top1, nla/a"):
+        s.run(hl.nla(teacher_head=s.verifier), hl.Options(per_token=("nla/tv",)))
+
+
+@pytest.mark.parametrize("schedule", ["held", "recompute"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_divergences_for_a_loss_outside(schedule, backend):
+    """A clamped divergence and a confidence's loss, as frameworks have them."""
+    dtype = torch.float64 if backend == "reference" else torch.float32
+    torch.manual_seed(0)
+    s = Setting(dtype)
+    targets = s.targets.masked_fill(~s.scored, -100)
+    states = s.states.masked_fill(~s.scored.unsqueeze(1), math.nan)
+    batch, (hidden, weight) = hl.Batch(targets, teacher_hidden=states), s.leaves
+    stats = hl.head_stats(
+        hidden,
+        hl.Head(weight),
+        batch,
+        hl.Options(schedule=schedule, backend=backend),
+        gradients=("logp", "reverse_kl", "log_acceptance"),
+        teacher=hl.teacher(s.verifier),
+        divergences=("log_acceptance", "reverse_kl", "total_variation"),
+    )
+    found = stats.divergences
+    assert [*found] == ["log_acceptance", "reverse_kl", "total_variation"]
+    assert not found["total_variation"].requires_grad and not found["reverse_kl"][~s.scored].any()
+    loss = found["reverse_kl"].clamp(max=1.0).sum() - 0.3 * found["log_acceptance"].sum()
+    mine = [loss - stats.logp.sum(), *torch.autograd.grad(loss - stats.logp.sum(), s.leaves)]
+    torch.manual_seed(0)
+    s = Setting()
+    v = {name: torch.where(s.scored, value, 0) for name, value in s.values().items()}
+    log_a = torch.where(s.scored, s.values()["a"].log(), 0)
+    loss = v["rkl"].clamp(max=1.0).sum() - 0.3 * log_a.sum() + v["ce"].sum()
+    want = [loss, *torch.autograd.grad(loss, s.leaves, retain_graph=True)]
+    for got, theirs in zip(mine, want, strict=True):
+        assert error(got, theirs) <= (1e-12 if backend == "reference" else 1e-5)
+    assert error(found["total_variation"], v["tv"]) <= 1e-5
+
+
+def test_divergences_outside_are_refused():
+    s = Setting()
+    call = s.leaves[0], hl.Head(s.leaves[1])
+    batch = hl.Batch(s.targets, teacher_hidden=s.states)
+    teacher = hl.teacher(s.verifier)
+    for fields, more, message in [
+        (batch, {"teacher": teacher}, r"divergences: got \(\) with teacher=Teacher.*want both"),
+        (batch, {"teacher": teacher, "divergences": ("kl",)}, "divergences: kind: got 'kl', want"),
+        (batch, {"gradients": ("js",)}, "gradients: got 'js', want names out of"),
+        (s.targets, {"teacher": teacher, "divergences": ("js",)}, "teacher: got no teacher in the"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hl.head_stats(*call, fields, **more)
+
+
+# ---------------------------------------------------------------------- one pass
+
+
+def products(objective, frozen: bool, **fields) -> float:
+    """Products of [T, H] by [H, V], forward and backward."""
+    hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(96, 16)
+    batch = hl.Batch(torch.zeros(64).long(), **{"teacher_hidden": torch.randn(64, 16)} | fields)
+    head = hl.Head(weight.requires_grad_(not frozen))
+    with FlopCounterMode(display=False) as counter:
+        hl.head_loss(hidden, head, batch, objective).loss.backward()
+    return counter.get_total_flops() / (2 * 64 * 16 * 96)
+
+
+def test_several_measures_of_one_teacher_take_one_pass():
+    """Heads with one weight are one teacher; another temperature is another."""
+    weight = torch.randn(96, 16)
+
+    def objective(temperature: float = 1.0):
+        one, two = hl.Head(weight), hl.Head(weight)
+        tv = {"divergence": "total_variation", "temperature": temperature}
+        more = hl.distillation(**tv, teacher_head=two) + hl.nla(teacher_head=one)
+        return hl.distillation(teacher_head=one) + more + hl.cross_entropy()
+
+    assert products(objective(), frozen=True) == 3
+    assert products(objective(), frozen=False) == 4
+    assert products(objective(2.0), frozen=True) == 4
+
+
+# ---------------------------------------------------------------------- digits
+
+
+def both_sides(raw, raw_teacher) -> tuple[Distribution, Distribution]:
+    def side(logits):
+        top = logits.amax(1)
+        log_sum = (logits.double() - top.double().unsqueeze(1)).exp().sum(1).log()
+        return Distribution(Transform(), Normalizer(top, log_sum.to(logits.dtype)))
+
+    return side(raw), side(raw_teacher)
+
+
+def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch.Tensor]:
+    """log a, and d log a / dz."""
+    pair = Pair(*both_sides(raw, raw_teacher), (ACCEPTANCE,))
+    log_a, slope = acts.divergence(raw, raw_teacher, pair)[:, 0].t().contiguous()
+    part = Divergence(raw_teacher, pair, slope[:, None], torch.ones_like(slope[:, None]), log_a)
+    return log_a, acts.part_gradient_(raw, part)
+
+
+@pytest.mark.parametrize("acts", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("shift", [4.0, 16.0, 32.0, 60.0])
+def test_a_small_acceptance_keeps_its_digits(acts, shift):
+    """The draft likes one half of the vocabulary, the verifier the other, by exp(shift)."""
+    columns = 3000
+    sign = torch.where(torch.arange(columns) % 2 > 0, 0.5, -0.5) * shift
+    raw, raw_teacher = torch.randn(3, columns) + sign, torch.randn(3, columns) - sign
+    log_a, gradient = acceptance_and_gradient(acts, raw, raw_teacher)
+    z = raw.double().requires_grad_()
+    log_p, log_q = z.log_softmax(1), raw_teacher.double().log_softmax(1)
+    want = torch.minimum(log_p, log_q).logsumexp(1)
+    (slopes,) = torch.autograd.grad(want.sum(), z)
+    assert (log_a - want).abs().max() <= 1e-4
+    assert want.min() >= math.log(1e-27) and (shift < 60 or want.max() <= math.log(1e-24))
+    assert error(gradient, slopes) <= 1e-4
+
+
+@pytest.mark.parametrize("acts", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize("step", [1.0, 1e-2, 1e-3])
+def test_a_small_total_variation_keeps_its_digits(acts, step):
+    raw = torch.randn(3, 3000)
+    raw_teacher = raw + step * torch.randn(3, 3000)
+    pair = Pair(*both_sides(raw, raw_teacher), (Measure("total_variation"),))
+    found = acts.divergence(raw, raw_teacher, pair)[:, 0, 0]
+    want = (raw.double().softmax(1) - raw_teacher.double().softmax(1)).abs().sum(1) / 2
+    assert want.max() >= 3e-4 * step / 1e-3 and ((found - want) / want).abs().max() <= 1e-3
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_nothing_from_oneself(backend):
+    """Two equal distributions, to the bit: divergences and their gradients are 0, a is 1."""
+    s = Setting(torch.float32)
+    hidden, weight = s.leaves
+    head = hl.Head(weight.detach())
+    batch = hl.Batch(s.targets, teacher_hidden=hidden.detach())
+    for kind in ("forward_kl", "reverse_kl", "js", "total_variation"):
+        term = hl.distillation(divergence=kind, teacher_head=head)
+        out = hl.head_loss(hidden, hl.Head(weight), batch, term, hl.Options(backend=backend))
+        assert out.loss == 0 and not any(g.any() for g in torch.autograd.grad(out.loss, s.leaves))
+    term = hl.nla(teacher_head=head)
+    out = hl.head_loss(hidden, hl.Head(weight), batch, term, hl.Options(backend=backend))
+    assert 0 <= out.loss <= 1e-6 and abs(out.metrics["nla/acceptance"].value - 1) <= 1e-6
+    assert max(g.abs().max() for g in torch.autograd.grad(out.loss, s.leaves)) <= 1e-6
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def test_refusals():
+    s = Setting()
+
+    @hl.term
+    def without_a_teacher(stats, batch):
+        return stats.acceptance
+
+    @hl.term(teacher=hl.teacher())
+    def misspelt(stats, batch):
+        return stats.divergence("kl")
+
+    for objective, message in {
+        without_a_teacher(): "term without_a_teacher: reads stats.acceptance, but has no teacher",
+        misspelt(): "kind: got 'kl', want one of 'forward_kl'",
+        hl.nla(): "term nla: got batch.teacher_hidden without a teacher_head",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            s.run(objective)
+    with pytest.raises(ValueError, match="term nla: got no teacher in the batch, want one of"):
+        hl.head_loss(s.leaves[0], hl.Head(s.leaves[1]), hl.Batch(s.targets), hl.nla())
+    with pytest.raises(TypeError, match=r"teacher: got Head, want hl.teacher\(...\)"):
+        hl.term(teacher=s.verifier)
+    with pytest.raises(ValueError, match="teacher: temperature: got 0, want > 0"):
+        hl.teacher(temperature=0)
+    with pytest.raises(ValueError, match="lk_hybrid: per: got 'block', want one of"):
+        hl.lk_hybrid(per="block")
