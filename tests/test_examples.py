@@ -78,6 +78,18 @@ def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
     assert forward < 1.5 and reverse < 2 < alone
 
 
+def test_recommender_learns_by_either_loss(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a few steps; full cross-entropy is ahead of one negative a click."""
+    monkeypatch.setattr("sys.argv", ["recommender", "--steps", "30"])
+    runpy.run_path(str(ROOT / "examples" / "recommender.py"), run_name="__main__")
+    full, sampled = capsys.readouterr().out.splitlines()
+    values = [[float(x) for x in re.findall(r":(\d\.\d+)", line)] for line in (full, sampled)]
+    assert values[0][0] == values[1][0] < 0.01
+    assert values[0][-1] > 0.1 and values[0][-1] > values[1][-1]
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parallel_learns(ranks: int) -> None:
     printed = script_on(ranks, str(ROOT / "examples" / "parallel.py"))
