@@ -13,7 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 TARGETS = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "hip:gfx942": 64}  # KiB
 OVERLAPPING = {f"overlapping_{name}_kernel" for name in ("product", "slab")}
-FUSED = {"product_kernel", "slab_kernel", "shifts_kernel", "finish_kernel"}
+FUSED = {"product_kernel", "slab_kernel"}
 
 
 def compiled(*arguments: str) -> tuple[list[dict], set[str]]:

@@ -102,6 +102,15 @@ class Measured(NamedTuple):
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
+class ShiftedSums(NamedTuple):
+    """Of each token, over a slice of the vocabulary, the sum of exp(z_j - shift) dz_j/draw_j w_j,
+    of which the hidden gradient of c_target and c_prob is made."""
+
+    rows: Tensor  # [n, H] float32
+    shift: Tensor  # [n] float32
+    column: Tensor  # [n] int64 in the slice, which the sum leaves out; -1: none
+
+
 class LogitRows(NamedTuple):
     """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
 
@@ -273,6 +282,34 @@ class Kernels(Acts, Protocol):
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
+
+    # ------------------------------------------------------------------ a narrow head
+
+    def can_sweep(self, x: Tensor, w: Tensor) -> bool:
+        """Whether the acts below take these operands. Their sums over the vocabulary are in
+        float32 and in one order, whatever n is."""
+
+    def narrow_partials(
+        self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
+    ) -> tuple[SoftmaxState, ShiftedSums | None]:
+        """Statistics of raw = x [n, H] @ w.T [H, v], as of `product_partials`; with `sums` those of
+        n > 0 tokens too, of operands that are not float16, whose exponents do not suffice."""
+
+    def narrow_hidden(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+        """[n, H] dL/draw @ w in float32; dL/draw is rounded to w's dtype."""
+
+    def narrow_weight_(
+        self,
+        x: Tensor,
+        w: Tensor,
+        backward: Backward,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        factor: Tensor | None = None,
+    ) -> None:
+        """out [v, H] = dL/draw.T @ x * factor [], rounded once; dL/draw is rounded to x's dtype.
+        bias [v] float32 = the sums of dL/draw's columns."""
 
     # ------------------------------------------------------------------ exp logits
 

@@ -47,7 +47,7 @@ from headloss.kernels.pair import (
     StoredTopk,
 )
 from headloss.kernels.transform import Transform
-from headloss.kernels.triton import launch, product, tiles, versions
+from headloss.kernels.triton import launch, narrow, product, tiles, versions
 from headloss.statistics.divergence import LOG_ACCEPTANCE, Measure
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 
@@ -99,8 +99,8 @@ def pretend(target: GPUTarget, number: int) -> None:
     fuses = tiles.has_accelerator(torch.device("cuda", 0))
     overlapping = versions.overlaps(torch.device("cuda", 0))
     tiles.can_fuse = acts.can_fuse = lambda x, w: fuses and x.element_size() == 2
-    for module in (product,):
-        module.overlaps = lambda device: overlapping
+    product.overlaps = lambda device: overlapping
+    product.accelerated = narrow.accelerated = lambda x: fuses
 
 
 # ---------------------------------------------------------------------- what is compiled
@@ -150,6 +150,17 @@ class Form:
             "raw product",
             lambda: acts.product_statistics(x, w, uncapped, V, raw=some(N, V)),
         )
+
+    def narrow(self) -> Iterator[tuple[str, Call]]:
+        width = 200 if self.full else 64
+        x, w, out = self.x[:, :width], self.w[:, :width], some(V, width)
+        given = {"transform": self.biased}
+        forward, backward = self.forward._replace(**given), self.backward._replace(**given)
+        more = {"bias": self.if_full(some(V)), "factor": self.if_full(some(1)[0])}
+        for sums in (False, True):
+            yield "narrow", lambda s=sums: acts.narrow_partials(x, w, forward, s)
+        yield "narrow, hidden", lambda: acts.narrow_hidden(x, w, backward)
+        yield "narrow, weight", lambda: acts.narrow_weight_(x, w, backward, out, **more)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
@@ -272,6 +283,7 @@ def partials_of(n: int) -> SoftmaxState:
 def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     form = Form(full, dtype)
     groups = [form.tiles, form.rows, form.walks, form.sparse, form.pairs, form.support]
+    groups.append(form.narrow)
     if acts.can_fuse(form.x, form.w):
         groups.append(form.products)
     for group in groups:

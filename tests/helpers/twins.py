@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headloss.kernels.interface import Backward, ExpTile, Forward, LogitRows, Measured, Order, Walk
+from headloss.kernels.interface import (
+    Backward,
+    ExpTile,
+    Forward,
+    LogitRows,
+    Measured,
+    Order,
+    ShiftedSums,
+    Walk,
+)
 from headloss.kernels.pair import Chosen
 from headloss.kernels.reference import (  # noqa: F401
     divergence,
@@ -89,6 +98,48 @@ def product_statistics(
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     raw = _product(x, w, backward.transform.bias)
     return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
+
+
+def can_sweep(x: Tensor, w: Tensor) -> bool:
+    return True
+
+
+def narrow_partials(
+    x: Tensor, w: Tensor, forward: Forward, sums: bool = False
+) -> tuple[SoftmaxState, ShiftedSums | None]:
+    raw = _product(x, w, forward.transform.bias)
+    found = partials(raw, forward)
+    if not sums:
+        return found, None
+    shift = found.max_logit.clone()
+    e = (forward.transform(raw) - shift.unsqueeze(1)).exp()
+    slope = forward.transform.vjp_(torch.ones_like(e), raw)
+    column = forward.targets - forward.first
+    column = torch.where((column >= 0) & (column < len(w)), column, -1)
+    terms = e * slope
+    here = (column >= 0).nonzero().squeeze(1)
+    terms[here, column[here]] = 0
+    return found, ShiftedSums(terms @ w.to(terms.dtype), shift, column)
+
+
+def narrow_hidden(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+    return product_gradient(x, w, backward).to(wide(x.dtype)) @ w.to(wide(x.dtype))
+
+
+def narrow_weight_(
+    x: Tensor,
+    w: Tensor,
+    backward: Backward,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> None:
+    g = product_gradient(x, w, backward).to(wide(x.dtype))
+    total = g.t() @ x.to(g.dtype)
+    out.copy_(total if factor is None else total * factor)
+    if bias is not None:
+        bias.copy_(g.sum(0))
 
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:

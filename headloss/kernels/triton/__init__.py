@@ -10,6 +10,7 @@ from .fixed import fixed_product
 from .given import given_rows
 from .gradient import held_gradient_, held_multiple_, logit_gradient_
 from .merge import finish
+from .narrow import can_sweep, narrow_hidden, narrow_partials, narrow_weight_
 from .order import dense_order
 from .pair import divergence, part_gradient_
 from .product import can_fuse, product_gradient, product_partials, product_statistics

@@ -24,7 +24,6 @@ from .chosen import TOKENS, shift_column, shifts_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, TileShape, cdiv
 from .records import LogitScaling, Matrix
-from .tiles import BN
 
 FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
 ROWS = 16  # tokens of a program
@@ -136,7 +135,8 @@ def finish_kernel(
     BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    blocks, more, pitch = tl.cdiv(v, BN), of.epilogue.more, of.epilogue.pitch
+    more, pitch = of.epilogue.more, of.epilogue.pitch
+    blocks = of.epilogue.stride // pitch
     ENTROPY: tl.constexpr = of.epilogue.flags.entropy
     MEAN: tl.constexpr = of.epilogue.flags.mean
     TOP1: tl.constexpr = of.epilogue.flags.top1

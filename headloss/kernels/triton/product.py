@@ -116,10 +116,19 @@ def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Laun
     return launch_held if holds else launch_product
 
 
+def accelerated(x: Tensor) -> bool:
+    """Whether the GPU has a tensor memory accelerator and room for tiles (the interpreter has)."""
+    return not x.is_cuda or has_accelerator(x.device)
+
+
+def bias_of(x: Tensor) -> float:
+    """Of an accumulator of products of x: 0 beside float32, which is multiplied one by one."""
+    return accumulator_bias(x.device, x.shape[1]) if x.element_size() == 2 else 0.0
+
+
 def can_fuse(x: Tensor, w: Tensor) -> bool:
-    """Whether the operands suit the tensor memory accelerator: 16 bits wide, rows of whole 16
-    bytes, and a GPU that has one and room for the tiles (the interpreter has)."""
-    if x.is_cuda and not has_accelerator(x.device):
+    """Whether the operands suit that accelerator: 16 bits wide, rows of whole 16 bytes."""
+    if not accelerated(x):
         return False
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -140,7 +149,8 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 def product_partials(
     x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
 ) -> SoftmaxState:
-    return partials_of(_statistics(x, w, forward, None, held), forward.needs)
+    check_operands(x, w)
+    return partials_of(statistics_of(x, w, forward, None, held), forward.needs)
 
 
 def product_statistics(
@@ -151,26 +161,29 @@ def product_statistics(
     held: ExpTile | None = None,
     raw: Tensor | None = None,
 ) -> Measured:
-    return measured(_statistics(x, w, forward, vocabulary, held, raw), forward.needs)
+    check_operands(x, w)
+    return measured(statistics_of(x, w, forward, vocabulary, held, raw), forward.needs)
 
 
-def _statistics(
+def statistics_of(
     x: Tensor,
     w: Tensor,
     forward: Forward,
     vocabulary: int | None,
-    held: ExpTile | None,
+    held: ExpTile | None = None,
     raw: Tensor | None = None,
+    sweep: tuple[int, Any] | None = None,
 ) -> Sequence[Tensor]:
-    """The rows of `measured`; those of `partials_of` without the size of the vocabulary."""
-    check_operands(x, w)
+    """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
+    how many blocks a kernel sums in place of the product, and its launcher."""
     targets, first, transform, needs = forward
     (n, h), v, flags = x.shape, w.shape[0], flags_of(needs)
     entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
-        blocks, share = cdiv(v, WIDTH), accumulator_bias(x.device, h)
+        blocks, product = sweep or (cdiv(v, WIDTH), None)
+        share = bias_of(x)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
         shift = out.new_empty(n) if held is None else held.shift
         exp_logits = None if held is None else held.exp_logits
@@ -181,6 +194,7 @@ def _statistics(
         run = product_of(unbiased, x.device, holds=exp_logits is not None)
         if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
             run, exp_logits = in_gluon().launch_raw, raw
+        run = run if product is None else (run[0], product, run[2])
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
         stop = tl.constexpr(vocabulary is None)
         of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)

@@ -1,0 +1,217 @@
+"""The sweeps of a narrow head: correctness, tile shapes, and time of each.
+
+    python benchmarks/narrow.py --output narrow.json            # on one GPU, minutes
+    python benchmarks/narrow.py --tune --widths 64 128 256      # tile shapes
+
+Correctness first, of a few tokens and columns against float64: log-probs, the hidden gradient and
+the weight's. Then the time of the forward sweep with and without the sums of the hidden gradient,
+and of the weight gradient's sweep. Kernels are compiled beforehand, in processes beside each other.
+
+N tokens, V items, H hidden width.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headloss.kernels.interface import Backward, Forward
+from headloss.kernels.transform import Transform
+from headloss.kernels.triton import launch, narrow
+from headloss.kernels.triton.narrow import Shape
+from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
+
+N, V = 16384, 1_000_000
+NEEDS = frozenset({"logp", "entropy"})
+# Rows, width, warps, stages of a tile.
+TRIED = {
+    "tokens": {
+        64: ((128, 128, 8, 3), (128, 64, 4, 3), (128, 128, 4, 3), (64, 128, 4, 3), (128, 256, 8, 2),
+             (64, 64, 4, 3), (128, 128, 8, 2)),
+        128: ((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3),
+              (128, 128, 8, 3)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+    },
+    "columns": {
+        64: ((128, 128, 8, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3),
+             (64, 64, 4, 3)),
+        128: ((128, 128, 8, 2), (64, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)),
+        256: ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+    },
+}  # fmt: skip
+
+
+class Inputs:
+    """A head and tokens whose targets look trained, with the gradient of a mean cross-entropy."""
+
+    def __init__(self, h: int, v: int, n: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        options: dict[str, Any] = {"device": "cuda", "generator": generator}
+        self.w = (torch.randn(v, h, **options) * (8 / h) ** 0.5).to(dtype)
+        self.targets = torch.randint(0, v, (n,), **options)
+        self.targets[: n // 64] = v - 1 - torch.arange(n // 64, device="cuda") % 9
+        noise = torch.randn(n, h, **options)
+        self.x = (noise * 0.5 + 1.6 * self.w[self.targets].float()).to(dtype)
+        self.forward = Forward(self.targets, 0, Transform(), NEEDS)
+        self.out = torch.empty_like(self.w)
+
+    def backward(self, state: Any) -> Backward:
+        stats, normalizer = finish(state, len(self.w), NEEDS)
+        one = torch.full_like(stats.logp, 1 / len(self.x))
+        c = SoftmaxCoefficients(target=-one, prob=one)
+        return Backward(self.targets, 0, Transform(), Normalizer(*normalizer), c, stats.logp)
+
+
+def acts(inputs: Inputs) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+    """Name, which tile shape it takes, and a run of it."""
+    x, w, forward = inputs.x, inputs.w, inputs.forward
+    state, _ = narrow.narrow_partials(x, w, forward)
+    backward = inputs.backward(state)
+    yield "statistics", "tokens", lambda: narrow.narrow_partials(x, w, forward)
+    yield "statistics and sums", "tokens", lambda: narrow.narrow_partials(x, w, forward, True)
+    yield "weight", "columns", lambda: narrow.narrow_weight_(x, w, backward, inputs.out)
+    yield "hidden", "tokens", lambda: narrow.narrow_hidden(x, w, backward)
+
+
+def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
+    """Median of some runs, after one that is not counted."""
+    times = []
+    run()
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def errors(inputs: Inputs) -> dict[str, float]:
+    """Of some tokens and columns, against float64."""
+    x, w = inputs.x, inputs.w
+    state, sums = narrow.narrow_partials(x, w, inputs.forward, x.dtype != torch.float16)
+    plain, _ = narrow.narrow_partials(x, w, inputs.forward)
+    same = all(torch.equal(value, plain.tensors()[k]) for k, value in state.tensors().items())
+    backward = inputs.backward(state)
+    rows = torch.arange(0, len(x), max(1, len(x) // 64), device="cuda")
+    logits, p = x[rows].double() @ w.double().t(), torch.empty(0)
+    logps = logits.log_softmax(1)
+    p = logps.exp()
+    entropy = -(p * logps).sum(1)
+    stats = finish(state, len(w), NEEDS)[0]
+    g = p / len(x)
+    g[torch.arange(len(rows)), inputs.targets[rows]] -= 1 / len(x)
+    hidden = g @ w.double()
+
+    def error(mine: Tensor, oracle: Tensor) -> float:
+        return float((mine.double() - oracle).norm() / oracle.norm())
+
+    logp = logps.gather(1, inputs.targets[rows, None])[:, 0]
+    errors = {"same bits": float(same), "p": float(logp.exp().mean())}
+    errors["logp"] = float((stats.logp[rows].double() - logp).abs().max())
+    errors["entropy"] = float((stats.entropy[rows].double() - entropy).abs().max())
+    errors["hidden"] = error(narrow.narrow_hidden(x, w, backward)[rows], hidden)
+    if sums is not None:
+        errors["rows"] = error(narrow.narrow_rows(sums, w, backward, torch.float32)[rows], hidden)
+    inputs.out.fill_(torch.nan)
+    narrow.narrow_weight_(x, w, backward, inputs.out)
+    lse = backward.normalizer.max_logit.double() + backward.normalizer.log_sum
+    columns = torch.cat([inputs.targets[:24], torch.arange(len(w) - 24, len(w), device="cuda")])
+    g = (x.double() @ w[columns].double().t() - lse[:, None]).exp() / len(x)
+    g -= (inputs.targets[:, None] == columns).double() / len(x)
+    errors["weight"] = error(inputs.out[columns], g.t() @ x.double())
+    errors["nan"] = float(inputs.out.isnan().sum())
+    return errors
+
+
+def use(owned: str, h: int, shape: tuple[int, ...]) -> None:
+    narrow.SHAPES[owned][narrow.depth_of(h)] = Shape(*shape)
+    narrow.shape_of.cache_clear()
+
+
+def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:
+    """In a process of its own: what a run of this shape would launch."""
+    h, owned, shape = job
+    send = launch.Launcher.send
+    use(owned, h, shape)
+
+    def warmup(self: Any, programs: int, arguments: Any, constants: Any) -> None:
+        if "narrow" in self.kernel.__name__:
+            self.kernel.warmup(*arguments, grid=(programs,), **constants, **self.options)
+        else:
+            send(self, programs, arguments, constants)
+
+    launch.Launcher.send = warmup  # type: ignore[method-assign]
+    try:
+        inputs = Inputs(h, 4099 if h % 2 else 4096, 1024)
+        for _, of, run in acts(inputs):
+            if of == owned:
+                run()
+    except Exception as error:
+        return f"{job}: {type(error).__name__}: {error}"[:300]
+    finally:
+        launch.Launcher.send = send  # type: ignore[method-assign]
+    return None
+
+
+def tune(widths: list[int]) -> list[dict[str, Any]]:
+    jobs = [(h, owned, s) for h in widths for owned in TRIED for s in TRIED[owned][h]]
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        failures = pool.map(compile_one, jobs, chunksize=1)
+    print(*filter(None, failures), sep="\n", flush=True)
+    table: list[dict[str, Any]] = []
+    for h in widths:
+        inputs = Inputs(h, V, N)
+        best = dict.fromkeys(TRIED, (1e9, ()))
+        for owned in TRIED:
+            for shape in TRIED[owned][h]:
+                use(owned, h, shape)
+                row: dict[str, Any] = {"H": h, "owned": owned, "shape": shape}
+                try:
+                    for name, of, run in acts(inputs):
+                        if of == owned:
+                            row[name] = round(milliseconds(run), 2)
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {error}"[:120]
+                table.append(row)
+                time = row.get("statistics and sums", row.get("weight", 1e9))
+                best[owned] = min(best[owned], (time, shape))
+                print(row, flush=True)
+        for owned, (_, shape) in best.items():
+            use(owned, h, shape)
+        table.append({"H": h, "best": best, "errors": errors(inputs)})
+        print(table[-1], flush=True)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 96, 128, 256])
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    table = tune([h for h in options.widths if h in TRIED["tokens"]]) if options.tune else []
+    for h in options.widths:
+        for v in (V, V + 7):
+            for dtype in (torch.bfloat16, torch.float16):
+                inputs = Inputs(h, v, N, dtype)
+                row: dict[str, Any] = {"H": h, "V": v, "dtype": str(dtype)[6:]}
+                row |= {name: round(milliseconds(run), 2) for name, _, run in acts(inputs)
+                        if dtype == torch.bfloat16 or name != "statistics and sums"}  # fmt: skip
+                table.append(row | errors(inputs))
+                print(table[-1], flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(table, indent=1))
+
+
+if __name__ == "__main__":
+    main()

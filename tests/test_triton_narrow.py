@@ -1,0 +1,126 @@
+"""The sweeps of a narrow head against float64 logits, and against their twins.
+
+n tokens, v columns, H hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import twins
+from test_kernel_twins import assert_statistics, double, head
+from triton_cases import DEVICE, EPS, NEEDS, coefficients_of, error, in_float64, transforms
+
+from headloss.kernels import triton as triton_backend
+from headloss.kernels.interface import Backward, Forward
+from headloss.statistics.softmax import finish
+
+# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * (DEVICE == "cuda")
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+
+
+def hidden_of(sums, w, backward):
+    """In float64, of c_target and c_prob: the columns that the sums leave out come from logps."""
+    (max_logit, log_sum), c = double(backward.normalizer), double(backward.coefficients)
+    scale = c.prob * (sums.shift - max_logit - log_sum).exp()
+    total, here = sums.rows * scale.unsqueeze(1), sums.column >= 0
+    column = sums.column.clamp_min(0)
+    target = column == backward.targets - backward.first
+    at = w[column].double()
+    log_p = torch.where(target, backward.logps.double(), sums.shift - max_logit - log_sum)
+    g = torch.where(target, c.target, 0) + c.prob * log_p.exp()
+    z = (log_p + max_logit + log_sum).unsqueeze(1)
+    g = in_float64(backward.transform).vjp_(g.unsqueeze(1), z, is_z=True)
+    return total + torch.where(here.unsqueeze(1), g * at, 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
+@pytest.mark.parametrize(("n", "h", "v"), [(1, 16, 97), (5, 50, 300), (70, 96, 130)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sweeps(dtype, n, h, v, name):
+    """A slice that begins at a column, of widths that fill no tile and of targets elsewhere."""
+    first, transform = 20, transforms(n)[name]
+    if name in ("scaled", "capped rows"):
+        transform = replace(transform, bias=(torch.randn(v, device=DEVICE) + 1).to(dtype))
+    x, w, targets = head(n, h, v, first, dtype)
+    forward, sums = Forward(targets, first, transform, NEEDS), dtype != torch.float16
+    mine, sums_of_rows = triton_backend.narrow_partials(x, w, forward, sums)
+    twin, _ = twins.narrow_partials(x, w, forward, sums)
+    exact, _ = twins.narrow_partials(x.double(), w.double(), double(forward))
+    assert_statistics(mine, twin, exact, v, NEEDS)
+    stats, normalizer = finish(exact, v, frozenset({"logp"}))
+    near = normalizer._replace(**{k: t.float() for k, t in normalizer._asdict().items()})
+    for which in ("tp", "tpe", "tpeu"):
+        c = coefficients_of(n, which)
+        backward = Backward(targets, first, transform, near, c, stats.logp.float())
+        oracle = twins.product_gradient(x.double(), w.double(), double(backward))
+        hidden = oracle @ w.double()
+        close = 2 * EPS[dtype] + 1e-5
+        assert error(triton_backend.narrow_hidden(x, w, backward), hidden) <= close
+        if which == "tp" and sums:
+            assert error(hidden_of(sums_of_rows, w, backward), hidden) <= close
+        factor = torch.tensor(0.5, device=DEVICE)
+        out = torch.full((v, h + 3), math.nan, dtype=dtype, device=DEVICE)[:, :h]
+        bias = torch.full((v,), math.nan, device=DEVICE)
+        triton_backend.narrow_weight_(x, w, backward, out, bias=bias, factor=factor)
+        assert error(out, oracle.t() @ x.double() / 2) <= close + EPS[dtype]
+        assert error(bias, oracle.sum(0)) <= 1e-5
+
+
+def test_tokens_far_above_their_shift():
+    """Of some tokens the target lies far below the largest logit: e would overflow."""
+    n, h, v = 6, 32, 200
+    x, w, targets = head(n, h, v, 0, torch.float32)
+    targets[3] = 7
+    x[1::2] *= 100
+    forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)
+    mine, sums = triton_backend.narrow_partials(x, w, forward, True)
+    exact, _ = twins.narrow_partials(x.double(), w.double(), forward)
+    stats, normalizer = finish(exact, v, frozenset({"logp"}))
+    assert float(stats.logp.min()) < -90
+    logp = finish(mine, v, NEEDS)[0].logp.double()
+    torch.testing.assert_close(logp, stats.logp, rtol=1e-5, atol=1e-5)
+    near = normalizer._replace(**{k: t.float() for k, t in normalizer._asdict().items()})
+    arguments = targets, 0, forward.transform, near, coefficients_of(n, "tp")
+    backward = Backward(*arguments, stats.logp.float())
+    oracle = twins.product_gradient(x.double(), w.double(), double(backward)) @ w.double()
+    assert error(hidden_of(sums, w, backward), oracle) <= 1e-4
+
+
+def test_a_nearly_certain_token_keeps_its_digits():
+    h, v = 64, 500
+    w = torch.randn(v, h, device=DEVICE) / 3
+    x = torch.stack([w[3] * (k / float(w[3].norm() ** 2)) for k in (18.0, 22.0, 26.0)])
+    targets = torch.full((3,), 3, device=DEVICE)
+    forward = Forward(targets, 0, transforms(3)["plain"], frozenset({"logp"}))
+    mine, _ = triton_backend.narrow_partials(x, w, forward, True)
+    exact, _ = twins.narrow_partials(x.double(), w.double(), forward)
+    logp, oracle = (finish(p, v, frozenset({"logp"}))[0].logp.double() for p in (mine, exact))
+    assert float(oracle.max()) > -1e-5
+    torch.testing.assert_close(logp, oracle, rtol=1e-5, atol=0)
+
+
+def test_a_tokens_bits_are_its_own():
+    """Statistics and sums of a token in a batch of any size, at any place, with sums or without."""
+    n, h, v = 100, 32, 300
+    x, w, targets = head(n, h, v, 0, torch.float32)
+    forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)
+    state, sums = triton_backend.narrow_partials(x, w, forward, True)
+    some = slice(41, 90)
+    part = triton_backend.narrow_partials(x[some], w, forward._replace(targets=targets[some]), True)
+    plain, _ = triton_backend.narrow_partials(x, w, forward)
+    for name, value in state.tensors().items():
+        assert torch.equal(value, plain.tensors()[name]), name
+        assert torch.equal(value[some], part[0].tensors()[name]), name
+    assert torch.equal(sums.rows[some], part[1].rows)
+
+
+def test_no_tokens():
+    x, w, targets = head(0, 32, 70, 0, torch.float32)
+    forward = Forward(targets, 0, transforms(0)["plain"], NEEDS)
+    assert triton_backend.narrow_partials(x, w, forward)[0].max_logit.shape == (0,)
+    assert not triton_backend.can_sweep(torch.zeros(2, 300), torch.zeros(3, 300))
