@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,6 +70,10 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     ('advantages',)
     """
     if callable(term) and not isinstance(term, Term | type):
+        if inspect.signature(term).parameters.keys() >= {"stats", "batch"}:
+            raise TypeError(
+                "term: got a function of (stats, batch), want a Term: hl.term(function)()"
+            )
         term = term()
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")

@@ -37,6 +37,84 @@ def term(function: Callable, **given: Any) -> hl.Term:
     return hl.term(function, name="mine", **given)()
 
 
+# ---------------------------------------------------------------------- the wrong door
+
+
+class LanguageModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(H, V)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
+
+
+def plainly(stats: Any, batch: Any) -> Tensor:
+    return -stats.logp
+
+
+def flattened() -> torch.nn.Linear:
+    """As FSDP1 leaves a module outside of its forward."""
+    linear = torch.nn.Linear(H, V)
+    linear.weight = torch.nn.Parameter(torch.zeros(11))
+    return linear
+
+
+def tensor_parallel() -> torch.nn.Linear:
+    """As transformers' tensor parallelism leaves a module."""
+    styles = pytest.importorskip("transformers.integrations.tensor_parallel")
+    linear = torch.nn.Linear(H, V)
+    styles.ColwiseParallel().install_forward(linear, None)
+    return linear
+
+
+def with_parameter() -> hl.Term:
+    scale = torch.nn.Parameter(torch.ones(()))
+    return term(lambda stats, batch: -stats.logp * scale)
+
+
+WRONG_DOORS: dict[str, Callable[[], Any]] = {
+    r"module: got .*LanguageModel, want .*: headloss.Head.of_model reads": lambda: hl.Head.of(
+        LanguageModel()
+    ),
+    r"head: got LanguageModel, want headloss.Head .*Head.of_model\(model\)": lambda: hl.head_loss(
+        hidden(), LanguageModel(), batch(), hl.cross_entropy()  # type: ignore[arg-type]
+    ),
+    r"hidden: got shape \(6, 9\), want \[.., 4\] \(logits\? headloss.logits_loss takes": (
+        lambda: hl.head_loss(torch.randn(T, V), head(), batch(), hl.cross_entropy())
+    ),
+    r"weight: got shape \(11,\), a piece of what FSDP1 .*want \[V, H\]: .*root.*FSDP2": (
+        lambda: hl.Head.of(flattened())
+    ),
+    r"module: got .*Linear, .*tensor parallelism \(tp_plan\) .*vocab_group=mesh.get_group": (
+        lambda: hl.Head.of(tensor_parallel())
+    ),
+    r"term: got a function of \(stats, batch\), want a Term: hl.term\(function\)\(\)": (
+        lambda: hl.check_term(plainly)  # type: ignore[arg-type]
+    ),
+    r"objective: got function, want terms .*hl.term\(function\)\(\)": lambda: hl.head_loss(
+        hidden(), head(), batch(), plainly  # type: ignore[arg-type]
+    ),
+    r"term mine: a tensor .* is caught .* or train it by headloss.head_function": (
+        lambda: hl.head_loss(hidden(), head(), batch(), with_parameter())
+    ),
+}
+
+
+@pytest.mark.parametrize("match", WRONG_DOORS)
+def test_an_error_names_the_right_door(match: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=match):
+        WRONG_DOORS[match]()
+
+
+def test_head_function_trains_the_parameter_that_a_term_may_not_hold() -> None:
+    x, h, scale = hidden(), head(), torch.nn.Parameter(torch.tensor(2.0))
+    loss = hl.head_function(x, h, batch(), lambda logps, _: -(scale * logps).sum())
+    loss.backward()
+    logps = hl.head_loss(x, h, batch(), hl.cross_entropy()).logps
+    torch.testing.assert_close(scale.grad, -logps.sum())
+
+
 # ---------------------------------------------------------------------- numbers
 
 
@@ -564,6 +642,7 @@ def test_the_clipped_share_of_advantages_per_token() -> None:
 # ---------------------------------------------------------------------- fields that nobody reads
 
 ZERO = ("mask", "attention_mask", "loss_mask", "completion_mask", "weights")
+ZERO += ("labels_mask", "Mask_of_answers")
 
 
 @pytest.mark.parametrize("name", [*ZERO, "labels"])
@@ -619,13 +698,15 @@ PARTS = {
     "field": lambda stats, batch: stats.logp * (batch.w - batch.w.mean()),
     "count": lambda stats, batch: stats.logp / len(batch),
     "mask": lambda stats, batch: stats.logp * batch.kept / batch.kept.sum(),
+    "neighbour": lambda stats, batch: stats.logp - stats.logp.roll(1).detach(),
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_mean_inside_a_term_is_noticed(name: str) -> None:
     given = batch(w=torch.rand(T), kept=torch.ones(T, dtype=torch.bool))
-    match = 'term mine: has another value on a part .* scope is "{}", .* or declare scope="batch"'
+    match = 'term mine: has another value on a part .* scope is "{}", .* another position .*'
+    match += ' as a field of the batch, or declare scope="batch"'
     for options in (hl.Options(), hl.Options(chunk_tokens=2)):
         with pytest.raises(ValueError, match=match.format("token")):
             hl.head_loss(hidden(), head(), given, term(PARTS[name]), options)

@@ -124,6 +124,20 @@ def test_shifted_labels_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LENGTHS = (5, 6)
 POSITIONS = [*range(5), *range(6)]
+def test_documents_by_the_text_positions_of_m_rope() -> None:
+    """The first of the four rows; those of images tell none."""
+    text = torch.tensor([POSITIONS])
+    images = torch.arange(text.numel()).flip(0).expand(3, 1, -1)
+    targets = torch.zeros_like(text)
+    packed = documents_of({"position_ids": torch.cat([text[None], images])}, targets)
+    want = documents_of({"position_ids": text}, targets)
+    assert packed is not None and want is not None
+    assert torch.equal(packed.ids, want.ids) and packed.count == len(LENGTHS)
+    wrong = r"got shape \(3, 1, 11\), want \(1, 11\) or \(4, 1, 11\) to tell"
+    with pytest.raises(ValueError, match=wrong):
+        documents_of({"position_ids": images}, targets)
+
+
 TOLD_BY = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from trl_case import ARGUMENTS, assert_same_run, folder, llama, load, saved, tok
 
 import headloss as hl
 from headloss.integrations.trl import DPOTrainer, SFTTrainer
+from headloss.integrations.trl.forward import Request
 
 
 def text(start: int, length: int) -> str:
@@ -100,6 +102,21 @@ def test_an_objective_of_ones_own() -> None:
     plain, _ = train(sft(SFTTrainer, max_steps=1, gradient_accumulation_steps=2))
     assert logs[0]["loss"] > plain[0]["loss"] + 0.1
     assert logs[0]["headloss/tokens"] == plain[0]["headloss/tokens"]
+
+
+def test_a_copy_of_a_trainers_model_runs_its_own_weights() -> None:
+    """An average of weights, or a frozen reference, which TRL's own wrapper binds to the first."""
+    model = sft(SFTTrainer).model
+    copy = deepcopy(model)
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+    ids = torch.randint(3, 100, (1, 6))
+    assert copy(ids).logits.abs().max() == 0
+    assert model(ids).logits.abs().max() > 0.01
+    request = Request(batch=hl.Batch(ids[:, 1:]), objective=hl.cross_entropy())
+    loss = request.of(copy, input_ids=ids).loss
+    torch.testing.assert_close(loss, torch.tensor(float(copy.config.vocab_size)).log())
 
 
 def test_packed_documents_are_sequences() -> None:
@@ -206,3 +223,13 @@ def test_dpo_evaluation() -> None:
 def test_dpo_refusals(match: str, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=match):
         dpo(DPOTrainer, **options)
+
+
+@pytest.mark.parametrize(("make", "kind"), [(sft, SFTTrainer), (dpo, DPOTrainer)])
+def test_an_objective_that_is_a_bare_term(make: Any, kind: Any) -> None:
+    def losses(objective: Any) -> list[float]:
+        own = type("Own", (kind,), {"objective": lambda self, inputs: objective})
+        return [log["loss"] for log in train(make(own, max_steps=2))[0] if "loss" in log]
+
+    bare = hl.cross_entropy(label_smoothing=0.1)
+    assert losses(bare) == losses(1.0 * bare)

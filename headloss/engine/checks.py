@@ -254,25 +254,26 @@ def check_topk(batch: Batch) -> None:
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
 FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
 FIELDS += ("candidate_sampling_logps", "slots")
-# Names under which others say which tokens count, and what stands there at those that do not.
+# Names under which others say which tokens count, beside all with "mask" in them, and what stands
+# there at those that do not.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
-    """ValueError for a field that by its name says which tokens count (`MASKS`), leaves a scored
-    one out, and is read by no term of this call or of one before. Reads the device for each."""
-    names = MASKS.keys() & batch.fields.keys()
+    """ValueError for a field that by its name says which tokens count, leaves a scored one out, and
+    is read by no term of this call or of one before. Reads the device for each."""
+    names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:
         value = getattr(scored.view(batch, dtype), name)
-        out = value == MASKS[name]
+        out = value == (left_out := MASKS.get(name, 0))
         if value.dim() == 1 and out.any():
             token = int(out.nonzero()[0])
             position = token if scored.index is None else int(scored.index[token])
             raise ValueError(
-                f"{name}: got {MASKS[name]} at position {position}, which is scored, as no term "
+                f"{name}: got {left_out} at position {position}, which is scored, as no term "
                 f"reads {name}; to leave it out want a target of -100 there, or a term that reads "
                 f'it: .where("{name}") of a boolean field, .weighted("{name}") of any'
             )

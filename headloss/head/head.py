@@ -232,7 +232,9 @@ class Head:
         """
         _check_floating("hidden", hidden, "[.., H]")
         if hidden.dim() == 0 or hidden.shape[-1] != self.weight.shape[1]:
-            raise _misfit("hidden", hidden, f"[.., {self.weight.shape[1]}]", self.weight)
+            are_logits = hidden.dim() > 0 and hidden.shape[-1] == self.vocabulary
+            hint = " (logits? headloss.logits_loss takes them)" if are_logits else ""
+            raise _misfit("hidden", hidden, f"[.., {self.weight.shape[1]}]{hint}", self.weight)
         if compute_dtype is None and hidden.dtype != self.weight.dtype:
             # Autocast leaves hidden states in float64 alone.
             way_out = "" if hidden.dtype == torch.float64 else " or run under torch.autocast"
@@ -280,7 +282,12 @@ def autocast_dtype(hidden: object) -> torch.dtype | None:
 def check_head(head: object, name: str = "head") -> None:
     """TypeError for anything but a `Head`."""
     if not isinstance(head, Head):
-        raise TypeError(f"{name}: got {type(head).__name__}, want headloss.Head or Head.of(module)")
+        of_model = " (of a language model: Head.of_model(model))" * hasattr(
+            head, "get_output_embeddings"
+        )
+        raise TypeError(
+            f"{name}: got {type(head).__name__}, want headloss.Head or Head.of(module){of_model}"
+        )
 
 
 def describe(value: object) -> str:

@@ -42,6 +42,8 @@ def read_module(module: nn.Module) -> Fields:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: got {type(module).__name__}, want an nn.Module")
     module = unwrap(module)
+    if hasattr(module, "get_output_embeddings"):
+        raise _unknown(module, "headloss.Head.of_model reads the head of a language model")
     if "modules_to_save" in module._modules and "original_module" in module._modules:
         return read_module(_saved_module(module))
     if "token_adapter" in module._modules:
@@ -49,6 +51,12 @@ def read_module(module: nn.Module) -> Fields:
     _check_unpatched(module)
     if "base_layer" in module._modules:
         return _read_tuner(module)
+    if isinstance(module, nn.Embedding | nn.Linear) and module.weight.dim() == 1:
+        raise ValueError(
+            f"weight: got shape {tuple(module.weight.shape)}, a piece of what FSDP1 "
+            "(FullyShardedDataParallel) has flattened, want [V, H]: leave the head in the unit of "
+            "the root, whose forward has it whole, or shard with FSDP2 (fully_shard)"
+        )
     if isinstance(module, nn.Embedding):
         return {"weight": module.weight}
     # A subclass may compute something else (a quantised product, say): its forward tells.
@@ -73,7 +81,14 @@ def _check_unpatched(module: nn.Module) -> None:
             module, f"torch.nn.utils.parametrize computes its {names}; remove the parametrization"
         )
     # accelerate's dispatch moves inputs to the layer's device and changes nothing else.
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+    replaced = vars(module).get("forward")
+    if "tensor_parallel" in str(getattr(replaced, "__module__", "")):
+        raise _unknown(
+            module,
+            "transformers' tensor parallelism (tp_plan) has replaced its forward; pass this rank's "
+            "rows, headloss.Head(module.weight.to_local(), vocab_group=mesh.get_group())",
+        )
+    if replaced is not None and not hasattr(module, "_hf_hook"):
         raise _unknown(module, "its forward has been replaced on the instance")
     if hasattr(module, "_hf_hook") and getattr(module.weight, "is_meta", False):
         raise _unknown(module, "accelerate's offload holds its weight; leave the head on a device")

@@ -64,7 +64,8 @@ def as_documents(
     targets: Tensor | None = None,
     tokens: Any = None,
 ) -> Segments:
-    """Documents of [B, L] tokens: each begins where positions ([B, L] or [1, L]) do not go on.
+    """Documents of [B, L] tokens: each begins where positions ([B, L], [1, L], or the first of
+    M-RoPE's [4, B, L]) do not go on.
     Padding, where `attended` is a mask [B, L] and 0, begins none, nor at the end of a row whose
     `targets` and `tokens` [B, L] say so."""
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
@@ -72,10 +73,13 @@ def as_documents(
 
 def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Tensor:
     """[B, L] bool, whether a document begins at a token by the positions."""
+    if positions.dim() == 3 and positions.shape[0] == 4:
+        positions = positions[0]  # of the text, before the three of M-RoPE
     if positions.shape not in (shape, (1, shape[1]), shape[1:]):
+        wanted = " or ".join(map(str, dict.fromkeys([tuple(shape), (1, shape[1]), (4, *shape)])))
         raise ValueError(
-            f"position_ids: got shape {tuple(positions.shape)}, want {tuple(shape)} or (1, "
-            f"{shape[1]}) to tell documents by, which the objective's segments are"
+            f"position_ids: got shape {tuple(positions.shape)}, want {wanted} to tell documents "
+            "by, which the objective's segments are"
         )
     positions = positions.expand(shape)
     starts = positions.diff(dim=1) != 1

@@ -264,7 +264,10 @@ class Objective(_Arithmetic):
         if not isinstance(value, _Arithmetic):
             hint = ""
             if callable(value):
-                hint = " (a term's function must be called: hl.grpo(), not hl.grpo)"
+                hint = (
+                    " (a term's function must be called: hl.grpo(), not hl.grpo; a function of "
+                    "(stats, batch) becomes a term by hl.term(function)())"
+                )
             raise TypeError(f"objective: got {type(value).__name__}, want terms{hint}")
         return value._objective()
 

@@ -74,7 +74,8 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
         if id(leaf) not in own:
             raise ValueError(
                 f"term {term.name}: a tensor of shape {tuple(leaf.shape)} that requires a gradient "
-                "is caught in its function; its gradient would be lost: detach it"
+                "is caught in its function; its gradient would be lost: detach it, or train it "
+                "by headloss.head_function, whose loss_fn may hold parameters"
             )
     measures = (key[1] for key in stats.extras if isinstance(key, tuple))
     gradients = frozenset(own[id(leaf)] for leaf in leaves)
@@ -146,5 +147,6 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
         raise ValueError(
             f"term {term.name}: has another value on a part of the tokens than on all of them; "
             f'its scope is "{term.scope}", so that they may be cut apart: leave a mean over tokens '
-            f"to its reduction, or {NEEDS}"
+            "to its reduction, give the value of another position (the next token's, say) as a "
+            f"field of the batch, or {NEEDS}"
         )

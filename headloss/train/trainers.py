@@ -164,7 +164,7 @@ class _Supervised(_Run, SFTTrainer):
 
     def objective(self, inputs: dict[str, Any]) -> Objective:
         further = self._terms(inputs)
-        objective = super().objective(inputs)
+        objective = Objective.of(super().objective(inputs))
         return objective if further is None else objective + further
 
 

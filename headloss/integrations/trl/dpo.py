@@ -11,7 +11,7 @@ from trl.trainer import dpo_trainer
 from ... import losses
 from ...batch.batch import IGNORE, Batch
 from ...batch.segments import Segments
-from ...losses import Objective
+from ...losses import Objective, Term
 from ...losses.preference_pairs import Pairwise
 from ...options import Options
 from ..sharding import is_fsdp2
@@ -57,7 +57,7 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
             use_weighting=(self.use_weighting, stock),
         )
 
-    def objective(self, inputs: dict[str, Any]) -> Objective:
+    def objective(self, inputs: dict[str, Any]) -> Term | Objective:
         """The loss on one micro-batch of pairs."""
         weighted = zip(self.loss_types, self.loss_weights, strict=True)
         return sum(  # type: ignore[return-value]
@@ -76,7 +76,7 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
         forward = {name: x for name, x in inputs.items() if name not in NOT_MODEL_INPUTS}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
-        objective = self.objective(inputs)
+        objective = Objective.of(self.objective(inputs))
         totals = self.step_totals if self.model.training else None
         in_step = self.over_the_step(objective, batch, totals)
         objective = objective if in_step is None else in_step

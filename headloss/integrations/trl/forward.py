@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,14 +122,14 @@ def add_head(
     paths = (switches or Switches(use_fused_loss=True)).resolve(model)
     if resolved is not None:
         resolved.append(paths)
-    original = model.forward
+    original = _of_any_model(model)
 
     @functools.wraps(type(model).forward)
     def forward(
         self, *args, headloss: Request | None = None, fused_lm_head=False, labels=None, **kwargs
     ):
         if headloss is None and not fused_lm_head:
-            return original(*args, **kwargs, **({} if labels is None else {"labels": labels}))
+            return original(self, *args, **kwargs, **({} if labels is None else {"labels": labels}))
         kwargs = {**_router(self, kwargs), "use_cache": False}
         request = Request() if headloss is None else headloss
         path, batch = paths.loss, request.batch
@@ -137,7 +137,7 @@ def add_head(
             assert labels is not None
             path, batch = paths.logprobs, Batch(labels[:, 1:])
         if path.from_model:  # its own logits, which the head's formula may not give
-            found = original(*args, **{**kwargs, "output_hidden_states": True})
+            found = original(self, *args, **{**kwargs, "output_hidden_states": True})
             hidden, logits = found.hidden_states[-1], found.logits
         else:
             found = self.base_model(*args, **kwargs)
@@ -165,6 +165,13 @@ def add_head(
         return output
 
     model.forward = types.MethodType(forward, model)
+
+
+def _of_any_model(model: Any) -> Callable[..., Any]:
+    """The model's forward as a function of a model: a copy of the model (an average of weights, a
+    frozen reference) runs its own weights."""
+    forward = model.forward
+    return getattr(forward, "__func__", lambda self, *args, **kwargs: forward(*args, **kwargs))
 
 
 # ---------------------------------------------------------------------- with logits or without

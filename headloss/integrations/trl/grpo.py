@@ -75,7 +75,7 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         """The policy's term of the objective; its reduction is set by the loss type."""
         return policy_term(self)
 
-    def objective(self, inputs: dict[str, Any]) -> Objective:
+    def objective(self, inputs: dict[str, Any]) -> Term | Objective:
         """The loss on one micro-batch; override it to add to what the configuration says."""
         return make_objective(self, inputs)
 
@@ -89,7 +89,9 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         request = Request(
-            batch=make_batch(self, inputs), objective=self.objective(inputs), options=self.options
+            batch=make_batch(self, inputs),
+            objective=Objective.of(self.objective(inputs)),
+            options=self.options,
         )
         # TRL's own method brings the inputs of the model, and keeps its metrics and its entropy
         # controller on the log-probs of this pass; the loss that it returns is not used.

@@ -11,7 +11,7 @@ from trl.trainer import sft_trainer
 from ...batch.batch import IGNORE, Batch
 from ...batch.reduction import Totals
 from ...batch.segments import Segments
-from ...losses import Objective, cross_entropy
+from ...losses import Objective, Term, cross_entropy
 from ...options import Options
 from ..documents import documents_of
 from ..shared import needs_segments, over_count
@@ -54,7 +54,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
             compute_loss_func=(self.compute_loss_func is not None, "override objective"),
         )
 
-    def objective(self, inputs: dict[str, Any]) -> Objective:
+    def objective(self, inputs: dict[str, Any]) -> Term | Objective:
         """The loss on one micro-batch."""
         return Objective.of(cross_entropy())
 
@@ -65,7 +65,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
-        objective, probe = self.objective(inputs), Probe("top1")
+        objective, probe = Objective.of(self.objective(inputs)), Probe("top1")
         if self.shards is None:
             totals = self.step_totals if self.model.training else None
             batch = self._batch(inputs, objective)
@@ -94,7 +94,7 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch:
         tensors = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in inputs.items()}
-        return self._batch(tensors, self.objective(tensors))
+        return self._batch(tensors, Objective.of(self.objective(tensors)))
 
     def _batch(self, inputs: dict[str, Any], objective: Objective) -> Batch:
         """[B, L - 1]; the documents of packed rows are segments where a term asks for them. Under
