@@ -1,20 +1,23 @@
-"""Families of Transformers that are in no table: `apply` finds out what they do to their logits."""
+"""Families of Transformers that no table has, encoder-decoders and models that see among them, in
+three calls each."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from test_head_models import TINY, tiny
 
+import headloss as hl
 from headloss.head.reading import FAMILIES
-from headloss.integrations.families import learn
 
 transformers = pytest.importorskip("transformers")
 from headloss.integrations.transformers import apply  # noqa: E402
 
-QUICK = ("jamba", "solar_open", "llava", "paligemma")
+QUICK = ("jamba", "llava", "paligemma", "t5", "bart", "bert")
 CAUSAL = """
     deepseek_v4 exaone_moe hy_v3 hy_v4 jamba kimi_linear laguna nemotron_h solar_open
 """
@@ -32,40 +35,107 @@ EYES = {
 def tiny_with_eyes(model_type: str) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
     parts = {part: TINY if "text" in part else EYES for part in kind.sub_configs}
+    ids = {} if model_type != "llava" else {"image_token_id": 36, "image_token_index": 36}
     torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(kind(**parts)).eval().float()
+    config = kind(**parts, **ids)
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval().float()
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_()
     return model
+
+
+SEQ2SEQ = """
+    bart bigbird_pegasus blenderbot blenderbot-small led longt5 m2m_100 marian mbart mt5 mvp
+    nllb-moe pegasus pegasus_x plbart switch_transformers t5 umt5
+"""
+MASKED = "bert distilbert electra roberta"
+LAYERS = ("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers")
+HEADS = ("encoder_attention_heads", "decoder_attention_heads", "num_heads")
+WIDTHS = ("d_model", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff")
+TWO_STACKS = {
+    **TINY, **dict.fromkeys(LAYERS, 1), **dict.fromkeys(HEADS, 2), **dict.fromkeys(WIDTHS, 16),
+    "d_kv": 8, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def made(model_type: str) -> Any:
+    if model_type in CAUSAL.split():
+        return tiny(model_type)
+    if model_type in VISION.split():
+        return tiny_with_eyes(model_type)
+    config = transformers.CONFIG_MAPPING[model_type](**TWO_STACKS)
+    kind = transformers.AutoModelForMaskedLM
+    if model_type in SEQ2SEQ.split():
+        kind = transformers.AutoModelForSeq2SeqLM
+    torch.manual_seed(0)
+    model = kind.from_config(config).eval().float()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.normal_()
+    return model
+
+
+def steps(model: Any, **inputs: Any) -> list[tuple[Any, ...]]:
+    """Loss, logits and gradients of three steps, the last one with a count."""
+    optimizer, outcomes = torch.optim.SGD(model.parameters(), 1e-3), []
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    counts = inspect.Parameter.VAR_KEYWORD in kinds
+    for index in range(3):
+        ids = torch.randint(2, 36, (2, 7), generator=torch.Generator().manual_seed(index))
+        labels = ids.masked_fill(torch.arange(7) < torch.tensor([[3], [0]]), -100)
+        call = {"input_ids": ids, "labels": labels, **inputs}
+        if index == 2 and counts:
+            call["num_items_in_batch"] = torch.tensor(11)
+        optimizer.zero_grad()
+        out = model(**call)
+        out.loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        outcomes.append((out.loss.detach(), out.logits.detach() + 0, gradients))
+        optimizer.step()
+    return outcomes
+
+
+def assert_same_steps(model: Any, monkeypatch: Any, fused: bool = True, **inputs: Any) -> None:
+    twin, losses = copy.deepcopy(model), []
+    head_loss = hl.head_loss
+    seam = "headloss.integrations.transformers.call.head_loss"
+    monkeypatch.setattr(seam, lambda *args: losses.append(1) or head_loss(*args))
+    want = steps(model, **inputs)
+    with apply(twin):
+        got = steps(twin, **inputs)
+    assert len(losses) == 3 * fused
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine[:2], theirs[:2], rtol=1e-4, atol=1e-5)
+        assert mine[2].keys() == theirs[2].keys()
+        scale = max(float(g.abs().max()) for g in theirs[2].values())
+        for name, gradient in theirs[2].items():
+            torch.testing.assert_close(mine[2][name], gradient, rtol=1e-4, atol=1e-5 * scale)
 
 
 @pytest.mark.parametrize(
     "model_type",
     [
         f if f in QUICK else pytest.param(f, marks=pytest.mark.slow)
-        for f in (CAUSAL + VISION).split()
+        for f in (CAUSAL + VISION + SEQ2SEQ + MASKED).split()
     ],
 )
-def test_family(model_type: str) -> None:
-    """Text alone: the model's own loss and gradients."""
+def test_family(model_type: str, monkeypatch: Any) -> None:
     assert model_type not in FAMILIES
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip("this release of Transformers does not have it yet")
-    model = tiny(model_type) if model_type in CAUSAL.split() else tiny_with_eyes(model_type)
-    softcap = 2.0 if model_type == "paligemma" else None
-    assert learn(model, "head") == {"softcap": softcap, "logit_scale": 1.0}
-    ids = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
-    found = []
-    for applied in (False, True):
-        if applied:
-            apply(model)
-        model.zero_grad()
-        loss = model(input_ids=ids, labels=ids, num_items_in_batch=11).loss
-        loss.backward()
-        found.append((loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (want, wanted), (got, gradients) = found
-    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
-    assert gradients.keys() == wanted.keys()
-    scale = max(float(g.abs().max()) for g in wanted.values())
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=2e-5, atol=3e-6 * scale)
+    assert_same_steps(made(model_type), monkeypatch)
+
+
+def test_images(monkeypatch: Any) -> None:
+    model = made("llava")
+    ids = torch.arange(7).expand(2, -1).clone() + 2
+    ids[:, 1:5] = model.config.image_token_id
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    embeddings = model.get_input_embeddings().weight
+    assert model.config.image_token_id < len(embeddings)
+    assert_same_steps(model, monkeypatch, input_ids=ids, pixel_values=pixels)
+
+
+def test_z_loss_of_its_own(monkeypatch: Any) -> None:
+    settings = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
+    model = tiny("bamba", z_loss_coefficient=0.1, mamba_expand=2, **settings)
+    assert_same_steps(model.train(), monkeypatch)

@@ -12,6 +12,7 @@ from test_head_models import tiny  # noqa: E402
 from test_transformers import IDS, LABELS, trainer  # noqa: E402
 
 import headloss as hl  # noqa: E402
+from headloss.integrations.followed import HeadCall  # noqa: E402
 from headloss.integrations.transformers import HeadLossCallback, apply, remove  # noqa: E402
 
 
@@ -33,7 +34,7 @@ def test_as_the_stock_trainer(tmp_path: Any, monkeypatch: Any) -> None:
     """Two accumulated micro-batches, two steps, an evaluation after the end; no logits are made."""
     want, weights, evaluated, _ = run(tmp_path, None)
     with monkeypatch.context() as patch:
-        patch.setattr(hl.Head, "logits", lambda *_: pytest.fail("logits were made"))
+        patch.setattr(HeadCall, "raw", lambda *_: pytest.fail("logits were made"))
         got, moved, measured, model = run(tmp_path, callback := HeadLossCallback())
     assert len(want) == 2 and got == pytest.approx(want, rel=1e-5)
     torch.testing.assert_close(moved, weights, rtol=1e-5, atol=1e-6)

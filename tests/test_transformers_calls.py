@@ -18,6 +18,8 @@ from headloss.integrations import megatron
 from headloss.integrations.documents import as_documents, documents_of
 
 transformers = pytest.importorskip("transformers")
+from transformers import LlamaForCausalLM as Llama  # noqa: E402
+
 from headloss.integrations.transformers import apply  # noqa: E402
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -165,15 +167,15 @@ def per_sequence(calls: list[dict[str, Any]]) -> list[Tensor]:
     with apply(model, PER_SEQUENCE) as applied:
         for call in calls:
             more = {} if "position_ids" in call else {"position_ids": None}
-            own, length = applied.original, call["labels"].shape[1]
+            own, length = Llama.forward, call["labels"].shape[1]
 
             def forward(*a: Any, own: Any = own, n: int = length, **k: Any) -> Any:
                 k = {name: v for name, v in k.items() if name not in TOLD_BY}
-                return own(*a, **k, position_ids=position(n))
+                return own(model, *a, **k, position_ids=position(n))
 
-            applied.original = forward
+            applied.own_forward = forward
             losses.append(model(**call, **more, use_cache=False).loss)
-            applied.original = own
+            applied.own_forward = None
             assert applied.metrics is not None and applied.metrics["segments"].value == 2
     return losses
 

@@ -19,12 +19,20 @@ from ..head.reading import FAMILIES, unwrap
 
 LARGEST = 16.0
 TOKENS = 4
+# Families that do to their hidden states, before the head, what `Head.of_model` does to the logits.
+BEFORE_THE_HEAD: dict[str, dict[str, Any]] = {"minicpm3": {"logit_scale": 1.0}}
 
 
 def causal_of(model: nn.Module) -> nn.Module:
     """The model inside wrappers and PEFT's."""
     model = unwrap(model)
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def transform_of(causal: nn.Module) -> dict[str, Any]:
+    """Arguments of `Head.of_model`, for the hidden states that the head's module is given."""
+    kind: Any = getattr(getattr(causal, "config", None), "model_type", None)
+    return {**learn(causal, "head"), **BEFORE_THE_HEAD.get(kind, {})}
 
 
 def learn(model: nn.Module, hidden: Literal["base", "head"] = "base") -> dict[str, Any]:

@@ -18,11 +18,10 @@ from torch import Tensor
 from ..batch.batch import IGNORE
 from ..head.head import Head
 from ..head_stats import head_stats
-from .families import causal_of
+from .families import causal_of, transform_of
 from .seams import Seams, part
 from .sharding import Carried, externals, hooked, in_place_of_head
 from .shared import refuse
-from .transformers.apply import transform_of
 
 HOME = "openrlhf.models.actor"
 SEAM = f"{HOME}:Actor", "forward"

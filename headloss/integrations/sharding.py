@@ -59,8 +59,23 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
         del module.forward  # whoever reads the module finds its own
         return act(hidden)
 
-    module.forward = forward
-    return module(hidden)
+    with bare(module):
+        module.forward = forward
+        try:
+            return module(hidden)
+        finally:
+            vars(module).pop("forward", None)
+
+
+@contextlib.contextmanager
+def bare(module: Any) -> Iterator[None]:
+    """Inside, the module has no forward on the instance."""
+    before = vars(module).pop("forward", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            module.forward = before
 
 
 @contextlib.contextmanager
@@ -139,11 +154,16 @@ def _zero3(module: Any) -> list[nn.Parameter]:
     return [] if module is None else [p for p in module.parameters() if hasattr(p, "ds_id")]
 
 
-def is_fsdp2(model: nn.Module) -> bool:
-    """Whether FSDP2 shards a part of it: its root may be PEFT's model, around this one."""
+def is_unit(module: Any) -> bool:
+    """Whether FSDP2 shards the module by itself."""
     from torch.distributed.fsdp import FSDPModule
 
-    return any(isinstance(module, FSDPModule) for module in model.modules())
+    return isinstance(module, FSDPModule)
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Whether FSDP2 shards a part of it: its root may be PEFT's model, around this one."""
+    return any(is_unit(module) for module in model.modules())
 
 
 @contextlib.contextmanager

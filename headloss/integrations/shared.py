@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..batch.batch import IGNORE, Batch
-from ..batch.reduction import Reduction, StandardWeight, token_mean
+from ..batch.reduction import Reduction, StandardWeight, Totals, token_mean
 from ..losses import Objective, Term, cispo
 
 
@@ -68,6 +68,9 @@ def over_count(
             says what to do `instead`. `name`: of the count, for the message.
     """
     if batch.totals is not None:
+        return objective
+    if count is not None and all(_is_token_mean(term) for _, term in objective.parts):
+        batch.totals = Totals(count, batch.segments.count)  # the terms stay as they are
         return objective
     others = [term for _, term in objective.parts if not _is_token_mean(term)]
     if count is not None and others:

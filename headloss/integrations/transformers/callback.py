@@ -53,7 +53,7 @@ class HeadLossCallback(TrainerCallback):
         self.applied = apply(model, self.terms, self.options, self.fields)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.applied is None or not self.applied.checked:
+        if self.applied is None or self.applied.output is None:
             raise RuntimeError(
                 "HeadLossCallback: the loss of the first step did not come from headloss. The "
                 "trainer computes its own (as TRL's do, and compute_loss_func: see headloss's page "

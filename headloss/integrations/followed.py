@@ -1,0 +1,377 @@
+"""Followed logits: logits of no memory that know their head, their hidden states and their formula.
+
+B rows, L positions, H hidden width, V vocabulary. The head's module returns `Followed` [.., V] in
+place of logits. A choice of rows, a cast, a factor, one tanh and a constant bias give another one;
+every other operation runs on real logits, made by the module's own forward, with their gradient.
+`Recipe.hidden` and `Recipe.head_of` are arguments of `head_loss` for the same logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
+
+from ..head.head import Head
+from ..private import refuse_to_be_written
+from .sharding import inside
+
+_NAMES = (
+    "shape dtype device layout ndim size dim numel nelement stride element_size itemsize nbytes "
+    "is_floating_point is_complex is_contiguous is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_nested get_device requires_grad is_leaf grad_fn grad register_hook __len__ __hash__ "
+    "_version _base _is_view is_inference output_nr retains_grad _backward_hooks"
+)
+OF_NO_VALUES = frozenset(_NAMES.split())
+WRITES = {"__setitem__", "__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
+STALE = (
+    "logits: cannot be made any more, because {} since the model's call; read them before that, "
+    "such as output.logits.argmax(-1) or output.logits.clone() before optimizer.step()"
+)
+
+
+class Steps:
+    """Optimizer steps of the process. Fused optimizers leave the version of a tensor as it is."""
+
+    count = 0
+
+
+def _stepped(*_: Any) -> None:
+    Steps.count += 1
+
+
+register_optimizer_step_post_hook(_stepped)
+
+
+class HeadCall:
+    """A call of a head's module with hidden states [.., H].
+
+    Args:
+        module: the output embeddings of a model, without a replaced forward.
+        own: the module's own forward.
+        hidden: [.., H].
+        cross_entropy: is given the arguments of a `torch.nn.functional.cross_entropy` of these
+            logits, and returns its value, or None for real logits.
+
+    Attributes:
+        closed: why the module's forward cannot make real logits any more, else "".
+        written: an in-place operation has changed real logits, and other names of them are void.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        own: Callable[[Tensor], Tensor],
+        hidden: Tensor,
+        cross_entropy: Callable[..., Any] | None = None,
+    ) -> None:
+        self.module, self.own, self.hidden, self.cross_entropy = module, own, hidden, cross_entropy
+        self.head, self.closed, self.written = Head.of(module), "", False
+        kind = hidden.device.type
+        self.autocast = {
+            "device_type": kind,
+            "dtype": torch.get_autocast_dtype(kind),
+            "enabled": torch.is_autocast_enabled(kind),
+        }
+        self.steps, self.state = Steps.count, self._state(self.head)
+
+    def logits(self) -> Followed:
+        dtype = self.hidden.dtype
+        if self.autocast["enabled"] and dtype != torch.float64:
+            dtype = self.autocast["dtype"]
+        shape = (*self.hidden.shape[:-1], self.head.weight.shape[0])
+        return Recipe(self, self.hidden).followed(shape, dtype, self.tensors(self.head))
+
+    def tensors(self, head: Head) -> list[Tensor]:
+        """Hidden states, weight, bias and adapters."""
+        adapters = [x for lora in head.lora for x in (lora.a, lora.b)]
+        return [x for x in (self.hidden, head.weight, head.bias, *adapters) if x is not None]
+
+    def _state(self, head: Head) -> list[Any]:
+        versions = [(x.data_ptr(), x.is_inference() or x._version) for x in self.tensors(head)]
+        return [*versions, *((lora.scaling, lora.dropout) for lora in head.lora)]
+
+    def draw(self) -> None:
+        """Dropout of adapters is drawn once for a loss and real logits."""
+        if any(lora.dropout for lora in self.head.lora):
+            self.closed = self.closed or "dropout of the head's adapter has been drawn"
+
+    def raw(self) -> Tensor:
+        """Real logits, of the module's own forward."""
+        why = self.closed or ("optimizer.step() has run" if self.steps != Steps.count else "")
+        if why:
+            raise RuntimeError(STALE.format(why))
+        with torch.autocast(**self.autocast):
+            return inside(self.module, self._unchanged, self.hidden)
+
+    def _unchanged(self, hidden: Tensor) -> Tensor:
+        if self.state != self._state(Head.of(self.module)):
+            what = "the head's weight, its adapters or the hidden states have changed"
+            raise RuntimeError(STALE.format(what))
+        self.draw()
+        return self.own(hidden)
+
+
+@dataclass(eq=False)
+class Recipe:
+    """scale * raw, or factor * tanh(scale * raw), with raw = head(hidden) + bias.
+
+    Attributes:
+        hidden: [.., H] in the rows of these logits.
+        parent, step: real logits are `step` of the parent's.
+        real: the real logits, once they are made.
+    """
+
+    call: HeadCall
+    hidden: Tensor
+    scale: float = 1.0
+    factor: float | None = None
+    bias: Tensor | None = None  # [V]
+    parent: Recipe | None = None
+    step: Callable[[Tensor], Tensor] | None = None
+    real: Tensor | None = None
+
+    def followed(self, shape: Any, dtype: torch.dtype, inputs: list[Tensor]) -> Followed:
+        return _Node.apply(self, torch.Size(shape), dtype, *inputs)  # type: ignore[return-value]
+
+    def make(self, attached: bool) -> Tensor:
+        if self.real is None and self.call.written:
+            raise RuntimeError(STALE.format("they have been written to by another name"))
+        if self.real is None or (attached and not self.real.requires_grad):
+            with torch.set_grad_enabled(attached):
+                parent = self.parent
+                self.real = self.call.raw() if parent is None else self.step(parent.make(attached))  # type: ignore[misc]
+        return self.real
+
+    def head_of(self, head: Head) -> Head:
+        """`head` with bias, scale and soft cap of these logits."""
+        if self.scale == 1 and self.factor is None and self.bias is None:
+            return head
+        bias, scale = head.bias, self.scale * (self.factor or 1)
+        if self.bias is not None:
+            added = self.bias.to(head.weight.dtype)
+            bias = added if bias is None else bias + added
+        scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-12) else scale
+        return replace(head, bias=bias, softcap=self.factor, logit_scale=scale)
+
+
+class Followed(Tensor):
+    """Logits [.., V] without memory; `recipe` makes real ones."""
+
+    recipe: Recipe
+
+    def make(self) -> Tensor:
+        attached = self.requires_grad and torch.is_grad_enabled()
+        if attached and not hasattr(self.grad_fn, "recipe"):  # an autograd function returned them
+            return _Bridge.apply(self, self.recipe.make(False))  # type: ignore[return-value]
+        return self.recipe.make(attached)
+
+    @property
+    def is_followed(self) -> bool:
+        """The recipe tells value and gradient."""
+        call = self.recipe.call
+        ours = not self.requires_grad or hasattr(self.grad_fn, "recipe")
+        return ours and not call.closed and not call.written
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if name == "__get__":  # of an attribute
+            name = getattr(func.__self__, "__name__", "")
+        if name in OF_NO_VALUES:
+            return super().__torch_function__(func, types, args, kwargs)
+        first = args[0] if args else None
+        if not isinstance(first, Followed):
+            if name in REFLECTED and not kwargs and isinstance(args[1], Followed):
+                return func(args[1], first)
+        elif (rule := RULES.get(name)) and first.is_followed:
+            if (result := rule(first, func, *args[1:], **kwargs)) is not None:
+                return result
+        elif name in WRITES or (name[-1] == "_" and name[-2:] != "__"):
+            with torch.set_grad_enabled(first.requires_grad):
+                first.make()  # so that a later read with a gradient finds what is written now
+            first.recipe.call.written = True
+        args, kwargs = tree_map(_made, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _made(value: Any) -> Any:
+    return value.make() if isinstance(value, Followed) else value
+
+
+class _Node(torch.autograd.Function):
+    """Followed logits as an operation of hidden states and head. Its backward serves functions of
+    autograd, which take a tensor as it lies."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
+        ctx.recipe = recipe
+        ctx.set_materialize_grads(False)
+        logits: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Followed, shape, dtype=dtype, device=recipe.call.head.weight.device
+        )
+        refuse_to_be_written(logits)
+        logits.recipe = recipe
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        needed = ctx.needs_input_grad[3:]
+        if gradients[0] is None:
+            return (None,) * (3 + len(needed))
+        call = ctx.recipe.call
+        tensors = call.tensors(call.head)
+        with torch.enable_grad():
+            logits = ctx.recipe.make(True)
+        wanted = [x for x, need in zip(tensors, needed, strict=True) if need]
+        of_wanted = torch.autograd.grad(
+            logits, wanted, gradients[0], allow_unused=True, retain_graph=True
+        )
+        ready = iter(of_wanted)
+        return None, None, None, *(next(ready) if need else None for need in needed)
+
+
+class _Bridge(torch.autograd.Function):
+    """Real logits with the gradient of followed ones that an autograd function has returned."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Followed, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+# ---------------------------------------------------------------------- rules: logits of logits
+
+
+def _then(
+    x: Followed,
+    step: Callable[[Tensor], Tensor],
+    shape: Any = None,
+    dtype: torch.dtype | None = None,
+    attached: bool = True,
+    **changes: Any,
+) -> Followed:
+    call = x.recipe.call
+    recipe = replace(x.recipe, parent=x.recipe, step=step, real=None, **changes)
+    inputs = call.tensors(call.head) if attached and x.requires_grad else []
+    return recipe.followed(x.shape if shape is None else shape, dtype or x.dtype, inputs)
+
+
+def _number(x: Any) -> float | None:
+    if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and x.device.type == "cpu":
+        x = x.item()
+    return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None
+
+
+def _times(x: Followed, func: Any, other: Any) -> Any:
+    number = _number(other)
+    if number is None or not math.isfinite(number) or number == 0:
+        return None
+    if "div" in func.__name__:
+        number = 1 / number
+    factor = x.recipe.factor
+    if factor is None:
+        return _then(x, lambda t: func(t, other), scale=x.recipe.scale * number)
+    return None if number < 0 else _then(x, lambda t: func(t, other), factor=factor * number)
+
+
+def _tanh(x: Followed, func: Any) -> Any:
+    return _then(x, torch.tanh, factor=1.0) if x.recipe.factor is None else None
+
+
+def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
+    recipe = x.recipe
+    constant = isinstance(bias, Tensor) and not bias.requires_grad and not options
+    if not constant or bias.shape[-1:] != x.shape[-1:] or bias.numel() != x.shape[-1]:
+        return None
+    if bias.dim() > x.dim() or recipe.factor is not None or recipe.scale != 1:
+        return None
+    columns = bias.reshape(-1) if recipe.bias is None else recipe.bias + bias.reshape(-1)
+    return _then(x, lambda t: t + bias, bias=columns)
+
+
+def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **options)
+    if not isinstance(like, Tensor) or not like.is_floating_point() or like.device != x.device:
+        return None
+    if like.dtype == x.dtype and not options.get("copy"):
+        return x
+    return _then(x, lambda t: func(t, *args, **options), dtype=like.dtype)
+
+
+def _copied(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    return _then(x, lambda t: func(t, *args, **options), attached=func is not Tensor.detach)
+
+
+def _rows(x: Followed, step: Callable[[Tensor], Tensor], hidden: Tensor) -> Followed:
+    return _then(x, step, (*hidden.shape[:-1], x.shape[-1]), hidden=hidden)
+
+
+def _item(x: Followed, func: Any, index: Any) -> Any:
+    parts = index if isinstance(index, tuple) else (index,)
+    kinds = (int, slice, Tensor, type(...))
+    if not parts or any(not isinstance(p, kinds) or isinstance(p, bool | Followed) for p in parts):
+        return None
+    masks = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts]
+    ellipsis = any(p is ... for p in parts)
+    last = isinstance(parts[-1], slice) and parts[-1] == slice(None)
+    if not last and (sum(masks) >= x.dim() or ellipsis):
+        return None
+    return _rows(x, lambda t: t[index], x.recipe.hidden[index])
+
+
+def _view(x: Followed, func: Any, *shape: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not all(isinstance(size, int) for size in sizes) or sizes[-1:] != x.shape[-1:]:
+        return None
+    hidden = x.recipe.hidden
+    return _rows(x, lambda t: t.reshape(sizes), hidden.reshape(*sizes[:-1], hidden.shape[-1]))
+
+
+def _flat(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    hidden = x.recipe.hidden
+    flat = hidden.flatten(*args, **options)
+    merged = flat.shape[-1:] != hidden.shape[-1:]
+    return None if merged else _rows(x, lambda t: t.flatten(*args, **options), flat)
+
+
+def _cross_entropy(logits: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    take = logits.recipe.call.cross_entropy
+    return None if take is None else take(logits, *args, **options)
+
+
+def _refused(x: Followed, func: Any, *args: Any) -> Any:
+    raise RuntimeError(
+        "logits: retain_grad() has no gradient to keep, as the loss goes around them"
+    )
+
+
+RULES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _times),
+    **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), _times),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), _cast),
+    **dict.fromkeys(("clone", "contiguous", "detach"), _copied),
+    **dict.fromkeys(("view", "reshape"), _view),
+    "flatten": _flat,
+    "tanh": _tanh,
+    "__getitem__": _item,
+    "cross_entropy": _cross_entropy,
+    "retain_grad": _refused,
+}
+REFLECTED = {"mul", "__mul__", "__rmul__", "multiply", "add", "__add__", "__radd__"}
