@@ -39,7 +39,7 @@ def head_of(
         temperature, vocab_size: of the head.
         detached: whether the head gets no gradient.
     """
-    linear = _linear(layer)
+    linear = linear_of(layer)
     weight: Any = linear.weight if tied is None else tied
     bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
     lora = (_lora(layer.adapter, linear.tp_group),) if _has_lora(layer) else ()
@@ -60,7 +60,7 @@ def head_of(
         bias,
         temperature,
         softcap=_softcap(linear),
-        logit_scale=config.mup_output_mult if config.use_mup else 1.0,
+        logit_scale=config.mup_output_mult if getattr(config, "use_mup", False) else 1.0,
         vocab_size=vocab_size,
         vocab_group=linear.tp_group if linear.tp_group.size() > 1 else None,
         lora=lora,
@@ -74,6 +74,7 @@ def check_layer(
     config: Any,
     hidden: Tensor,
     tied: Tensor | None = None,
+    handed_on: bool = False,
 ) -> None:
     """Check that `head_of` can read the layer. A layer of another class than Megatron's is called
     once without labels, on one row of each rank, and its logits are compared with the product of
@@ -82,12 +83,13 @@ def check_layer(
     Args:
         hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
         tied: as of `head_of`.
+        handed_on: whether the layer was called, so that hooks before its forward have run.
 
     Raises:
         TypeError: a layer with other logits, or an adapter that is not known.
         ValueError: a setting that is not supported, by its name.
     """
-    linear = _linear(layer)
+    linear = linear_of(layer)
     if lacking := [name for name in READ if not hasattr(linear, name)]:
         raise TypeError(
             f"output_layer: got {type(linear).__name__} without {', '.join(lacking)}, want "
@@ -102,9 +104,10 @@ def check_layer(
         gtp_remat=getattr(linear, "gtp_remat_size", 1) > 1,  # new in 0.19
         **{
             "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
-            "hooks of output_layer": any(_has_hooks(module) for module in layer.modules()),
+            "hooks of output_layer": any(_has_hooks(m, handed_on) for m in layer.modules()),
             "FP8 parameters of output_layer": weight is not None and _is_quantised(weight),
-            "a soft cap with MuP": _softcap(linear) is not None and config.use_mup,
+            "a soft cap with MuP": _softcap(linear) is not None
+            and getattr(config, "use_mup", False),
         },
     )
     if _has_lora(layer):
@@ -118,13 +121,15 @@ def check_layer(
 
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
 COMPARED: WeakSet[Any] = WeakSet()  # layers whose logits are the product
+HANDS_ON = "hands_on"  # attribute of a forward in place of the layer's own, which it is
 LARGEST = 100.0  # logit of the comparison, beyond the soft caps of the field
 
 
 def _is_known(linear: Any) -> bool:
     """Whether the forward is Megatron's, or of a name that `head_of` knows."""
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
-    if "forward" in vars(linear):
+    replaced = vars(linear).get("forward")
+    if replaced is not None and not hasattr(replaced, HANDS_ON):
         return False
     return type(linear) is plain or _name_of(linear) in (MXFP8, *CAPPED)
 
@@ -137,8 +142,9 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
     row = row * (LARGEST / largest.clamp_min(1e-2))
     want = nn.functional.linear(row, weight, bias)
     name = type(linear).__name__
+    forward = getattr(vars(linear).get("forward"), HANDS_ON, linear)
     try:
-        logits, _ = linear(row, weight=weight, runtime_gather_output=False)
+        logits, _ = forward(row, weight=weight, runtime_gather_output=False)
     except Exception as error:
         raise TypeError(f"output_layer: {name} without labels raises {error!r}") from error
     place = linear.tp_group.rank() if linear.sequence_parallel else 0  # of the row, once gathered
@@ -167,13 +173,13 @@ def _name_of(layer: Any) -> str:
     return f"{forward.__module__}.{forward.__qualname__}"
 
 
-def _linear(layer: Any) -> Any:
+def linear_of(layer: Any) -> Any:
     """The layer inside LoRA's wrapper."""
     return layer.to_wrap if _name_of(layer) == LORA else layer
 
 
 def _has_lora(layer: Any) -> bool:
-    return _linear(layer) is not layer and layer._adapter_enabled
+    return linear_of(layer) is not layer and layer._adapter_enabled
 
 
 def _is_fused(linear: Any) -> bool:
@@ -193,8 +199,8 @@ def _is_quantised(weight: Any) -> bool:
     return any(kind.__module__.partition(".")[0] != "torch" for kind in kinds)
 
 
-def _has_hooks(module: Any) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+def _has_hooks(module: Any, handed_on: bool) -> bool:
+    return bool(module._forward_hooks or (module._forward_pre_hooks and not handed_on))
 
 
 # ---------------------------------------------------------------------- LoRA

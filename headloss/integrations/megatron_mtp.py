@@ -18,11 +18,9 @@ b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H],
 from __future__ import annotations
 
 import functools
-import sys
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ from ..losses import Objective, cross_entropy
 from ..options import Options
 from .megatron_heads import check_layer, head_of
 from .seams import Seams, fitted, part
-from .shared import needs_segments, per
+from .shared import holders, needs_segments, per
 
 PACKAGE, HOME = "megatron-core", "megatron.core.transformer.multi_token_prediction"
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel"
@@ -118,13 +116,7 @@ def _seams(options: Options) -> Seams:
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
         return ours(*args, **kwargs)
 
-    held: dict[tuple[str, str], Any] = {
-        (place, name): process_mtp_loss
-        for place, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        for name, value in list(vars(module).items())
-        if value is theirs
-    }
+    held: dict[tuple[str, str], Any] = dict.fromkeys(holders(theirs), process_mtp_loss)
     return Seams({**held, (MODEL, "forward"): _waited_for(model.forward)}, PACKAGE)
 
 

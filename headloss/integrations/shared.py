@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +22,17 @@ def refuse(instead: str, **asked: bool) -> None:
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")
+
+
+def holders(value: Any) -> list[tuple[str, str]]:
+    """The modules of this process that hold a function, and their names of it."""
+    return [
+        (place, name)
+        for place, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        for name, held in list(vars(module).items())
+        if held is value
+    ]
 
 
 def per(denominator: float | Tensor) -> Reduction:

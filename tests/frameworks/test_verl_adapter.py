@@ -369,9 +369,9 @@ def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="headloss under strategy 'fsdp_turbo' is not supported"):
         EngineRegistry.new("language_model", "fsdp_turbo", model_config=config)
     with monkeypatch.context() as patched:
-        gpt = pytest.importorskip("megatron.core.models.gpt.gpt_model")
-        patched.setattr(gpt.GPTModel, "forward", lambda self, input_ids: None)  # as before 0.18
-        with pytest.raises(RuntimeError, match=r"megatron-core .*takes no output_processor"):
+        home = pytest.importorskip("megatron.core.transformer.multi_token_prediction")
+        patched.delattr(home, "process_mtp_loss")
+        with pytest.raises(RuntimeError, match="multi_token_prediction: has no process_mtp_loss"):
             EngineRegistry.new("language_model", "megatron", model_config=config)
     model = engine_of(saved(tmp_path), "headloss").module
     model.config.model_type = "somebodys"

@@ -4,7 +4,6 @@ loss, metrics and gradients.
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,6 @@ from verl_case import (
     taught,
     trained,
 )
-
-import headloss.integrations.verl as adapter
 
 
 @pytest.fixture(scope="module")
@@ -160,25 +157,6 @@ def test_refused(engines: Any) -> None:
     tu.assign_non_tensor_stack(data, "support_ids", [None] * len(PROMPTS))
     with pytest.raises(ValueError, match="top-k distillation with support_ids, want .* vocabulary"):
         trained(engine, data, distillation_of("vanilla", settings))
-
-
-def test_refused_under_megatron(engines: Any) -> None:
-    """Whose fused forward has no place for it; verl would miss the losses after the forward."""
-    pytest.importorskip("megatron.core")
-    from verl.workers.engine.base import EngineRegistry
-    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
-
-    config = engines("headloss").model_config
-    with contextlib.suppress(TypeError):  # the engine itself is not built: it wants a GPU
-        EngineRegistry.new("language_model", "megatron", model_config=config)
-    engine = object.__new__(Engine)
-    engine.model_config = config
-    with pytest.raises(ValueError, match="top-k distillation under strategy 'megatron', want fsdp"):
-        engine.prepare_model_inputs(taught())
-    inputs = engine.prepare_model_inputs(taught(distillation_use_topk=False))
-    assert inputs["input_ids"].is_nested
-    adapter.uninstall()
-    assert engine.prepare_model_inputs(taught())["input_ids"].is_nested
 
 
 def test_a_policy_loss_that_is_not_read(engines: Any) -> None:

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def differences(got: tuple[Any, Any], want: tuple[Any, Any]) -> dict[str, float]:
@@ -74,46 +73,73 @@ def _beside(path: str, spread: bool, theirs: Any, ours: Any, batch: Any) -> dict
     return differences(found[1], found[0])
 
 
-def megatron(spread: bool, tied: bool) -> dict[str, float]:
-    """verl's own call of `GPTModel`, beside log-probs and entropies of Megatron's logits."""
+def megatron(
+    spread: bool, tied: bool, layout: str, topk: bool = False, floor: float | None = None
+) -> dict[str, float]:
+    """verl's own forward of its Megatron engine, packed (thd) or in rows (bshd), with its own
+    logits processor and ours: what it returns, and all gradients."""
     import megatron_ranks as ranks
 
     ranks.parallel(2)
     import verl_platform  # noqa: F401
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-    from verl.models.mcore import model_forward_fused as seam
+    from verl.models.mcore import model_forward
     from verl.workers.engine.base import EngineRegistry
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead as Engine
+    from verl_case import distillation_of, jagged
 
     import headloss.integrations.verl as adapter
 
     adapter.install()
+    own = Engine._lm_head_logits_processor
     asked = SimpleNamespace(
         use_fused_kernels=True, fused_kernel_options={"impl_backend": "headloss"}
     )
-    own = seam.fused_output_processor
     with contextlib.suppress(TypeError):  # the engine itself is not built: it wants a GPU
         EngineRegistry.new("language_model", "megatron", model_config=asked)
-    assert seam.fused_output_processor is not own
-    model = ranks.model_of(ranks.config_of(2, sequence_parallel=spread), tied)
-    given = ranks.inputs(b=1)
-    labels = given.pop("labels")
-    slopes = torch.randn(2, ranks.S, generator=torch.Generator().manual_seed(3))
-    logits = gather_from_tensor_model_parallel_region(model(**given))[0] / 0.8
-    table = logits.log_softmax(-1)
-    logp = table.gather(-1, labels[0, :, None])[:, 0]
-    entropy = -(table.exp() * table).sum(-1)
-
-    def finished(pair: tuple[Tensor, Tensor]) -> list[Tensor]:
-        (slopes[0] * pair[0] + slopes[1] * pair[1]).sum().backward()
-        return [*(x.detach() for x in pair), *ranks.gradients(model)]
-
-    want = finished((logp, entropy))
-    out = model(
-        **given, labels=labels, output_processor=seam.fused_output_processor,
-        output_processor_context=seam.FusedOutputProcessorContext(temperature=0.8),
-    )  # fmt: skip
-    assert out.log_probs.shape == (ranks.S,)
-    got = finished((out.log_probs, out.entropy))
+    assert Engine._lm_head_logits_processor is not own
+    model = ranks.model_of(
+        ranks.config_of(2, sequence_parallel=spread), tied, attention=False, length=16
+    )
+    model.embedding.add_position_embedding = False  # verl hands on none of packed tokens
+    generator = torch.Generator().manual_seed(2)
+    ids = [torch.randint(ranks.V, (n,), generator=generator) for n in (5, 2, 7)]
+    batch = {}
+    if topk:
+        table = [4 * torch.randn(len(x), ranks.V, generator=generator) for x in ids]
+        likeliest = [x.log_softmax(-1).topk(6) for x in table]
+        batch["teacher_logprobs"] = jagged([x.values for x in likeliest])
+        batch["teacher_ids"] = jagged([x.indices for x in likeliest])
+    loss = distillation_of("vanilla", {"log_prob_min_clamp": floor})
+    object.__setattr__(loss.keywords["config"], "strategy", "megatron")
+    found = []
+    for ours in (False, True):
+        engine: Any = object.__new__(Engine)
+        engine.is_value_model, engine.model_config = False, asked
+        engine.engine_config = SimpleNamespace(
+            use_fused_kernels=ours, entropy_from_logits_with_chunking=False
+        )
+        engine.module = [model]
+        if ours:
+            engine._maybe_enable_fused_kernels()
+            assert not engine.engine_config.use_fused_kernels
+        heats = [torch.full((len(x),), 0.7 + 0.2 * n) for n, x in enumerate(ids)]
+        output = model_forward.gptmodel_forward_model_engine(
+            model, jagged(ids), {}, data_format=layout,
+            logits_processor=functools.partial(
+                engine._lm_head_logits_processor, calculate_sum_pi_squared=False,
+                calculate_entropy=True, distillation_use_topk=topk, distillation_only=False,
+                logits_processor_func=loss, batch=batch, data_format=layout,
+            ),
+            logits_processor_args={"label": jagged(ids), "temperature": jagged(heats)},
+        )  # fmt: skip
+        names = sorted(name for name in output if not name.startswith("overlap"))
+        values = {name: output[name].values() for name in names}
+        slopes = torch.Generator().manual_seed(3)
+        carry = [x for x in values.values() if x.requires_grad]
+        sum((torch.randn(x.shape, generator=slopes) * x).sum() for x in carry).backward()
+        found.append(([x.detach() for x in values.values()], ranks.gradients(model), values.keys()))
     adapter.uninstall()
-    assert seam.fused_output_processor is own
-    return {"worst": ranks.worst(got, want)}
+    assert Engine._lm_head_logits_processor is own and found[0][2] == found[1][2]
+    (want, grads, _), (got, our_grads, _) = found
+    values = max(ranks.off(a, b) for a, b in zip(got, want, strict=True))
+    return {"values": values, "gradient": max(map(ranks.off, our_grads, grads))}

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from verl.models.transformers import monkey_patch
 from verl.utils.experimental import torch_functional
-from verl.utils.model import CausalLMOutputForPPO
 
 from ...batch.batch import Batch
 from ...head.head import Head
 from ...head.reading import FAMILIES, unwrap
 from ...head_stats import head_stats
 from ...options import Options
-from ..megatron import TokenStats
 from ..sharding import inside, whole
 
 BACKEND = "_verl_fused_kernels_backend"  # where verl keeps a model's backend
@@ -131,16 +129,3 @@ def fused_of(module: Any) -> Fused:
             "set use_fused_kernels=False"
         )
     return found
-
-
-def output_processor(
-    *, hidden_states: Tensor, labels: Tensor, context: Any, **given: Any
-) -> CausalLMOutputForPPO:
-    """In place of verl's `fused_output_processor` under Megatron; [N] log-probs and entropies."""
-    if labels.shape[0] != 1:
-        raise ValueError(f"labels: got {tuple(labels.shape)}, want packed sequences, [1, N]")
-    process = TokenStats(temperature=context.temperature)
-    stats = process(hidden_states=hidden_states, labels=labels, **given)
-    return CausalLMOutputForPPO(  # type: ignore[call-arg]
-        hidden_states=hidden_states, log_probs=stats.logp[0], entropy=stats.entropy[0]
-    )

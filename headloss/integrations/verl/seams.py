@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.utils import tensordict_utils as tu
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
-from .. import megatron, megatron_mtp
-from ..seams import Seams, announce, check_signature, require_arguments
+from .. import megatron_mtp
+from ..seams import Seams, check_signature, require_arguments
 from . import fused, losses
 from .asked import asks
 from .engine import Engine
-
-MCORE = "verl.models.mcore.model_forward_fused"
-MEGATRON = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
 
 
 def install() -> None:
@@ -42,7 +38,8 @@ def check() -> str:
 def uninstall() -> None:
     """As the package's."""
     SEAMS.uninstall()
-    UNDER_MEGATRON.uninstall()
+    for seams in under_megatron:
+        seams.uninstall()
     megatron_mtp.uninstall()
     losses.remove()
 
@@ -67,24 +64,17 @@ def _new(theirs: Any) -> Any:
 
 
 def _under_megatron() -> None:
-    """By Megatron's own hook; with a release that has none verl would go on with its kernels."""
-    announce("megatron-core", megatron.check())
-    UNDER_MEGATRON.install(quiet=True)  # install() has announced verl
-    # Where MTP is on, verl calls no processor: the main logits are made, those of the depths not.
+    """By hidden states where verl reads logits, whether its own fused kernels would serve the model
+    or not. The depths of multi-token prediction have a call of their own."""
+    from . import megatron  # which imports Megatron-Core
+
+    megatron.SEAMS.install(quiet=True)  # install() has announced verl
     megatron_mtp.install()
+    if megatron.SEAMS not in under_megatron:
+        under_megatron.append(megatron.SEAMS)
 
 
-def prepare_model_inputs(self: Any, batch: Any) -> Any:
-    """Of the Megatron engine, whose fused forward computes no loss of a teacher."""
-    fused = tu.get_non_tensor_data(batch, "use_fused_kernels", False) and asks(self.model_config)
-    if fused and tu.get_non_tensor_data(batch, "distillation_use_topk", False):
-        raise ValueError(
-            "impl_backend: got top-k distillation under strategy 'megatron', want fsdp or fsdp2; "
-            "or use_fused_kernels=False"
-        )
-    return UNDER_MEGATRON.theirs[MEGATRON, "prepare_model_inputs"](self, batch)
-
-
+under_megatron: list[Seams] = []
 SEAMS = Seams(
     {
         ("verl.utils.experimental.torch_functional", "FusedLinearForPPO"): fused.fused_linear,
@@ -92,13 +82,6 @@ SEAMS = Seams(
             fused.patch_forward
         ),
         ("verl.workers.engine.base:EngineRegistry", "new"): staticmethod(_new(EngineRegistry.new)),
-    },
-    "verl",
-)
-UNDER_MEGATRON = Seams(
-    {
-        (MCORE, "fused_output_processor"): fused.output_processor,
-        (MEGATRON, "prepare_model_inputs"): prepare_model_inputs,
     },
     "verl",
 )
