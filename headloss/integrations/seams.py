@@ -28,6 +28,8 @@ ADAPTERS = {
     "areal": "areal",
     "openrlhf": "openrlhf",
     "ms-swift": "ms_swift",
+    "slime": "slime",
+    "miles": "slime",
 }
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
 TESTED: dict[str, tuple[str, ...]] = {
@@ -45,6 +47,8 @@ TESTED: dict[str, tuple[str, ...]] = {
     "areal": ("1.0.4",),
     "openrlhf": ("0.11.2",),
     "ms-swift": ("4.6.0",),
+    "slime": ("0.3.1",),
+    "miles": ("0.1.0",),
 }
 
 

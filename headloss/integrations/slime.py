@@ -1,0 +1,222 @@
+"""slime and miles with headloss in place of the logits of their Megatron models.
+
+    --custom-megatron-init-path headloss.integrations.slime.init
+
+Actors, references and teachers hand on hidden states where they made logits; the log-probs of
+response tokens, and their entropies, are made of these. Losses, advantages and metrics stay those
+of the framework. `install()` and `uninstall()` do the same by hand.
+
+T rows of this rank (under tensor parallelism those of all its ranks), H hidden width.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import math
+import sys
+from argparse import Namespace
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch.batch import IGNORE
+from . import megatron_mtp
+from .megatron_hidden import hand_on, latest
+from .seams import Seams, part, require_arguments
+from .shared import holders, refuse
+
+NAME, PROVIDER = "get_log_probs_and_entropy", "get_model_provider_func"
+LOSSES = {
+    "slime": "slime.backends.megatron_utils.loss",
+    "miles": "miles.backends.training_utils.loss_hub.logit_processors",
+}
+ARGUMENTS = ("logits", "args", "unconcat_tokens", "total_lengths", "response_lengths")
+
+
+def init(args: Any) -> None:
+    """What `--custom-megatron-init-path` calls.
+
+    Raises:
+        ValueError: a setting whose code reads logits, by its name.
+        RuntimeError: as `install`.
+    """
+    refuse(
+        "logits, without --custom-megatron-init-path",
+        custom_loss=args.loss_type == "custom_loss",
+        true_on_policy_mode=bool(getattr(args, "true_on_policy_mode", False)),
+    )
+    if getattr(args, "mtp_num_layers", None):
+        megatron_mtp.install()
+    install()
+
+
+def install() -> None:
+    """Put headloss in place of the framework's log-probs in every module that holds them, and open
+    the models that are built from now on, until `uninstall()`.
+
+    Raises:
+        RuntimeError: neither slime nor miles is imported here, or its functions take other
+            arguments.
+    """
+    if INSTALLED:
+        return
+    seams = [_seams(package) for package, home in LOSSES.items() if home in sys.modules]
+    if not seams:
+        raise RuntimeError("slime: neither it nor miles is imported in this process")
+    for one in seams:
+        one.install()
+        INSTALLED.append(one)
+
+
+def uninstall() -> None:
+    """Undo `install()`. Models that have been built keep their door."""
+    while INSTALLED:
+        INSTALLED.pop().uninstall()
+
+
+INSTALLED: list[Seams] = []
+
+
+def _seams(package: str) -> Seams:
+    home = LOSSES[package]
+    theirs, responses = part(package, home, NAME), part(package, home, "get_responses")
+    require_arguments(theirs, ARGUMENTS, NAME, package)
+    require_arguments(responses, ARGUMENTS, "get_responses", package)
+    module = sys.modules[home]
+    provider = part(package, f"{package}.backends.megatron_utils.model_provider", PROVIDER)
+
+    @functools.wraps(theirs, assigned=("__doc__",))
+    def log_probs_and_entropy(logits: Tensor, **settings: Any) -> Any:
+        values = _values(module, responses, logits, **settings)
+        if "top_p_token_ids" in inspect.signature(theirs).parameters:  # slime's two results
+            return torch.empty(0, device=logits.device), values
+        return values
+
+    @functools.wraps(responses)
+    def get_responses(logits: Tensor, **settings: Any) -> Any:
+        """The framework's, for values of a critic; hidden states are not logits."""
+        if logits.shape[-1] > 1:
+            raise ValueError("get_responses: reads logits, of which there are none under headloss")
+        return responses(logits, **settings)
+
+    @functools.wraps(provider)
+    def get_model_provider_func(args: Any, role: str = "actor") -> Any:
+        build = provider(args, role)
+        return build if role == "critic" else _opening(build)
+
+    ours = {
+        theirs: log_probs_and_entropy,
+        responses: get_responses,
+        provider: get_model_provider_func,
+    }
+    return Seams({at: new for old, new in ours.items() for at in holders(old)}, package)
+
+
+def _opening(build: Any) -> Any:
+    """A model provider, whose models hand on hidden states."""
+
+    @functools.wraps(build)
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        model = build(*args, **kwargs)
+        hand_on(model)
+        return model
+
+    return provide
+
+
+# ---------------------------------------------------------------------- log-probs
+
+
+def _values(
+    module: ModuleType,
+    responses: Any,
+    logits: Tensor,  # [b, s / tp, H] hidden states
+    *,
+    args: Any,
+    unconcat_tokens: list[Tensor],
+    total_lengths: list[int],
+    response_lengths: list[int],
+    with_entropy: bool = False,
+    entropy_requires_grad: bool | None = None,
+    non_loss_data: bool = True,
+    top_p_token_ids: Any = None,
+    top_p_token_offsets: Any = None,
+    **layout: Any,
+) -> dict[str, list[Tensor]]:
+    """[R] log-probs and entropies of each sample's response tokens on this rank. Rows and tokens
+    are those of the framework's own `get_responses`, which is given numbers in place of logits."""
+    door, device = latest(), logits.device
+    shape = (logits.shape[0], logits.shape[1] * door.ranks)
+    rows = torch.arange(math.prod(shape), device=device, dtype=torch.float32).view(*shape, 1)
+    lengths = {"total_lengths": total_lengths, "response_lengths": response_lengths, **layout}
+    ends = [*itertools.accumulate(map(len, unconcat_tokens), initial=0)]
+    numbers = [torch.arange(*pair, device=device) for pair in itertools.pairwise(ends)]
+    plain = Namespace(**{**vars(args), "rollout_temperature": 1.0})
+    found = responses(rows, args=plain, unconcat_tokens=numbers, **lengths)
+    pairs = [(row.flatten().long(), number[: row.shape[0]]) for row, number in found]
+    at, chosen = (torch.cat(side) for side in zip(*pairs, strict=True))
+    labels = torch.cat(unconcat_tokens).to(device).long()[chosen]
+    targets = torch.full((math.prod(shape),), IGNORE, device=device).index_copy(0, at, labels)
+    fields = {}
+    if top_p_token_ids is not None and top_p_token_offsets is not None:
+        firsts = [end - count for end, count in zip(ends[1:], response_lengths, strict=True)]
+        sets = zip(firsts, top_p_token_ids, top_p_token_offsets, strict=True)
+        fields["support_ids"] = _support(pairs, targets, list(sets))
+    heat = float(getattr(args, "rollout_temperature", 1.0))
+    if entropy_requires_grad is None:
+        entropy_requires_grad = getattr(args, "entropy_coef", 0.0) != 0
+    one = with_entropy and not fields  # call; entropies are of the whole vocabulary with sets too
+    names = ("logp", "entropy") if one and entropy_requires_grad else ("logp",)
+    stats = door.stats(logits, targets.view(shape), heat, names, **fields)
+    values = {"log_probs": stats.logp}
+    if with_entropy:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(entropy_requires_grad)):
+            if not one:
+                stats = door.stats(logits, targets.view(shape), heat, ("entropy",))
+        values["entropy"] = stats.entropy if entropy_requires_grad else stats.entropy.detach()
+    counts = [len(row) for row, _ in pairs]
+    split = {name: list(x.flatten()[at].split(counts)) for name, x in values.items()}
+    if args.allgather_cp:
+        _redistribute(module, split, rows, args, lengths)
+    return split
+
+
+def _redistribute(
+    module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
+) -> None:
+    """The framework's own exchange from contiguous parts to those of zigzag."""
+    if hasattr(module, "_allgather_cp_redistribute"):  # slime's
+        module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
+    else:
+        module.allgather_cp_redistribute(values, logits=rows, args=args, **lengths)
+
+
+def _support(
+    pairs: list[tuple[Tensor, Tensor]], targets: Tensor, sets: list[tuple[int, Any, Any]]
+) -> tuple[Tensor, Tensor]:
+    """Ids and offsets over all rows: of each response token the recorded ones and the token itself,
+    which slime keeps in any case; a token without a record has the whole vocabulary.
+
+    Args:
+        pairs: rows of each sample, and the numbers of their tokens among all samples'.
+        sets: of each sample the number of its first response token, ids and offsets.
+    """
+    keys, labels = [], targets.cpu()
+    for (row, number), (first, ids, offsets) in zip(pairs, sets, strict=True):
+        ends = torch.as_tensor(offsets, device="cpu").long()
+        place = number.cpu() - first
+        recorded = place < len(ends) - 1
+        place, row = place[recorded], row.cpu()[recorded]
+        begin, sizes = ends[place], ends[place + 1] - ends[place]
+        before = (begin + sizes - sizes.cumsum(0)).repeat_interleave(sizes)
+        inside = torch.arange(len(before), device="cpu")
+        kept = torch.as_tensor(ids, device="cpu").long()[before + inside]
+        keys += [(row << 32).repeat_interleave(sizes) + kept, (row << 32) + labels[row]]
+    both = torch.cat(keys).unique()
+    counts = torch.bincount(both >> 32, minlength=len(targets))
+    ids, offsets = both & (2**32 - 1), nn.functional.pad(counts.cumsum(0), (1, 0))
+    return ids.to(targets.device), offsets.to(targets.device)

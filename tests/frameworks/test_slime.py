@@ -1,0 +1,53 @@
+"""Log-probs and entropies of slime and miles, by their own functions out of their sources, of
+Megatron-Core's own model on two gloo ranks, from logits and from hidden states.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from parity import SOURCES
+from worlds import World, world_of
+
+if importlib.util.find_spec("megatron") is None or not (SOURCES / "slime").is_dir():
+    pytest.skip("megatron-core or slime is not here", allow_module_level=True)
+
+import slime_ranks as ranks
+
+import headloss.integrations.slime as adapter
+
+
+@pytest.fixture(scope="module")
+def world():
+    with world_of(2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("package", "size", "spread", "layout", "replay", "entropy"),
+    [
+        ("slime", 2, False, "packed", False, 0.01),
+        ("slime", 2, True, "packed", True, 0.01),
+        ("slime", 1, False, "zigzag", True, 0.0),
+        ("slime", 1, False, "contiguous", False, 0.01),
+        ("miles", 2, True, "packed", False, 0.0),
+        ("miles", 1, False, "zigzag", False, 0.01),
+        ("miles", 1, False, "contiguous", False, 0.0),
+    ],
+)
+def test_log_probs(
+    world: World, package: str, size: int, spread: bool, layout: str, replay: bool, entropy: float
+) -> None:
+    args = package, size, spread, layout, replay, entropy
+    for found in world.run(ranks.log_probs, *args, seconds=300):
+        assert found["values"] < 1e-6, found
+        # Megatron's fused cross-entropy, which miles calls, rounds its gradient to bfloat16.
+        assert found["gradient"] < (1e-6 if package == "slime" else 4e-3), found
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="custom_loss: is not supported here, only by logits"):
+        adapter.init(ranks.Namespace(loss_type="custom_loss"))
+    with pytest.raises(RuntimeError, match="neither it nor miles is imported in this process"):
+        adapter.install()
