@@ -30,6 +30,7 @@ ADAPTERS = {
     "ms-swift": "ms_swift",
     "slime": "slime",
     "miles": "slime",
+    "speculators": "speculators",
 }
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
 TESTED: dict[str, tuple[str, ...]] = {
@@ -49,6 +50,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "ms-swift": ("4.6.0",),
     "slime": ("0.3.1",),
     "miles": ("0.1.0",),
+    "speculators": ("0.9.0",),
 }
 
 

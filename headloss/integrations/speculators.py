@@ -149,9 +149,16 @@ CURRENT: ContextVar[Forward | None] = ContextVar("headloss_speculators", default
 
 @functools.cache
 def _padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
-    """A head's forward that returns its input between zeros: one function for each pair of widths,
-    so that a compiled model is not compiled again."""
-    return lambda states: F.pad(states, (before, after)) if before + after else states
+    """A head's forward that returns its input between zeros, in the dtype of its product: one
+    function for each pair of widths, so that a compiled model is not compiled again."""
+
+    def forward(states: Tensor) -> Tensor:
+        device = states.device.type
+        if torch.is_autocast_enabled(device):
+            states = states.to(torch.get_autocast_dtype(device))
+        return F.pad(states, (before, after)) if before + after else states
+
+    return forward
 
 
 @contextmanager

@@ -1,0 +1,214 @@
+"""Draft models of speculators, whole, with their losses and with headloss's in their place."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+import headloss.integrations.speculators as adapter
+
+V, V_DRAFT, H, T = 97, 61, 32, 40
+CONFIGS = {
+    "eagle3": "Eagle3SpeculatorConfig",
+    "peagle": "PEagleSpeculatorConfig",
+    "dflash": "DFlashSpeculatorConfig",
+    "dspark": "DSparkSpeculatorConfig",
+}
+MARKOV = {"markov_rank": 8, "enable_confidence_head": True, "confidence_head_with_markov": True}
+STEPS = {"ttt_steps": 3, "ttt_step_loss_decay": 0.8}
+CE_AND_TV = '{"ce": 0.1, "tv": 0.9}'
+D_PACE = {"max_anchors": 6, "per_position_loss_weight": "dpace"}
+
+
+def draft_model(kind: str, **more: Any) -> Any:
+    """A draft of one layer beside a verifier of V tokens, of which it has V_DRAFT."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    eagle = kind in ("eagle3", "peagle")
+    layer = (LlamaConfig if eagle else Qwen3Config)(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+    )
+    layer._attn_implementation = "eager"
+    proposal = GreedyTokenProposalConfig(speculative_tokens=3)
+    speculation = SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[proposal],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+    )
+    layers = "eagle_aux_hidden_state_layer_ids" if eagle else "aux_hidden_state_layer_ids"
+    more |= {layers: [0, 1, 2]}
+    more |= {} if eagle else {"block_size": 4}
+    more |= {} if kind == "eagle3" else {"mask_token_id": 1}
+    config_class = getattr(
+        importlib.import_module(f"speculators.models.{kind}.config"), CONFIGS[kind]
+    )
+    config = config_class(
+        transformer_layer_config=layer,
+        draft_vocab_size=V_DRAFT,
+        speculators_config=speculation,
+        **more,
+    )
+    core = importlib.import_module(f"speculators.models.{kind}.core")
+    torch.manual_seed(0)
+    model = getattr(core, adapter.CLASSES[kind])(config)
+    with torch.no_grad():
+        head = 0.3 * torch.randn(V_DRAFT, H)  # acceptances above speculators' clamp of nla
+        model.lm_head.weight.copy_(head)
+        model.verifier_lm_head.weight.copy_(head)
+        model.embed_tokens.weight.copy_(torch.randn(V, H))
+        model.verifier_norm.weight.fill_(1.0)
+        model.t2d.copy_(torch.arange(V) < V_DRAFT)
+    return model
+
+
+def inputs(scored: float = 0.7) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden_states": torch.randn(1, T, 3 * H, generator=generator),
+        "input_ids": torch.randint(V, (1, T), generator=generator),
+        "loss_mask": torch.rand(1, T, generator=generator) < scored,
+        "verifier_last_hidden_states": torch.randn(1, T, H, generator=generator),
+        "document_ids": torch.zeros(1, T, dtype=torch.long),
+    }
+
+
+def losses(kind: str, spec: str) -> dict[str, Any]:
+    from speculators.losses import resolve_loss_config
+
+    named: dict[str, Any] = {"loss_config": resolve_loss_config(spec, "eager")}
+    if kind == "dspark":
+        named["tv_loss_fn"] = resolve_loss_config("tv", "eager")["tv"][0]
+    return named
+
+
+def train(model: Any, batch: dict[str, Tensor], **named: Any) -> tuple[Any, Tensor, dict, dict]:
+    model.zero_grad()
+    torch.manual_seed(5)  # anchors are drawn
+    tokens, loss, metrics = model(**batch, **named)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return tokens, loss.detach(), metrics, gradients
+
+
+@pytest.fixture
+def installed() -> Any:
+    """Calls with headloss in place; speculators' own before and after."""
+
+    def call(*args: Any, **named: Any) -> tuple[Any, Tensor, dict, dict]:
+        adapter.install()
+        try:
+            return train(*args, **named)
+        finally:
+            adapter.uninstall()
+
+    yield call
+    adapter.uninstall()
+
+
+CASES = [
+    *(("eagle3", {}, STEPS, spec) for spec in ("kl_div", "nla", CE_AND_TV, "rkl", "lk_hybrid")),
+    *(("peagle", {}, {}, spec) for spec in ("kl_div", "jsd")),
+    *(("dflash", {}, {"max_anchors": 6}, spec) for spec in ("ce", "tv")),
+    *(("dflash", {}, D_PACE, spec) for spec in ("ce", CE_AND_TV)),
+    ("dspark", {"markov_rank": 0, "enable_confidence_head": False}, {"max_anchors": 6}, CE_AND_TV),
+    *(
+        ("dspark", MARKOV | {"markov_head_type": kind}, {"max_anchors": 6}, CE_AND_TV)
+        for kind in ("vanilla", "gated", "rnn")
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "more", "named", "spec"), CASES)
+def test_loss_metrics_and_all_gradients(
+    installed: Any, kind: str, more: dict, named: dict, spec: str
+) -> None:
+    model = draft_model(kind, **more)
+    named = named | losses(kind, spec)
+    tokens, loss, metrics, gradients = train(model, inputs(), **named)
+    got_tokens, got_loss, got_metrics, got_gradients = installed(model, inputs(), **named)
+    assert abs(got_loss - loss) <= 1e-6 * abs(loss)
+    assert list(got_metrics) == list(metrics)
+    for name, metric in metrics.items():
+        counted = "_acc_" in name or name.startswith("eal")
+        slack = 0.0 if counted else 1e-6 * max(1.0, abs(float(metric)))
+        assert abs(float(got_metrics[name]) - float(metric)) <= slack, name
+    assert got_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        error = (got_gradients[name] - gradient).norm()
+        assert error <= 4e-6 * gradient.norm() + 1e-9, name
+    if tokens is not None:
+        assert len(got_tokens) == len(tokens)
+        assert all(map(torch.equal, got_tokens, tokens))
+
+
+def test_nothing_scored(installed: Any) -> None:
+    """Loss and gradients are zeros, and there; metrics have the same keys."""
+    model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
+    _, loss, metrics, gradients = train(model, inputs(scored=0.0), **named)
+    _, got_loss, got_metrics, got_gradients = installed(model, inputs(scored=0.0), **named)
+    assert got_loss == loss == 0 and list(got_metrics) == list(metrics)
+    assert got_gradients.keys() == gradients.keys()
+    assert all(g.count_nonzero() == 0 for g in got_gradients.values())
+
+
+def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
+    """Speculators clamps the acceptance at 1e-5, below which its nla is flat."""
+    model, named = draft_model("peagle"), losses("peagle", "nla")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)
+        model.verifier_lm_head.weight.mul_(-30)
+    _, flat, _, none = train(model, inputs(), **named)
+    _, loss, _, gradients = installed(model, inputs(), **named)
+    assert flat < 11.52 and loss > 2 * flat  # -log 1e-5
+    assert none["fc.weight"].norm() < 0.5 * gradients["fc.weight"].norm()
+
+
+def test_autocast(installed: Any) -> None:
+    """Products in bfloat16 as speculators', and no logits rounded to it."""
+    model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
+    exact = train(model, inputs(), **named)
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = train(model, inputs(), **named)
+        got = installed(model, inputs(), **named)
+    assert abs(got[1] - exact[1]) <= 1.1 * abs(stock[1] - exact[1]) + 2e-3
+    assert got[3]["fc.weight"].dtype == torch.float32
+
+
+def test_other_losses_are_refused(installed: Any) -> None:
+    model, named = draft_model("peagle"), {"loss_config": {"kl_div": (lambda z, q: z, 1.0)}}
+    with pytest.raises(ValueError, match=r"loss_config\['kl_div'\]: got .*want speculators' own"):
+        installed(model, inputs(), **named)
+
+
+def test_without_a_verifier_and_after_uninstall(installed: Any) -> None:
+    """A forward that asks for tokens alone is speculators' own, as all are after `uninstall`."""
+    model = draft_model("eagle3")
+    batch = inputs() | {"verifier_last_hidden_states": None}
+    want = model(**batch, ttt_steps=2)
+    before = type(model).forward
+    adapter.install()
+    assert type(model).forward is not before
+    assert all(map(torch.equal, model(**batch, ttt_steps=2), want))
+    adapter.uninstall()
+    assert type(model).forward is before and "forward" not in vars(model.lm_head)
+
+
+def test_what_is_replaced_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = importlib.import_module("speculators.models.dspark.core")
+    monkeypatch.setattr(core, "compute_metrics", lambda logits, targets: None)
+    with pytest.raises(RuntimeError, match="dspark: compute_metrics: takes no loss_mask"):
+        adapter.install()
