@@ -167,7 +167,7 @@ def _states_for_logits(forward: Forward) -> Iterator[None]:
     [h | u]; the verifier's head returns [.., H]."""
     draft, markov = forward.draft, forward.markov
     rank = 0 if markov is None else markov.in_features
-    replaced = {draft: _padded(0, rank), forward.verifier: _padded(0, 0)}
+    replaced: dict[Any, Any] = {draft: _padded(0, rank), forward.verifier: _padded(0, 0)}
     if markov is not None:
         replaced[markov] = _padded(draft.in_features, 0)
     before = CURRENT.set(forward)
@@ -306,11 +306,11 @@ def _loss(
 ) -> Output:
     """sum_t sum_k slope_kt loss_kt over the rows that are read."""
     targets = rows.targets.masked_fill(~rows.read, -100)
-    fields = {f"slopes_{name}": slope.float() for name, slope in slopes.items()}
+    fields: dict[str, Any] = {f"slopes_{n}": slope.float() for n, slope in slopes.items()}
     batch = Batch(targets, totals=Totals(1, 1), teacher_hidden=rows.verifier, **fields)
     draft, verifier = heads
     first, *_ = slopes
-    objective = sum(_term(name, verifier, acceptance and name == first) for name in slopes)
+    objective: Any = sum(_term(name, verifier, acceptance and name == first) for name in slopes)
     observed = [f"{name}/value" for name in slopes] + [f"{first}/acceptance"] * acceptance
     options = Options(per_token=(*observed, "top1"))
     return head_loss(rows.hidden, draft, batch, objective, options)
@@ -327,14 +327,14 @@ def _slopes(
     zeros = torch.zeros_like(rows.read, dtype=torch.float32)
     leaves = {name: zeros if values is None else values[f"{name}/value"] for name in config}
     leaves = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
+    alone: dict[str, Any] = dict(arguments)
+    if "confidence_logits" in alone:
+        alone["confidence_logits"] = None
+    if alone.get("prev_correct") is not None:
+        alone["prev_correct"] = alone["prev_correct"].clone()  # which is written to
     with torch.enable_grad():
-        given = {f"{name}/value": leaf for name, leaf in leaves.items()}
-        alone = arguments | (
-            {"confidence_logits": None} if "confidence_logits" in arguments else {}
-        )
-        if alone.get("prev_correct") is not None:
-            alone["prev_correct"] = alone["prev_correct"].clone()  # which is written to
-        loss, _ = _called(theirs, alone, config, rows, given)
+        losses = {f"{name}/value": leaf for name, leaf in leaves.items()}
+        loss, _ = _called(theirs, alone, config, rows, losses)
         slopes = torch.autograd.grad(loss, list(leaves.values()))
     return dict(zip(leaves, slopes, strict=True))
 
@@ -354,15 +354,15 @@ def _called(
     losses = {
         name: (_constant(values[f"{name}/value"]), weight) for name, (_, weight) in config.items()
     }
-    given = arguments | {
+    replaced: dict[str, Any] = {
         "logits": torch.stack([agreed, 1 - agreed], -1),
         "targets": torch.tensor([1.0, 0.0], device=agreed.device).expand(1, positions, 2),
         "loss_config": losses,
     }
     if "tv_loss_fn" in arguments:
         acceptance = next((v for k, v in values.items() if k.endswith("/acceptance")), agreed)
-        given["tv_loss_fn"] = _constant(1 - acceptance)
-    return theirs(**given)
+        replaced["tv_loss_fn"] = _constant(1 - acceptance)
+    return theirs(**arguments | replaced)
 
 
 def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
