@@ -29,6 +29,7 @@ from trl_case import PROMPTS, llama, load, prompts, reward, tokenizer
 from headloss import rl
 from headloss.integrations.transformers import SupportRecorder
 from headloss.integrations.trl import GRPOTrainer
+from headloss.integrations.trl.common import append_logged
 from headloss.integrations.trl.support import Drawn, drawn_logps, pairs, rows_drawn
 
 FILTERS: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
@@ -85,6 +86,7 @@ def measured(trainer: Any, inputs: dict[str, Any]) -> dict[str, float]:
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
     trainer._compute_loss(trainer.model, inputs)
+    append_logged(trainer)
     return {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 

@@ -14,6 +14,7 @@ from trl_case import llama, load, prompts, reward, tokenizer
 
 from headloss import rl
 from headloss.batch.support_forms import padded_pairs
+from headloss.integrations.trl.common import append_logged
 from headloss.integrations.trl.support import counts_of, pairs, rows_given
 
 TEMPERATURE = 0.9
@@ -69,6 +70,7 @@ def sampler_logps(trainer: Any, inputs: dict[str, Any], support: Tensor) -> Tens
 def ratio(trainer: Any, inputs: dict[str, Any], old: Tensor) -> float:
     trainer._compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
     mode = "train" if trainer.model.training else "eval"
+    append_logged(trainer)
     return trainer._metrics[mode]["headloss/grpo/ratio"][-1]
 
 

@@ -40,8 +40,10 @@ def assert_same_step(cut: Any, large: Any) -> None:
         torch.testing.assert_close(moved[name], value, rtol=2e-5, atol=2e-6)
 
 
-def large_batch(trainer: Any, terms: Any) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and trained weights of a step on all rows at once, through plain logits."""
+def large_batch(
+    trainer: Any, terms: Any
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Loss, trained weights and terms of a step on all rows at once, through plain logits."""
     model = load(llama())
     rows = [{k: v for k, v in row.items() if k != "text"} for row in trainer.train_dataset]
     inputs = trainer.data_collator(rows)
@@ -54,10 +56,10 @@ def large_batch(trainer: Any, terms: Any) -> tuple[float, dict[str, torch.Tensor
         chosen, rejected = (logps * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)
         inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         batch = preference_batch(inputs)
-    loss = hl.logits_loss(logits, batch, terms).loss
-    loss.backward()
+    out = hl.logits_loss(logits, batch, terms)
+    out.loss.backward()
     moved = {n: (p - 0.5 * p.grad).detach() for n, p in model.named_parameters()}
-    return loss.item(), moved
+    return out.loss.item(), moved, out.terms
 
 
 def same_as_large_batch(of: Any, micro_batches: int, ranks: int = 1) -> list[dict[str, float]]:
@@ -68,11 +70,13 @@ def same_as_large_batch(of: Any, micro_batches: int, ranks: int = 1) -> list[dic
         "max_steps": 1,
     }
     trainer = of(adding(SFTTrainer if of is sft else DPOTrainer), **cut)
-    loss, weights = large_batch(
+    loss, weights, terms = large_batch(
         trainer, (hl.cross_entropy() if of is sft else hl.dpo(beta=trainer.beta)) + FURTHER
     )
     logs, moved = train(trainer)
     assert logs[0]["loss"] == pytest.approx(loss, rel=2e-5)
+    for name, value in terms.items():
+        assert logs[0][f"headloss/{name}"] == pytest.approx(value.item(), rel=2e-5), name
     for name, value in weights.items():
         torch.testing.assert_close(moved[name], value, rtol=2e-5, atol=2e-6)
     return logs

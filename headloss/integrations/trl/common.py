@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...losses import Term, term
 from ...statistics.metrics import Metrics, Observed
+from ..logged import PROBE, Logged
 from ..seams import TESTED, check_signature, release
 
 CHECKED = "each function of it that headloss takes the place of"
@@ -58,15 +59,43 @@ def mode(trainer: Any) -> str:
     return "train" if trainer.model.training else "eval"
 
 
-def record(trainer: Any, metrics: Metrics | None) -> None:
-    """Append headloss's own metrics as "headloss/..."; what was measured on nothing is left out."""
-    assert metrics is not None, "there has been no forward"
-    if trainer.accelerator.num_processes > 1:
-        metrics = metrics.all_reduce()
-    into = trainer._metrics[mode(trainer)]
-    for name, value in metrics.compute().items():
-        if math.isfinite(value):
+def record(
+    trainer: Any, request: Any, parts: int, ranks: int = 1, further: Metrics | None = None
+) -> None:
+    """Add the terms and metrics of a `Request` to those of the next entry of the log.
+
+    Args:
+        parts: the micro-batches of a step.
+        ranks: those whose shares of a term add up to its value.
+        further: metrics beside those of the request.
+    """
+    assert request.metrics is not None, "there has been no forward"
+    if getattr(trainer, "log_terms", True):
+        logged = vars(trainer).setdefault("logged", {}).setdefault(mode(trainer), Logged())
+        logged.add(request.terms, request.metrics | (further or {}), parts, ranks)
+
+
+def append_logged(trainer: Any) -> None:
+    """Append what was recorded to TRL's own metrics, as "headloss/..."."""
+    logged = vars(trainer).get("logged", {}).pop(mode(trainer), None)
+    if logged is not None:
+        into = trainer._metrics[mode(trainer)]
+        for name, value in logged.take(trainer.accelerator.num_processes).items():
             into[f"headloss/{name}"].append(value)
+
+
+class Logs:
+    """Goes before a trainer of TRL: its log has each term and metric of headloss as "headloss/...".
+
+    Attributes:
+        log_terms: False leaves them out.
+    """
+
+    log_terms: bool = True
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        append_logged(self)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
 class Probe:
@@ -86,7 +115,7 @@ class Probe:
         def nothing(stats, batch):
             return torch.zeros_like(stats.logp)
 
-        return term(nothing, name="probe", observe=self._keep)()
+        return term(nothing, name=PROBE, observe=self._keep)()
 
     def _keep(self, stats, batch) -> dict[str, Observed]:
         self._kept = {name: getattr(stats, name) for name in self.names}

@@ -16,14 +16,14 @@ from ...losses.preference_pairs import Pairwise
 from ...options import Options
 from ..sharding import is_fsdp2
 from ..steps import CountsSteps
-from .common import Probe, record, refuse, refuse_common, require
+from .common import Logs, Probe, record, refuse, refuse_common, require
 from .forward import Measured, Request, Unrounded, installed
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
 NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 
 
-class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
+class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
     """`trl.DPOTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
@@ -91,7 +91,7 @@ class DPOTrainer(CountsSteps, dpo_trainer.DPOTrainer):
         found.mean_logits = probe.scatter("mean_logit", batch.targets.shape)
         with torch.no_grad():
             self._measure(Measured(found), inputs)
-            record(self, request.metrics)
+            record(self, request, self.parts, 1 if in_step is None else self.ranks)
             return (loss, model(**forward)) if return_outputs else loss
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch:

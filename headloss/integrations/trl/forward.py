@@ -62,6 +62,7 @@ class Request:
     Attributes:
         found: the forward's output before a wrapper had it; None before the forward.
         metrics: of `head_loss`; None before the forward.
+        terms: of `head_loss`, [] each.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Request:
         self.options = Options() if options is None else options
         self.found: HeadOutput | None = None
         self.metrics: Metrics | None = None
+        self.terms: dict[str, Tensor] = {}
 
     def of(self, model: Any, **inputs: Any) -> HeadOutput:
         """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
@@ -216,7 +218,7 @@ class Path:
 
 
 def _output(out: Output, batch: Batch, request: Request) -> HeadOutput:
-    request.metrics = out.metrics
+    request.metrics, request.terms = out.metrics, out.terms
     return HeadOutput(
         loss=out.loss,
         log_probs=out.logps,

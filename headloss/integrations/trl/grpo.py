@@ -14,7 +14,7 @@ from ...losses import Objective, Term
 from ...options import Options
 from ..sharding import in_step
 from ..transformers.recorder import SupportRecorder
-from .common import mode, record, refuse_common, require
+from .common import Logs, mode, record, refuse_common, require
 from .forward import Asked, Measured, Paths, Request, Switches, Unrounded, installed
 from .grpo_objective import (
     check_settings,
@@ -27,7 +27,7 @@ from .replay import Obstacle, engine_with_sets, settle, wanted, wanted_of_proces
 from .support import Row, drawn_logps, rows_drawn, rows_given, sampling_metrics, sets_of_outputs
 
 
-class GRPOTrainer(grpo_trainer.GRPOTrainer):
+class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     """`trl.GRPOTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's. Beyond them:
@@ -101,9 +101,12 @@ class GRPOTrainer(grpo_trainer.GRPOTrainer):
         found = asked.output
         assert found.loss is not None
         loss = found.loss + self.further_loss(found, inputs)
-        assert request.metrics is not None and found.log_probs is not None
+        assert found.log_probs is not None
         scored = completion_mask(inputs).bool()
-        record(self, request.metrics.merge(sampling_metrics(found.log_probs, scored, inputs)))
+        further = sampling_metrics(found.log_probs, scored, inputs)
+        training = mode(self) == "train"
+        parts = self.current_gradient_accumulation_steps if training else 1
+        record(self, request, parts, further=further)
         return loss
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

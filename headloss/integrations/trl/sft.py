@@ -16,11 +16,11 @@ from ...options import Options
 from ..documents import documents_of
 from ..shared import needs_segments, over_count
 from ..steps import CountsSteps
-from .common import Probe, record, refuse, refuse_common, require
+from .common import Logs, Probe, record, refuse, refuse_common, require
 from .forward import Measured, Request, installed
 
 
-class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
+class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     """`trl.SFTTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: `loss_type="nll"` on all
@@ -89,7 +89,8 @@ class SFTTrainer(CountsSteps, sft_trainer.SFTTrainer):
         with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
             measured: Any = Measured(found)
             super().compute_loss(measured, inputs, num_items_in_batch=num_items_in_batch)
-            record(self, request.metrics)
+            ranks = self.ranks if batch.totals is not None else 1
+            record(self, request, self.parts, ranks)
             return (loss, model(**forward)) if return_outputs else loss
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch:

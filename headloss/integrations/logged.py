@@ -1,0 +1,97 @@
+"""Values of terms and metrics over the steps between two entries of a log.
+
+A call of the loss adds its numbers to one vector on the device, which is read where a log is made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..statistics.metrics import Max, Mean, Measurement, Metrics, Min, Sum
+
+PROBE = "probe"  # a term of an adapter's own, which is worth nothing
+Kinds = tuple[tuple[str, type[Measurement]], ...]  # of the numbers in a vector
+
+
+class Logged:
+    """Sums since the last `take`.
+
+    A term's value is its sum over the micro-batches of a step, averaged over steps and ranks, as
+    `Trainer` has it of the loss: terms times their coefficients add up to the logged loss. A mean
+    of metrics is that over all tokens, a sum is averaged over the steps.
+    """
+
+    def __init__(self) -> None:
+        self._packed: dict[Kinds, tuple[Tensor, Tensor]] = {}
+        self._terms: set[str] = set()
+        self._steps, self._ranks = 0.0, 1
+
+    def add(
+        self,
+        terms: Mapping[str, Tensor],
+        metrics: Mapping[str, Measurement],
+        parts: int = 1,
+        ranks: int = 1,
+    ) -> None:
+        """Add a call. Nothing is read from the device.
+
+        Args:
+            terms: [] each; a metric of the same name is left out.
+            metrics: of the same call.
+            parts: the micro-batches of a step.
+            ranks: those whose shares of a term add up to its value.
+        """
+        values = {name: Sum(v.detach()) for name, v in terms.items() if name != PROBE}
+        measured = {**metrics, **values}
+        kinds = tuple((name, type(m)) for name, m in measured.items())
+        sums, extremes = (_vector(list(_numbers(measured, ends))) for ends in (False, True))
+        if kinds in self._packed:
+            before, ends = self._packed[kinds]
+            sums, extremes = before + sums, torch.maximum(ends, extremes)
+        self._packed[kinds] = sums, extremes
+        self._terms |= values.keys()
+        self._steps += 1 / parts
+        self._ranks = ranks
+
+    def take(self, processes: int = 1) -> dict[str, float]:
+        """The values by name, in one read of the device, less those of nothing; begins anew.
+
+        All `processes` of the default group take part.
+        """
+        metrics = Metrics()
+        for kinds, packed in self._packed.items():
+            metrics = metrics.merge(_measured(kinds, *packed))
+        if processes > 1 and metrics:
+            metrics = metrics.all_reduce()
+        found, steps = metrics.compute(), self._steps
+        for name, measurement in metrics.items():
+            if isinstance(measurement, Sum):
+                share = processes / self._ranks if name in self._terms else 1
+                found[name] /= steps * share
+        self.__init__()
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
+    """The numbers of extremes, those of minima negated, or of all else."""
+    for m in measured.values():
+        if isinstance(m, Max | Min) is ends:
+            yield from (x if m.sign > 0 else -x for x in vars(m).values())
+
+
+def _vector(numbers: list[Tensor]) -> Tensor:
+    return torch.stack(numbers).double() if numbers else torch.zeros(0)
+
+
+def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:
+    """The measurements whose numbers are in two vectors."""
+    vectors, metrics = (iter(sums.unbind()), iter(extremes.unbind())), Metrics()
+    for name, kind in kinds:
+        numbers = vectors[issubclass(kind, Max | Min)]
+        count = 2 if issubclass(kind, Mean) else 1
+        metrics[name] = kind(*(next(numbers) * kind.sign for _ in range(count)))
+    return metrics

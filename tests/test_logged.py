@@ -1,0 +1,117 @@
+"""The log of a trainer has each term and metric of headloss, averaged as the loss is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headloss as hl
+from headloss.integrations.logged import Logged
+
+OBJECTIVE = hl.cross_entropy() + 1e-3 * hl.z_loss()
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of a tensor's value by the host, and additions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def call(rows: slice, totals: hl.Totals | None = None) -> hl.Output:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6, 4, 8), torch.randn(30, 8)
+    targets = torch.randint(30, (6, 4))
+    targets[:, 2] = -100
+    batch = hl.Batch(targets[rows], totals=totals)
+    return hl.head_loss(hidden[rows], hl.Head(weight), batch, OBJECTIVE)
+
+
+def test_parts_of_a_step_are_the_step() -> None:
+    """Terms times coefficients are the loss; metrics are those of all tokens; two equal steps."""
+    whole = call(slice(None))
+    totals, logged = hl.Totals(18, 6), Logged()
+    for _ in range(2):
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+            out = call(rows, totals)
+            logged.add({**out.terms, "probe": torch.ones(())}, out.metrics, parts=3)
+    found, want = logged.take(), whole.metrics.compute()
+    for name, value in whole.terms.items():
+        assert found.pop(name) == pytest.approx(value.item(), rel=1e-6)
+    assert found.keys() == want.keys() - whole.terms.keys()
+    for name, value in found.items():
+        assert value == pytest.approx(want[name], rel=1e-6), name
+    assert logged.take() == {}  # it began anew
+
+
+def test_a_call_adds_one_vector_and_reads_nothing() -> None:
+    logged, out = Logged(), call(slice(None))
+    logged.add(out.terms, out.metrics)
+    with Reads() as reads:
+        logged.add(out.terms, out.metrics)
+    assert reads.names.count("add") == 1 and "_local_scalar_dense" not in reads.names
+    assert len(reads.names) < 20, reads.names
+    with Reads() as reads:
+        logged.take()
+    assert reads.names.count("_local_scalar_dense") == 0  # tolist() of one vector is no operation
+
+
+def test_what_nothing_was_measured_on_is_left_out() -> None:
+    logged = Logged()
+    logged.add({}, {"a": hl.Mean(torch.zeros(()), torch.zeros(())), "b": hl.Max(torch.tensor(2.0))})
+    logged.add({}, {"b": hl.Max(torch.tensor(1.0)), "c": hl.Min(torch.tensor(3.0))})
+    assert logged.take() == {"b": 2.0, "c": 3.0}
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_trainer_logs_terms_over_the_interval(switch: bool) -> None:
+    """Two micro-batches a step, an entry every two steps: terms add up to the logged loss."""
+    pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
+    from test_trl_sft_dpo import sft
+    from trl_case import train
+
+    from headloss.integrations.trl import SFTTrainer
+
+    class Adding(SFTTrainer):
+        log_terms = switch
+
+        def objective(self, inputs):
+            return OBJECTIVE
+
+    options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    logs, _ = train(sft(Adding, logging_steps=2, max_steps=4, **options))
+    assert len(logs) == 2
+    for entry in logs:
+        assert any(name.startswith("headloss/") for name in entry) is switch
+        if switch:
+            terms = entry["headloss/cross_entropy"] + 1e-3 * entry["headloss/z_loss"]
+            assert entry["loss"] == pytest.approx(terms, rel=1e-5)
+            assert {"headloss/tokens", "headloss/cross_entropy/perplexity"} <= entry.keys()
+
+
+def test_policies_log_their_terms() -> None:
+    pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
+    from test_rl import make
+    from trl_case import train
+
+    from headloss import rl
+
+    class Adding(rl.GSPO):
+        def objective(self, inputs):
+            return super().objective(inputs) + 0.1 * hl.z_loss()
+
+    cut = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    logs, _ = train(make(Adding, max_steps=2, logging_steps=2, num_generations=2, **cut))
+    (entry,) = logs
+    policy = next(name for name in entry if name in ("headloss/grpo", "headloss/gspo"))
+    terms = entry[policy] + 0.1 * entry["headloss/z_loss"]
+    assert entry["loss"] == pytest.approx(terms, rel=1e-5, abs=1e-6)
+    assert entry["headloss/z_loss"] > 1
