@@ -71,6 +71,55 @@ def test_what_nothing_was_measured_on_is_left_out() -> None:
     assert logged.take() == {"b": 2.0, "c": 3.0}
 
 
+@pytest.mark.parametrize("how", ["apply", "callback", "Trainer", "off"])
+def test_a_trainer_of_transformers_logs_terms(how: str, tmp_path: Any) -> None:
+    """Without a callback to add, in training and in evaluations; other callbacks see them too."""
+    transformers = pytest.importorskip("transformers")
+    from test_head_models import tiny
+    from test_transformers import trainer
+
+    from headloss.integrations.transformers import HeadLossCallback, Trainer, apply
+
+    seen: list[dict[str, float]] = []
+
+    class Report(transformers.TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            seen.append(dict(logs))
+
+    model = tiny("llama")
+    made = trainer(model, str(tmp_path))
+    made.args.max_steps, made.args.logging_steps = 4, 2
+    callbacks: list[Any] = [Report()]
+    if how == "callback":
+        callbacks = [HeadLossCallback(OBJECTIVE), Report()]
+    else:
+        applied = apply(model, OBJECTIVE)
+        applied.log_terms = how != "off"
+    kind = Trainer if how == "Trainer" else transformers.Trainer
+    made = kind(
+        model, made.args, made.data_collator, callbacks=callbacks,
+        train_dataset=made.train_dataset, eval_dataset=made.eval_dataset,
+    )  # fmt: skip
+    assert made.args.gradient_accumulation_steps == 2
+    made.train()
+    evaluated = made.evaluate()
+    logs = [entry for entry in made.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    if how == "off":
+        assert not [name for entry in seen for name in entry if "headloss" in name]
+        return
+    for entry in logs:
+        terms = entry["headloss/cross_entropy"] + 1e-3 * entry["headloss/z_loss"]
+        assert entry["loss"] == pytest.approx(terms, rel=2e-5)
+        assert entry["headloss/tokens"] > 0
+    last = made.state.log_history[-1]
+    terms = last["eval_headloss/cross_entropy"] + 1e-3 * last["eval_headloss/z_loss"]
+    assert evaluated["eval_loss"] == pytest.approx(terms, rel=0.1)  # which weighs batches by rows
+    assert [entry["headloss/z_loss"] for entry in seen if "loss" in entry] == [
+        entry["headloss/z_loss"] for entry in logs
+    ]
+
+
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_trainer_logs_terms_over_the_interval(switch: bool) -> None:
     """Two micro-batches a step, an entry every two steps: terms add up to the logged loss."""

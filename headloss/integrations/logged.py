@@ -28,14 +28,15 @@ class Logged:
     def __init__(self) -> None:
         self._packed: dict[Kinds, tuple[Tensor, Tensor]] = {}
         self._terms: set[str] = set()
-        self._steps, self._ranks = 0.0, 1
+        self._steps = 0.0
+        self.ranks: int | None = 1
 
     def add(
         self,
         terms: Mapping[str, Tensor],
         metrics: Mapping[str, Measurement],
         parts: int = 1,
-        ranks: int = 1,
+        ranks: int | None = 1,
     ) -> None:
         """Add a call. Nothing is read from the device.
 
@@ -43,7 +44,7 @@ class Logged:
             terms: [] each; a metric of the same name is left out.
             metrics: of the same call.
             parts: the micro-batches of a step.
-            ranks: those whose shares of a term add up to its value.
+            ranks: those whose shares of a term add up to its value; None: `take` knows.
         """
         values = {name: Sum(v.detach()) for name, v in terms.items() if name != PROBE}
         measured = {**metrics, **values}
@@ -55,23 +56,27 @@ class Logged:
         self._packed[kinds] = sums, extremes
         self._terms |= values.keys()
         self._steps += 1 / parts
-        self._ranks = ranks
+        self.ranks = ranks
 
-    def take(self, processes: int = 1) -> dict[str, float]:
+    def take(
+        self, processes: int = 1, steps: float | None = None, ranks: int | None = None
+    ) -> dict[str, float]:
         """The values by name, in one read of the device, less those of nothing; begins anew.
 
-        All `processes` of the default group take part.
+        All `processes` of the default group take part. `steps` and `ranks` stand in for those that
+        the calls have told.
         """
         metrics = Metrics()
         for kinds, packed in self._packed.items():
             metrics = metrics.merge(_measured(kinds, *packed))
         if processes > 1 and metrics:
             metrics = metrics.all_reduce()
-        found, steps = metrics.compute(), self._steps
+        found = metrics.compute()
+        steps = self._steps if steps is None else steps
+        share = processes / (ranks or self.ranks or 1)
         for name, measurement in metrics.items():
             if isinstance(measurement, Sum):
-                share = processes / self._ranks if name in self._terms else 1
-                found[name] /= steps * share
+                found[name] /= steps * (share if name in self._terms else 1)
         self.__init__()
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
@@ -84,7 +89,7 @@ def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor
 
 
 def _vector(numbers: list[Tensor]) -> Tensor:
-    return torch.stack(numbers).double() if numbers else torch.zeros(0)
+    return torch.stack(numbers).double() if numbers else torch.zeros(0, device="cpu")
 
 
 def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:

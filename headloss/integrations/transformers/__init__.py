@@ -15,10 +15,13 @@ own.
 
 from .apply import Applied, apply, remove
 from .callback import HeadLossCallback
+from .log import install as _log_terms
 from .recorder import SupportRecorder, record_support
 from .seams import check
 from .subclass import STATE
 from .totals import TotalsMixin, Trainer
+
+_log_terms()
 
 __all__ = [
     "STATE",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ...losses import Objective, Term, cross_entropy
 from ...options import DEFAULT, Options
 from ...statistics.metrics import Metrics
 from ..families import causal_of
+from ..logged import Logged
 from ..seams import announce
 from ..sharding import whole_head
 from .batch import CALL, batch_of
@@ -127,6 +129,8 @@ class Applied:
     Attributes:
         objective, options, fields: as they were given; they may be changed between calls.
         output: of `head_loss` in the last call, its loss without a gradient; None before.
+        log_terms: whether a `Trainer` logs each term and metric, as "headloss/NAME".
+        logged: those of training and of evaluation since the last entry; None without `Trainer`.
     """
 
     def __init__(
@@ -136,6 +140,8 @@ class Applied:
         self.is_shifted_mean = _replaced(model)
         self.loss_function = getattr(model, "loss_function", None)  # that the objective replaces
         self.output: Output | None = None
+        self.log_terms = True
+        self.logged: dict[bool, Logged] | None = None
         self.step: Step | None = None  # that the next calls are parts of
         self.call: Call | None = None
         self.running = 0  # forwards of the model, so that its backbone's are within
@@ -150,7 +156,7 @@ class Applied:
         return f"Applied({type(self.model).__name__}, {self.objective!r}, fields={self.fields})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "call": None, "running": 0}
+        return {**vars(self), "call": None, "running": 0, "logged": None}
 
     @property
     def metrics(self) -> Metrics | None:
@@ -161,6 +167,14 @@ class Applied:
     def plain(self) -> bool:
         """The objective is cross-entropy, and no more."""
         return self.objective == PLAIN
+
+    def record(self, out: Output, step: Step | None, counted: bool) -> None:
+        """Keep a call's output, and add it to the next entry of a log."""
+        self.output = replace(out, loss=out.loss.detach())
+        if self.logged is not None and self.log_terms:
+            parts, ranks = (1, None if counted else 1) if step is None else (step.parts, step.ranks)
+            logged = self.logged.setdefault(self.model.training, Logged())
+            logged.add(out.terms, out.metrics, parts, ranks)
 
     def remove(self) -> None:
         """As `remove(model)`."""

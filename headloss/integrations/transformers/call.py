@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,7 +157,7 @@ class Call:
             how = "apply(model, terms, fields=(names,)) hands arguments of the call to the batch"
             raise ValueError(f"{error}; {how}") from None
         self.losses += 1
-        applied.output = replace(out, loss=out.loss.detach())
+        applied.record(out, step, count is not None)
         if step is not None and step.parts > 1:
             loss = loss * step.parts
         return loss if self.model.training else nan_where_nothing(loss, batch, count)

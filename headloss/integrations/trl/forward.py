@@ -54,15 +54,13 @@ class Request:
 
     Args:
         batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c, or at c
-            where C = L, of labels that have been shifted. Default: the labels that the forward is
-            given [B, C + 1], less the first.
+            where C = L, of shifted labels. Default: the forward's labels [B, C + 1] less the first.
         objective: the loss. Default: the entropy, for a pass without gradient.
         options: of `head_loss`.
 
     Attributes:
         found: the forward's output before a wrapper had it; None before the forward.
-        metrics: of `head_loss`; None before the forward.
-        terms: of `head_loss`, [] each.
+        metrics, terms: of `head_loss`; None and nothing before the forward.
     """
 
     def __init__(

@@ -1,0 +1,69 @@
+"""Terms and metrics of an applied objective in the log of every `transformers.Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers import trainer as trainers
+
+from .apply import Applied, applied_to
+
+
+class TermLog(TrainerCallback):
+    """Adds "headloss/NAME" to the entries of a log, averaged as the entry's loss is.
+
+    `apply` puts it among the default callbacks of Transformers, before those that report: each
+    `Trainer` that is built later has one. It does nothing for a model that `apply` was not called
+    on, and where `Applied.log_terms` is False.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._begin(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        self.step = state.global_step
+        self._begin(model)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any
+    ) -> None:
+        applied, names = _applied(model), [n for n in logs or () if n.endswith("loss")]
+        if applied is None or applied.logged is None or not names or names == ["train_loss"]:
+            return
+        training = "loss" in names
+        logged = applied.logged.pop(training, None)
+        if logged is None:
+            return
+        prefix = "" if training else f"{names[0].removesuffix('_loss')}_"
+        steps, ranks = None, None
+        if logged.ranks is None:  # divided by a count of the step, as Trainer has it
+            ranks = args.world_size if args.average_tokens_across_devices else 1
+            steps = state.global_step - self.step if training else None
+        if training:
+            self.step = state.global_step
+        found = logged.take(args.world_size, steps, ranks)
+        values = {f"{prefix}headloss/{name}": value for name, value in found.items()}
+        logs.update(values)
+        state.log_history[-1].update(values)
+
+    def _begin(self, model: Any) -> None:
+        applied = _applied(model)
+        if applied is not None and applied.log_terms:
+            applied.logged = {}
+
+
+def _applied(model: Any) -> Applied | None:
+    try:
+        return applied_to(model)
+    except (ValueError, TypeError):
+        return None
+
+
+def install() -> None:
+    """Put it among the default callbacks, once."""
+    callbacks: list[Any] = trainers.DEFAULT_CALLBACKS
+    if TermLog not in callbacks:
+        callbacks.append(TermLog)
