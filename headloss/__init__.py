@@ -1,10 +1,5 @@
 """Any loss at the head of a language model: one pass, float32 log-probs, a memory budget."""
 
-from .command import answer as _answer
-
-__version__ = "0.1.0.dev0"
-_answer(__version__)  # --version and --help
-
 from . import losses as _losses
 from .batch.batch import CURRENT, Batch
 from .batch.reduction import (
@@ -30,6 +25,7 @@ from .objective.reads import clear_cache
 from .options import Options
 from .statistics.metrics import Max, Mean, Metrics, Min, Observed, Sum
 
+__version__ = "0.1.0.dev0"
 __all__ = [
     "head_loss",
     "logits_loss",

@@ -1,4 +1,4 @@
-"""The command's name, help and version, without torch; `headloss.__main__` does the rest."""
+"""The command's name, help and version; `headloss.__main__` does the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import NoReturn
 
 EXAMPLES = """\
@@ -61,15 +60,3 @@ def until_nobody_reads() -> Iterator[None]:
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
             sys.exit(141)  # as a shell has it of what SIGPIPE ends
-
-
-def answer(version: str) -> None:
-    """Print the version or the help and exit, in a process that was started for nothing else.
-
-    The package calls this before it imports torch, which takes seconds. Such a process is
-    `headloss --help` or `python -m headloss --help`: the last words it was started with.
-    """
-    program = [PurePath(word).stem for word in sys.orig_argv[-2:-1]]
-    if program == ["headloss"] and sys.argv[1:] in (["--version"], ["--help"], ["-h"]):
-        with until_nobody_reads():
-            parsers(version)[0].parse_args()

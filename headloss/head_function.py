@@ -25,7 +25,7 @@ from .objective.external import external_loss, scalar
 from .options import Options
 
 SCOPES: dict[object, Scope] = {"token": "token", "sequence": "segment"}
-READ = frozenset({"logp", "entropy"})
+TRAINED = frozenset({"logp", "entropy"})
 
 
 @eagerly
@@ -82,9 +82,9 @@ def head_function(
         raise TypeError(f"loss_fn: got {type(loss_fn).__name__}, want a function")
     half = isinstance(hidden, Tensor) and torch.float16 in (autocast_dtype(hidden), hidden.dtype)
     if separable is None or half:
-        logps, _, entropies = head_stats(hidden, head, batch, options, READ)
+        logps, _, entropies = head_stats(hidden, head, batch, options, TRAINED)
         return scalar(loss_fn(logps, entropies))
-    objective, verb = external_loss(READ, SCOPES[separable]), "head_function"
+    objective, verb = external_loss(TRAINED, SCOPES[separable]), "head_function"
     arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):

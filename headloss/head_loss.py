@@ -188,7 +188,7 @@ def logits_loss(
     return _run(
         Arguments,
         verb="logits_loss",
-        values=logits,
+        tensor=logits,
         batch=batch,
         terms=objective,
         transform=transform,
@@ -241,9 +241,9 @@ def without_gradient(*_: Any, **__: Any) -> None:
 def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Output:
     call, tensors = call_and_tensors(make(*arguments, **named))
     with inside(call.packed.targets.device.type, *call.groups):
-        loss, (stats, values, weighted) = HeadLoss.apply(call, *tensors)
+        loss, (stats, shares, weighted) = HeadLoss.apply(call, *tensors)
         measure = _measure_of(call, weighted.parts, stats) if call.options.metrics else Metrics
-    pairs = zip(weighted.named, values.to(loss.dtype).unbind(), strict=False)
+    pairs = zip(weighted.named, shares.to(loss.dtype).unbind(), strict=False)
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
         vars(value)["backward"] = without_gradient

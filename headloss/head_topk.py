@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import kernels
 from .engine.checks import check_eager, check_options, check_temperatures
+from .engine.facts import shard_of_positions
 from .engine.plan import make_plan
 from .engine.plan_inputs import PlanInputs
 from .head.dtensor import local_head
@@ -19,7 +20,6 @@ from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
 from .options import DEFAULT, Options
-from .parallel.vocabulary import shard_of_positions
 from .statistics.softmax import finish
 
 

@@ -16,7 +16,6 @@ import torch
 import headloss as hl
 from headloss import kernels
 from headloss.__main__ import _bytes, main, objective_of
-from headloss.command import answer
 from headloss.integrations.seams import fits
 from headloss.losses.catalogue import TERMS, table
 from headloss.testing import doctor, gate, plain
@@ -350,55 +349,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"headloss {hl.__version__}\n"
-
-
-@pytest.mark.parametrize("start", ["module", "script"])
-@pytest.mark.parametrize("word", ["--version", "--help", "-h"])
-def test_version_and_help_do_without_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], start: str, word: str
-) -> None:
-    """As a module and as the installed command, where torch cannot even be imported."""
-    (tmp_path / "torch.py").write_text("raise ImportError('torch was asked for')\n")
-    script = tmp_path / "headloss"  # as pip writes it
-    script.write_text("import sys\nfrom headloss.__main__ import main\nsys.exit(main())\n")
-    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
-    how = ["-m", "headloss"] if start == "module" else [str(script)]
-    ran = subprocess.run(
-        [sys.executable, *how, word],
-        env={**os.environ, "PYTHONPATH": paths},
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    with pytest.raises(SystemExit):
-        main([word])
-    assert ran.stdout == capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["python", "program.py", "--version"],
-        ["python", "program.py", "headloss", "--version"],
-        ["python", "-m", "pytest", "--help"],
-        ["python", "-c", "import headloss", "-h"],
-        ["headloss", "plan", "--help"],
-        ["headloss"],
-        ["embedded"],
-        [],
-    ],
-)
-def test_another_program_gets_no_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    """What imports the package is asked `--version` too, and answers for itself."""
-    after = [word for word in words if word not in ("python", "-m")]
-    monkeypatch.setattr(sys, "orig_argv", words)
-    monkeypatch.setattr(sys, "argv", after if "-c" not in words else ["-c", "-h"])
-    answer("0")
-    assert capsys.readouterr().out == ""
 
 
 def test_doctor_without_a_gpu(

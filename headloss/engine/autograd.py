@@ -37,11 +37,11 @@ class HeadLoss(torch.autograd.Function):
             ctx.save_for_backward(*call.constants, *tensors)
         if result.coefficients is not None:
             ctx.read_again = call.read_again
-        stats, values, weighted = result.measured.stats, result.values, result.weighted
-        assert weighted is not None and values is not None
+        stats, shares, weighted = result.measured.stats, result.shares, result.weighted
+        assert weighted is not None and shares is not None
         # In memory of its own: it gets a graph.
-        loss = weighted.total(values, stats).to(call.requirements.wide, copy=True)
-        return loss, (stats, values, weighted)
+        loss = weighted.total(shares, stats).to(call.requirements.wide, copy=True)
+        return loss, (stats, shares, weighted)
 
     @staticmethod
     def backward(ctx, upstream: Tensor, _):  # type: ignore[override]

@@ -31,9 +31,9 @@ from ..objective.tolerance import Tolerance
 from ..objective.weighted import WeightedObjective, bind
 from ..options import Options
 from ..parallel.agreement import Facts, agree
-from ..parallel.facts import of_segments, of_vocabulary, per_segment
 from ..parallel.vocabulary import VocabShard, WholeVocabulary
 from .checks import Arguments
+from .facts import of_segments, of_vocabulary, per_segment
 from .plan import Plan, make_plan
 from .requirements import Requirements, inputs_of, requirements_of
 
@@ -177,9 +177,10 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     """The call, and the tensors of its logits: these, or features and weights pairwise, bias."""
-    call, hidden, head = call_of(arguments), arguments.values, arguments.head
+    call, head = call_of(arguments), arguments.head
     if head is None:
-        return call, [hidden]
+        return call, [arguments.tensor]
+    hidden = arguments.tensor
     scored, shard, compute_dtype = call.scored, call.shard, call.requirements.compute_dtype
     x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
     if compute_dtype is not None:
@@ -206,7 +207,7 @@ def call_of(arguments: Arguments) -> Call:
 
         def prepare() -> tuple[Facts, tuple[Requirements, WholeVocabulary, Plan]]:
             required, shard, plan = _planned(a)
-            return of_segments(a, plan, required), (required, shard, plan)
+            return of_segments(a, required, plan), (required, shard, plan)
 
         (required, shard, plan), forms = agree("segments.group", across, prepare, _static(a))
         fields = per_segment(forms)

@@ -29,10 +29,10 @@ from ..statistics.softmax import Statistics
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """What a verb was given."""
+    """The arguments of a verb."""
 
     verb: str
-    values: Tensor  # hidden states [.., H], or without a head logits [.., V]
+    tensor: Tensor  # hidden states [.., H], or without a head logits [.., V]
     head: Head | None = None
     batch: Batch
     terms: Term | Objective
@@ -58,7 +58,7 @@ class Arguments:
         head = local_head(head)
         return cls(
             verb=verb,
-            values=hidden,
+            tensor=hidden,
             head=head,
             batch=batch,
             terms=terms,
@@ -94,7 +94,7 @@ def check_eager(verb: str, values: object = None, *others: object) -> None:
 
 def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
     """What autocast computes in, where hidden states and head are what they must be."""
-    hidden, head, options = arguments.values, arguments.head, arguments.options
+    hidden, head, options = arguments.tensor, arguments.head, arguments.options
     batch = arguments.batch
     assert head is not None
     if objective.scope == "external" and options.upstream is not None:
@@ -139,7 +139,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
 
 def check_given(arguments: Arguments) -> None:
     """Check logits, and options beside them."""
-    logits, options, transform = arguments.values, arguments.options, arguments.transform
+    logits, options, transform = arguments.tensor, arguments.options, arguments.transform
     inplace, temperature = arguments.inplace, transform.temperature
     if arguments.batch.support is not None:
         want = "head_loss, or the logits masked"

@@ -34,7 +34,7 @@ class ForwardResult(NamedTuple):
     # token's slope. None: they are to be found, from what was read.
     sums: GradientSums | None = None
     weighted: WeightedObjective | ExternalLoss | None = None  # None: the loss lives elsewhere
-    values: Tensor | None = None  # [K] float64, each term's share of its reduced value
+    shares: Tensor | None = None  # [K] float64, each term's share of its reduced value
     coefficients: Coefficients | None = None  # of all tokens, where the gradients still need them
 
 
@@ -43,11 +43,11 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if call.plan.in_place:
         return in_place(call, tensors)
     result, schedule = sweep(call, tensors), call.plan.schedule
-    if result.values is not None:
+    if result.shares is not None:
         return result
     stats, weighted = result.measured.stats, call.weighted()
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
-    result = result._replace(weighted=weighted, values=coefficients.values)
+    result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     if schedule == "held":  # no later: the tiles take more than the gradients do
@@ -70,7 +70,7 @@ def in_place(call: Call, tensors: Tensors) -> ForwardResult:
         weighted = call.weighted()
     needed = sums is None and schedule != "statistics"
     coefficients = weighted.coefficients(measured.stats, packed, None, needed)
-    result = ForwardResult(measured, [], sums, weighted, coefficients.values)
+    result = ForwardResult(measured, [], sums, weighted, coefficients.shares)
     if needed and schedule == "one_pass":
         return result._replace(sums=source.gradient(coefficients, measured.normalizer))
     return result._replace(coefficients=coefficients) if sums is None else result
@@ -85,7 +85,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
         slabs = steps(source.vocabulary, plan.tile.columns)
     parts, tiles = list[Measured](), list[Any]()
     sums: Accumulator | None = None
-    values: Tensor | None = None
+    shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None
     several = len(blocks) > 1
     for block in blocks:
@@ -104,8 +104,9 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 coefficients = weighted.coefficients(stats, call.packed, chunk)
                 if call.tolerance is not None:
                     coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
-                share = coefficients.values
-                values = share if values is None else values + share
+                share = coefficients.shares
+                assert share is not None
+                shares = share if shares is None else shares + share
             live = coefficients.live() if plan.skip_rows else None
             inputs = BackwardInputs(measured, coefficients, tile, live)
             gradient = source.logit_gradient(rows, ALL, inputs)
@@ -116,10 +117,10 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     if plan.keeps_tiles and schedule != "held":
         sums = sums or call.accumulator(source)
     measured = parts[0] if len(parts) == 1 else joined(call, source, parts)
-    if schedule == "one_pass" and values is None:  # there is no token
+    if schedule == "one_pass" and shares is None:  # there is no token
         weighted = call.weighted()
-        values = measured.stats.logp.new_zeros(len(weighted.named), dtype=torch.float64)
-    return ForwardResult(measured, tiles, sums, weighted, values)
+        shares = measured.stats.logp.new_zeros(len(weighted.named), dtype=torch.float64)
+    return ForwardResult(measured, tiles, sums, weighted, shares)
 
 
 def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:

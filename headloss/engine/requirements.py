@@ -65,7 +65,7 @@ def requirements_of(arguments: Arguments) -> Requirements:
     a, batch, options, head = arguments, arguments.batch, arguments.options, arguments.head
     objective = Objective.of(a.terms)
     compute_dtype = _checked(a, objective)
-    dtype = compute_dtype or a.values.dtype
+    dtype = compute_dtype or a.tensor.dtype
     backend = _backend(a, dtype)
     wide = sum_dtype(dtype)
     kinds = batch.kinds(wide)
@@ -83,13 +83,13 @@ def requirements_of(arguments: Arguments) -> Requirements:
     if PEAK in needs or "top1" in options.per_token:
         needs.add("top1")  # finds the peak
     gradients = {g for r in traced.values() for g in r.gradients}
-    needs_grad = _needs_grad(a.values, head)
+    needs_grad = _needs_grad(a.tensor, head)
     if not gradients and (any(needs_grad.features) or needs_grad.any_weight):
         raise ValueError(
             f"objective: {objective!r} has no gradient with respect to any statistic, but hidden "
             "states or weights require one (is everything detached?); call it under torch.no_grad()"
         )
-    vocabulary = a.values.shape[-1] if head is None else head.vocabulary
+    vocabulary = a.tensor.shape[-1] if head is None else head.vocabulary
     scored = _packed(a, objective, vocabulary, fields, wide)
     return Requirements(
         batch=batch,
@@ -133,14 +133,14 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     if a.verb == "plan":  # of hidden states and a head without values
         checks.check_eager(a.verb, getattr(batch, "targets", None))
     else:
-        checks.check_eager(a.verb, a.values, head and head.weight)
+        checks.check_eager(a.verb, a.tensor, head and head.weight)
     checks.check_objective(objective, batch, a.options)
     compute_dtype = checks.check_given(a) if head is None else checks.check_linear(a, objective)
     name = "hidden" if head else "logits"
-    if is_dtensor(a.values):
+    if is_dtensor(a.tensor):
         raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
     spread = a.options.sequence_parallel
-    checks.check_positions(name, a.values.shape, a.values.device, batch, spread)
+    checks.check_positions(name, a.tensor.shape, a.tensor.device, batch, spread)
     if objective.teachers:
         checks.check_topk(batch)
     return compute_dtype
@@ -148,7 +148,7 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
 
 def _backend(a: Arguments, dtype: torch.dtype) -> str:
     """The backend's name; ValueError where none can serve the options."""
-    options, device = a.options, a.values.device
+    options, device = a.options, a.tensor.device
     backend = kernels.choose(options.backend, device, dtype)
     if options.batch_invariant and a.head is not None and backend != "triton":
         raise ValueError(
@@ -158,10 +158,10 @@ def _backend(a: Arguments, dtype: torch.dtype) -> str:
     return backend
 
 
-def _needs_grad(values: Tensor, head: Head | None) -> NeedsGrad:
+def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     """The tensors of a call that require a gradient, where gradients are taken."""
     enabled = torch.is_grad_enabled()
-    into = enabled and values.requires_grad
+    into = enabled and tensor.requires_grad
     if head is None:
         return NeedsGrad((into,))
     lora, bias = head.lora, head.bias
@@ -206,7 +206,7 @@ def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Trans
 
 def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> PlanInputs:
     """The planner's record of a call on this rank's slice of the vocabulary."""
-    values, head, scored = a.values, a.head, required.scored
+    tensor, head, scored = a.tensor, a.head, required.scored
     objective, options, needs = required.objective, required.options, required.needs
     kinds, size = required.batch.kinds(required.wide), required.dtype.itemsize
     tolerance, support = options.gradient_tolerance > 0, scored.support
@@ -224,7 +224,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # A kernel serves the logits where they lie: with unit stride along the vocabulary.
     in_place = head is None and required.backend == "triton"
     in_place &= not of_tiles and "candidate_logps" not in needs
-    in_place &= values.stride(-1) == 1 or values.shape[-1] <= 1
+    in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     # Terms that depend on statistics may clip; readers of a field may weigh by 0 or leave out.
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
@@ -232,7 +232,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     logp_only = {"logp"} if "candidate_tail" in needs else {"logp", CANDIDATES}
     return PlanInputs(
         tokens=len(scored),
-        width=0 if head is None else values.shape[-1],
+        width=0 if head is None else tensor.shape[-1],
         vocabulary=shard.widest,
         scope=objective.scope,
         lengths=scored.lengths,
@@ -249,9 +249,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         exp_tiles=exp_tiles,
         rescaled=required.rescaled,
         row_bytes=2 if exp_tiles else required.wide.itemsize * tiles,
-        on_gpu=values.is_cuda,
-        multiprocessors=0 if head is None else kernels.multiprocessors(values.device),
-        memory=shard.memory or kernels.memory(values.device),
+        on_gpu=tensor.is_cuda,
+        multiprocessors=0 if head is None else kernels.multiprocessors(tensor.device),
+        memory=shard.memory or kernels.memory(tensor.device),
         given=required.given,
         overwrites=required.overwrites,
         in_place=in_place,

@@ -79,14 +79,14 @@ class BlockAccumulator:
             self.hidden.add(gradient)
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
-        values, rows, columns, multiple, scaled, pairs = gradient
-        if pairs is None and not len(values):
+        dlogits, rows, columns, multiple, scaled, pairs = gradient
+        if pairs is None and not len(dlogits):
             return
         for i, total in self.totals.items():
             features, fresh = self.source.features[i], i in self.fresh
-            if len(values):
+            if len(dlogits):
                 x = features[rows] if scaled is None else scaled
-                products.add_weight_gradient_(total, values, x, fresh)
+                products.add_weight_gradient_(total, dlogits, x, fresh)
                 fresh = False
             if pairs is not None:
                 pairs.into_weight(total, features, not fresh)
@@ -95,9 +95,9 @@ class BlockAccumulator:
             return
         place = self.bias[: self.source.vocabulary][columns]
         if multiple is None:
-            place += values.sum(0, dtype=self.bias.dtype)
+            place += dlogits.sum(0, dtype=self.bias.dtype)
         else:
-            products.add_weight_gradient_(place.unsqueeze(1), values, multiple.unsqueeze(1))
+            products.add_weight_gradient_(place.unsqueeze(1), dlogits, multiple.unsqueeze(1))
         if pairs is not None:
             pairs.add_to_bias(place)
 
@@ -152,17 +152,17 @@ class SlabAccumulator(BlockAccumulator):
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of some rows of the slab."""
         self._add_to_weights(gradient)
-        values, rows, columns, *_ = gradient
+        dlogits, rows, columns, *_ = gradient
         for i, total in self.hidden.totals.items():
             weight = self.source.weights[i][columns]
             if gradient.pairs is not None:
                 gradient.pairs.add_to_hidden(total, weight)
-            if not len(values):
+            if not len(dlogits):
                 continue
             if isinstance(rows, slice):
-                self.source.products.add_input_gradient_(total[rows], values, weight)
+                self.source.products.add_input_gradient_(total[rows], dlogits, weight)
             else:  # no row twice
-                part = self.source.products.input_gradient(values, weight, total.dtype)
+                part = self.source.products.input_gradient(dlogits, weight, total.dtype)
                 total.index_add_(0, rows, part)
 
     def close(self, columns: slice, factor: Tensor | None) -> None:
@@ -215,11 +215,11 @@ class HiddenGradient:
     def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
         """All rows of a block from those of the gradient, 0 where there is none."""
         source, features, weight = self.source, self.source.features[i], self.source.weights[i]
-        values, rows, _, multiple, memory, pairs = gradient
+        dlogits, rows, _, multiple, memory, pairs = gradient
         dtype, n = features.dtype, block.stop - block.start
         if self.group is not None:  # the weight gradient has not read the scaled features yet
             dtype, memory = source.dtype, None
-        part = source.products.input_gradient(values, weight, dtype, memory)
+        part = source.products.input_gradient(dlogits, weight, dtype, memory)
         places = rows - block.start if isinstance(rows, Tensor) else None
         if self.group is None and i in self.totals:
             total = self.totals[i][block]

@@ -96,10 +96,10 @@ class GivenAccumulator:
         self.view, self.live, self.acts = source.room(), source.order.live, source.acts
 
     def add(self, gradient: LogitGradient) -> None:
-        values = gradient.values.to(self.view.logits.dtype)
+        dlogits = gradient.dlogits.to(self.view.logits.dtype)
         if self.live is not None:
-            values = values.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
-        self.view.write(gradient.rows, gradient.columns, values)
+            dlogits = dlogits.masked_fill(~self.live[gradient.rows].unsqueeze(1), 0)
+        self.view.write(gradient.rows, gradient.columns, dlogits)
 
     def finish(self, factor: Tensor | None) -> Gradients:
         total = self.view.logits

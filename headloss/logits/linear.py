@@ -24,7 +24,7 @@ from ..statistics.softmax import CANDIDATES, PEAK
 from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
 
-MOST = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
+DENSE_SHARE = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
 
 class NeedsGrad(NamedTuple):
@@ -84,7 +84,7 @@ def rows_left(live: Tensor | None) -> Tensor | None:
     if live is None:
         return None
     index = live.nonzero().squeeze(1)
-    return None if len(index) >= (MOST if live.is_cuda else 1) * len(live) else index
+    return None if len(index) >= (DENSE_SHARE if live.is_cuda else 1) * len(live) else index
 
 
 class LogitSource:
@@ -272,7 +272,7 @@ class ExpLogits(LinearLogits):
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
         acts, x, held, live = self.acts, self.features[0][rows], inputs.tile, inputs.live
-        order = None if live is None else acts.dense_order(live, int(MOST * len(live)))
+        order = None if live is None else acts.dense_order(live, int(DENSE_SHARE * len(live)))
         count_copy, chosen = order and HostCopy(order.count), self._chosen(rows, ALL, inputs)
         c, cap = backward.coefficients, backward.transform.softcap
         multiple: Any = None

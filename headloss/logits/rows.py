@@ -35,14 +35,14 @@ class BackwardInputs(NamedTuple):
 class PairGradient(NamedTuple):
     """dL/draw of pairs of a token and a column, for products over pairs."""
 
-    values: Tensor  # [P]
+    dlogits: Tensor  # [P]
     support: Support
     by_column: tuple[Tensor, Support]  # [P] their order, and the tokens of each column
     rows: Rows  # the tokens
     acts: Kernels
 
     def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
-        """total [T, H] += values @ weight, of these tokens."""
+        """total [T, H] += dlogits @ weight, of these tokens."""
         if isinstance(self.rows, slice):
             self.into_hidden(total[self.rows], weight, add=True)
         else:
@@ -51,28 +51,28 @@ class PairGradient(NamedTuple):
             total.index_add_(0, self.rows, part)  # no row twice
 
     def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
-        """total [n, H] = values @ weight, or added to it."""
-        self.acts.support_sums(self.values, weight, self.support, total, add)
+        """total [n, H] = dlogits @ weight, or added to it."""
+        self.acts.support_sums(self.dlogits, weight, self.support, total, add)
 
     def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
-        """total [v, k] = values.T @ features of all tokens, or added to it."""
+        """total [v, k] = dlogits.T @ features of all tokens, or added to it."""
         order, columns = self.by_column
-        x, values = features[self.rows], self.values[order]
-        self.acts.support_sums(values, x, columns, total, add, uneven=True)
+        x = features[self.rows]
+        self.acts.support_sums(self.dlogits[order], x, columns, total, add, uneven=True)
 
     def add_to_bias(self, total: Tensor) -> None:
-        """total [v] += the sum of values."""
-        one = self.values.new_ones(self.by_column[1].size, 1)
+        """total [v] += the sum of dlogits."""
+        one = self.dlogits.new_ones(self.by_column[1].size, 1)
         self._replace(rows=ALL).into_weight(total.unsqueeze(1), one, add=True)
 
 
 class LogitGradient(NamedTuple):
     """dL/draw of some rows and columns, for the products."""
 
-    values: Tensor  # [K, v]
+    dlogits: Tensor  # [K, v]
     rows: Rows
     columns: slice = ALL
-    multiple: Tensor | None = None  # [K] of values, that is still missing
+    multiple: Tensor | None = None  # [K] of dlogits, that is still missing
     features: Tensor | None = None  # [K, H] rows of hidden states, times `multiple` already
     pairs: PairGradient | None = None  # other rows' gradients, in a few columns each
 

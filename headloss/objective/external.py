@@ -72,9 +72,9 @@ class ExternalLoss:
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Coefficients:
         rows = ALL if chunk is None else chunk.rows
-        value = stats.logp.new_zeros(1, dtype=torch.float64)
+        share = stats.logp.new_zeros(1, dtype=torch.float64)
         if not needed:
-            return Coefficients(SoftmaxCoefficients(), {}, value)
+            return Coefficients(SoftmaxCoefficients(), {}, share)
         leaves = {n: getattr(stats, n).detach().requires_grad_() for n in ("logp", "entropy")}
         with torch.enable_grad():
             full = (self.packing.scatter(t, rows) for t in leaves.values())
@@ -91,9 +91,9 @@ class ExternalLoss:
                     "caught in it; its gradient would be lost: detach it, or leave separable=None"
                 )
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
-        return Coefficients(softmax, {}, value).map(lambda t: t * self.upstream)
+        return Coefficients(softmax, {}, share).map(lambda t: t * self.upstream)
 
-    def total(self, values: Tensor, stats: Statistics) -> Tensor:
+    def total(self, shares: Tensor, stats: Statistics) -> Tensor:
         """[] the loss."""
         with torch.no_grad():
             full = (self.packing.scatter(t) for t in (stats.logp, stats.entropy))

@@ -127,7 +127,7 @@ class Coefficients(NamedTuple):
 
     softmax: SoftmaxCoefficients  # [n]
     extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    values: Any = None  # [K] float64, each term's share of its reduced value, if there are terms
+    shares: Tensor | None = None  # [K] float64, each term's of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Of some of the tokens."""
@@ -200,8 +200,8 @@ class WeightedObjective:
             slopes = {name: g * self.scale for name, g in slopes.items()}
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
-        values = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients, factor = Coefficients(softmax, extras, values), self.upstream
+        stacked = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
+        coefficients, factor = Coefficients(softmax, extras, stacked), self.upstream
         return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
 
     @property
@@ -209,11 +209,11 @@ class WeightedObjective:
         """Each term's key and coefficient."""
         return tuple((part.name, part.coefficient) for part in self.parts)
 
-    def total(self, values: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
-        """[] the loss of all tokens, from its terms' values. They are added one by one: a tensor of
+    def total(self, shares: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
+        """[] the loss of all tokens, from its terms' shares. They are added one by one: a tensor of
         the coefficients would have to be copied to the device, and the copy would wait."""
-        pairs = zip(self.named, values, strict=False)
-        return functools.reduce(torch.add, [v if c == 1 else c * v for (_, c), v in pairs])
+        pairs = zip(self.named, shares, strict=False)
+        return functools.reduce(torch.add, [s if c == 1 else c * s for (_, c), s in pairs])
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]

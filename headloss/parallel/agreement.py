@@ -3,8 +3,8 @@
 Each group of a call gathers one small record of what the host knows, and reads it. The record says
 whether a rank has failed, what has to be equal on all (as a checksum), and numbers that may differ,
 which all ranks plan by. Where something is wrong, the ranks exchange the words, and every one of
-them raises. A group's first call, and each with `Options(check_ranks=True)`, also compares tensors
-and texts. A static call goes by what the same call has learned, so that it can be captured.
+them raises. A group's first call, and each with `Options(check_ranks=True)`, also compares
+tensors. A static call goes by what the same call has learned, so that it can be captured.
 
 A call of two groups makes two records, the vocabulary's first. An error that a rank hears there
 goes into its second record, so that on a grid every rank hears it.
@@ -26,24 +26,24 @@ from ..host_copy import HostCopy
 
 R = TypeVar("R")
 WORDS = 64  # of a record: an error's mark, two checksums, and a rank's own numbers
-MOST = WORDS - 4  # numbers of its own
+MOST_NUMBERS = WORDS - 4  # of its own
 HIGHEST = "highest id"  # no name that a field of a batch can have
 LEARNED = 256  # calls that a static one can go by, of a group
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
 
 OwnNumbers = dict[str, list[int]]  # by name, of each rank
+Tensors = Mapping[str, list[Tensor]]
 _LEARNED = weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a rank says of its call to the others of a group."""
+    """The facts of a rank's call, for the others of a group."""
 
     numbers: Mapping[str, int]  # of its own, that may differ between the ranks
     same: Mapping[str, object]  # what has to be equal, known to the host
-    # Makes, of each rank's own numbers, lists of tensors and texts that have to be equal too, by
-    # what is to be said where they are not.
-    values: Callable[[OwnNumbers], Mapping[str, Sequence[Tensor] | str]]
+    # Makes, of each rank's own numbers, tensors that have to be equal too, by the error's words.
+    tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which has to be equal too
     counts: Sequence[int] = ()  # equal, too, and read of the batch: static calls read nothing
     highest: int = -1  # target or id of columns, read of the batch, which may differ
@@ -106,7 +106,7 @@ def agree(
         raise _explained(role, group, facts, error)
     of_ranks = {n: [r[at] for r in records] for at, n in enumerate((HIGHEST, *facts.numbers), 3)}
     if not learned or facts.check:
-        _compare(role, group, facts.values(of_ranks))
+        _compare(role, group, facts.tensors(of_ranks))
     if len(learned) >= LEARNED:
         del learned[next(iter(learned))]
     learned[facts.key] = of_ranks
@@ -141,15 +141,12 @@ def _explained(
     return _differs(role, group, f"{name}: differs", texts, brief if len(brief) < 200 else "")
 
 
-def _compare(
-    role: str, group: distributed.ProcessGroup, values: Mapping[str, Sequence[Tensor] | str]
-) -> None:
-    """ValueError on every rank for tensors or texts that differ: their checksums are gathered."""
-    names = sorted(values)  # of a set, which has another order on each rank
+def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
+    """ValueError on every rank for tensors that differ: their checksums are gathered."""
+    names = sorted(tensors)  # of a set, which has another order on each rank
     numbers, error = [1] * (1 + len(names)), None
     try:
-        of_names = (values[name] for name in names)
-        numbers = [0, *(_checksum(v) if isinstance(v, str) else checksum(v) for v in of_names)]
+        numbers = [0, *(checksum(tensors[name]) for name in names)]
     except Exception as caught:
         error = caught
     sums = zip(*_gathered(group, numbers), strict=True)

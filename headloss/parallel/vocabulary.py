@@ -8,8 +8,7 @@ plan on the same tokens, so the number and the shapes of collectives are the sam
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, distributed
@@ -21,11 +20,7 @@ from ..batch.segments import Linear
 from ..collectives import gather, together
 from ..kernels.interface import Kernels, Measured
 from ..statistics.softmax import SoftmaxState, finish, merge_all
-from .agreement import HIGHEST, Facts, OwnNumbers, agree
-from .facts import of_positions
-
-if TYPE_CHECKING:
-    from ..head.head import Head
+from .agreement import HIGHEST, OwnNumbers
 
 
 class WholeVocabulary:
@@ -74,7 +69,7 @@ class VocabShard(WholeVocabulary):
     them the hidden states of the packed tokens.
 
     Args:
-        numbers: of each rank (`facts.of_vocabulary`).
+        numbers: of each rank (`engine.facts.of_vocabulary`).
         vocab_size: V, None: the rows of all ranks.
         batch: of a call that has one.
 
@@ -170,23 +165,3 @@ class VocabShard(WholeVocabulary):
         what, options = "an adapter's dropout", {"group": self.group, "group_src": 0}
         together(what, self.group, distributed.broadcast, mask, **options)
         return hidden * mask / (1 - p)
-
-
-def shard_of_positions(
-    head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
-) -> WholeVocabulary:
-    """This rank's slice for a verb on positions alone, which `check` refuses on all ranks."""
-    group = head.vocab_group
-    if group is None:
-        check()
-        return WholeVocabulary(head.vocabulary)
-    if torch.compiler.is_compiling():
-        run: Any = torch.compiler.disable(shard_of_positions)
-        return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
-
-    def prepare() -> tuple[Facts, None]:
-        check()
-        return of_positions(head, hidden, k, check_ranks), None
-
-    _, numbers = agree("vocab_group", group, prepare)
-    return VocabShard(group, numbers, head.vocab_size)

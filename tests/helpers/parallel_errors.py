@@ -581,7 +581,7 @@ def long_error() -> str:
     def prepare() -> tuple[agreement.Facts, None]:
         if s.last:
             raise ValueError("long " * 1000 + "end")
-        return agreement.Facts(numbers={}, same={}, values=lambda _: {}, check=False), None
+        return agreement.Facts(numbers={}, same={}, tensors=lambda _: {}, check=False), None
 
     with pytest.raises(ValueError) as caught:
         agreement.agree("a group", s.group, prepare)

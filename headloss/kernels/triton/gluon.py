@@ -303,13 +303,13 @@ def overlapping_slab_kernel(x, w, to, a, n, v, h, PROGRAMS: gl.constexpr):
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-READ = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
-READ |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
-WRITE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
+LOADED = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
+LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
+STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
-WRITE_WIDE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
+STORED_WIDE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
-launch_product = launchers(overlapping_product_kernel, READ, **OPTIONS)
-launch_held = launchers(overlapping_product_kernel, READ | {"held": WRITE}, **OPTIONS)
-launch_raw = launchers(overlapping_product_kernel, READ | {"held": WRITE_WIDE}, **OPTIONS)
-launch_slab = Launcher(overlapping_slab_kernel, tiles=READ | {"to": WRITE}, **OPTIONS)
+launch_product = launchers(overlapping_product_kernel, LOADED, **OPTIONS)
+launch_held = launchers(overlapping_product_kernel, LOADED | {"held": STORED}, **OPTIONS)
+launch_raw = launchers(overlapping_product_kernel, LOADED | {"held": STORED_WIDE}, **OPTIONS)
+launch_slab = Launcher(overlapping_slab_kernel, tiles=LOADED | {"to": STORED}, **OPTIONS)

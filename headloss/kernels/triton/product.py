@@ -32,7 +32,18 @@ from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, u
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
 from .records import LogitScaling, gradient_inputs, matrix_of, programs_on, scaling
-from .tiles import BM, BN, OPTIONS, READ, WIDTH, WRITE, biased, each_tile, halves, has_accelerator
+from .tiles import (
+    BM,
+    BN,
+    LOADED,
+    OPTIONS,
+    STORED,
+    WIDTH,
+    biased,
+    each_tile,
+    halves,
+    has_accelerator,
+)
 from .versions import overlaps
 
 LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
@@ -98,8 +109,8 @@ def product_kernel(x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS
     each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
-launch_product = launchers(product_kernel, READ, **OPTIONS)
-launch_held = launchers(product_kernel, READ | {"held": WRITE}, **OPTIONS)
+launch_product = launchers(product_kernel, LOADED, **OPTIONS)
+launch_held = launchers(product_kernel, LOADED | {"held": STORED}, **OPTIONS)
 
 
 def in_gluon() -> Any:
@@ -252,7 +263,7 @@ def slab_kernel(x, w, out, a, n, v, h, PROGRAMS: tl.constexpr):
     each_tile(x, w, out, a, n, v, h, PROGRAMS, gradient_tile)
 
 
-launch_slab = Launcher(slab_kernel, tiles=READ | {"out": WRITE}, **OPTIONS)
+launch_slab = Launcher(slab_kernel, tiles=LOADED | {"out": STORED}, **OPTIONS)
 
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:

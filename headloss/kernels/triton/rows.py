@@ -18,7 +18,7 @@ from .records import Matrix, programs_on
 BLOCK = 2048  # columns of a row that is scaled
 PROGRAMS = 8  # of a multiprocessor, that scale rows
 WIDEST = 4096  # numbers that a program scales at once
-MOST = 132 * 8  # programs: where nothing is to be done, few of them find that out
+MOST_PROGRAMS = 132 * 8  # programs: where nothing is to be done, few of them find that out
 
 
 class Moves(NamedTuple):
@@ -105,6 +105,6 @@ def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     size, in_place = value.numel(), value.dtype == dtype
     out = value if in_place else torch.empty_like(value, dtype=dtype)
     if size and not (in_place and factor is None):
-        programs = min(MOST, cdiv(size, WIDEST))
+        programs = min(MOST_PROGRAMS, cdiv(size, WIDEST))
         launch_scaled(programs, value, out, factor, size, IN_PLACE=in_place, BLOCK=WIDEST)
     return out

@@ -60,8 +60,8 @@ def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.const
         EPILOGUE(z, m, block, out, of, n, v)
 
 
-READ = {"x": TileShape((ROWS, DEPTH)), "w": TileShape((WIDTH, DEPTH))}
-WRITE = TileShape((ROWS, WIDTH // 2))
+LOADED = {"x": TileShape((ROWS, DEPTH)), "w": TileShape((WIDTH, DEPTH))}
+STORED = TileShape((ROWS, WIDTH // 2))
 OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 

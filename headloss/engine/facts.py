@@ -1,0 +1,268 @@
+"""Facts of a call that the ranks of its groups tell each other (`agreement.Facts`): all that
+decides which collectives follow, and in which shapes; and tensors that have to be equal too.
+
+N positions, H hidden width, V rows of the whole vocabulary, S segments.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import IGNORE
+from ..batch.batch import MOST_IDS, Batch
+from ..collectives import PROCESS_GROUP
+from ..head.head import Head, autocast_dtype, transform_of
+from ..kernels import memory, suits_product
+from ..kernels.transform import Transform
+from ..losses.identity import fingerprint
+from ..losses.term import Objective
+from ..parallel.agreement import HIGHEST, MOST_NUMBERS, Facts, OwnNumbers, Tensors, agree
+from ..parallel.vocabulary import VocabShard, WholeVocabulary
+from .checks import Arguments
+from .plan import Plan
+from .requirements import Requirements
+
+# Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
+APART = ("teacher_logits", "candidate_ids")
+OWN = (PROCESS_GROUP, torch.device)  # of which each rank has its own
+NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}
+
+
+def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
+    """Facts of a call on hidden states, or (without a head) on logits. Every rank of the
+    vocabulary's group is given the whole batch."""
+    tensor, head, batch, options = a.tensor, a.head, a.batch, a.options
+    spread, temperature = options.sequence_parallel, a.transform.temperature
+    teacher = batch.fields.get("teacher_logits")
+    numbers = {
+        "rows": tensor.shape[-1] if head is None else head.weight.shape[0],
+        "tokens": tensor.shape[:-1].numel() if spread else -1,
+        "weight_gradient": required.needs_grad.any_weight,
+        "memory": memory(tensor.device),
+        "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
+    }
+    apart = ("static", "check_ranks")
+    chosen = [o for o in vars(options).items() if not (o[0] in apart or isinstance(o[1], Tensor))]
+    same = _of_logits(tensor) if head is None else _of_head(head, tensor)
+    same |= _of_transform(a.transform) | _of_batch(batch)
+    same |= {
+        "objective": _names(required.objective),
+        "options": chosen,
+        "inplace": required.overwrites,
+        "statistics": statistics_of(required),
+    }
+
+    def tensors(_: OwnNumbers) -> Tensors:
+        of_call = _tensors_of_batch(batch) | _text_of(required.objective, batch)
+        if head is not None:
+            of_call["lora.a: differs"] = [x.a for x in head.lora]
+            of_call["hidden: differs"] = [] if spread else [_sampled(tensor, batch.targets)]
+        if isinstance(temperature, Tensor):
+            of_call["temperature: differs"] = [temperature]
+        return of_call
+
+    facts = Facts(numbers=numbers, same=same, tensors=tensors, check=options.check_ranks)
+    if options.static:
+        return facts
+    survey = batch._survey()
+    return replace(facts, counts=survey.numbers[1], highest=survey.highest)
+
+
+def shard_of_positions(
+    head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
+) -> WholeVocabulary:
+    """This rank's slice for a verb on positions alone, which `check` refuses on all ranks."""
+    group = head.vocab_group
+    if group is None:
+        check()
+        return WholeVocabulary(head.vocabulary)
+    if torch.compiler.is_compiling():
+        run: Any = torch.compiler.disable(shard_of_positions)
+        return run(head, hidden, check, k, check_ranks)  # type: ignore[no-any-return]
+
+    def prepare() -> tuple[Facts, None]:
+        check()
+        same = {"k": k, "hidden.shape": tuple(hidden.shape)} | _of_head(head, hidden)
+        return Facts(
+            numbers={"rows": head.weight.shape[0], **NO_CALL},
+            same=same | _of_transform(transform_of(head)),
+            tensors=lambda _: {"hidden: differs": [_sampled(hidden)]},
+            check=check_ranks,
+        ), None
+
+    _, numbers = agree("vocab_group", group, prepare)
+    return VocabShard(group, numbers, head.vocab_size)
+
+
+def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
+    """Facts of a call whose segments run across ranks, each of which holds some of their tokens;
+    with the forms of each field there. Other choices (schedule, chunks) may differ."""
+    batch, objective = a.batch, required.objective
+    if len(batch.fields) > MOST_NUMBERS:
+        got, want = len(batch.fields), f"at most {MOST_NUMBERS} across ranks"
+        raise ValueError(f"fields: got {got}, want {want}")
+    forms = {}
+    for name in sorted(batch.fields):
+        as_token, as_segment = batch._fits(name)
+        forms[name] = as_token + 2 * as_segment
+    same = {
+        "fields": " ".join(forms),
+        "segments.count": batch.segments.count,
+        "a gradient is wanted": plan.schedule != "statistics",
+        "objective": _names(objective),
+        "metrics": a.options.metrics,
+        "statistics": statistics_of(required),
+    }
+
+    def tensors(numbers: OwnNumbers) -> Tensors:
+        values: Any = {n: [batch.fields[n]] for n in per_segment(numbers)}
+        differ = ": its values per segment differ"
+        return {n + differ: value for n, value in values.items()} | _text_of(objective, batch)
+
+    return Facts(numbers=forms, same=same, tensors=tensors, check=a.options.check_ranks)
+
+
+def statistics_of(required: Requirements) -> list[str]:
+    """All that is measured, by name."""
+    measures = [str(tuple(measure)) for _, of in required.teachers for measure in of]
+    return [*sorted(required.needs), *measures]
+
+
+def per_segment(numbers: OwnNumbers) -> frozenset[str]:
+    """The fields that are per segment, by the forms they have on each rank: those that are not per
+    token on all. ValueError where there is no form for all."""
+    forms = {name: of_ranks for name, of_ranks in numbers.items() if name != HIGHEST}
+    names = frozenset(n for n, of_ranks in forms.items() if not all(form & 1 for form in of_ranks))
+    for name in sorted(names):
+        if not all(form & 2 for form in forms[name]):
+            raise ValueError(
+                f"{name}: is per token on some ranks of segments.group and per segment on others, "
+                "want the same on all"
+            )
+    return names
+
+
+# ---------------------------------------------------------------------- known to the host
+
+
+def _of_batch(batch: Batch) -> dict[str, object]:
+    rank, totals, fields = batch.targets.dim(), batch.totals, []
+    numbers = [] if totals is None else totals._numbers
+    for name, value in sorted(batch.fields.items()):
+        kind, most = "", rank if name in APART else None
+        if isinstance(value, Tensor):
+            kind = f"{value.dtype}{tuple(value.shape[:most])}"
+        fields.append(f"{name}:{kind}")
+    return {
+        "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
+        "segments.count": batch.segments.count,
+        "support_ids": batch.support is not None,
+        "fields": " ".join(fields),
+        "totals": [None if isinstance(t, Tensor) else float(t) for t in numbers],
+    }
+
+
+def _of_logits(logits: Tensor) -> dict[str, object]:
+    unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
+    return {
+        "dtype": logits.dtype,
+        "logits, contiguous along the vocabulary": unit_stride,
+        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
+    }
+
+
+def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
+    return {
+        "hidden width": hidden.shape[-1],
+        "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
+        # Ranks that differ here would plan differently.
+        "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
+        "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
+        "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
+        "lora": [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora],
+    }
+
+
+def _of_transform(transform: Transform) -> dict[str, object]:
+    at: Any = "per token" if isinstance(transform.temperature, Tensor) else transform.temperature
+    return {"logit_scale, softcap, temperature": (transform.scale, transform.softcap, at)}
+
+
+def _names(objective: Objective) -> list[tuple[Any, ...]]:
+    """The names of terms, and what their teachers' adapters drop, which takes a collective."""
+    heads = [term.teacher and term.teacher.head for _, term in objective.parts]
+    drops = [head and [lora.dropout for lora in head.lora] for head in heads]
+    return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
+
+
+# ---------------------------------------------------------------------- compared at first
+
+
+def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
+    targets, fields = batch.targets, []
+    for name, value in sorted(batch.fields.items()):
+        if isinstance(value, Tensor) and name not in APART:
+            wide = value.dim() == targets.dim() + 1 and value.shape[-1] > MOST_IDS
+            fields.append(_sampled(value, targets) if wide else value)
+    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
+    candidates = batch.fields.get("candidate_ids")
+    return {
+        "targets: differs": [targets],
+        "segments: differs": [batch.segments.ids],
+        "candidate_ids: differs": [candidates] if isinstance(candidates, Tensor) else [],
+        "support_ids: differs": [] if batch.support is None else list(batch.support.tensors),
+        "values of fields: differs": fields,
+        "totals: differs": [t.to(targets.device) for t in totals if isinstance(t, Tensor)],
+    }
+
+
+def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+    """[N] one value of each row, 0 where targets are not scored: to compare all values would take
+    too long."""
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    at = torch.arange(len(rows), device=rows.device)
+    sample = rows[at, at % rows.shape[1]]
+    return sample if targets is None else sample.masked_fill(targets.reshape(-1) == IGNORE, 0)
+
+
+def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
+    """A text that is equal for equal objectives on all ranks, as bytes, and the tensors among the
+    options of terms."""
+    tensors: list[Tensor] = []
+    parts = [
+        (
+            c,
+            t.name,
+            t.options,
+            t.scope,
+            t.reduction and t.reduction.name,
+            t.kept_field,
+            t.weight_fields,
+            [(m.name, m.factor) for m in t.modifiers],
+        )
+        for c, t in objective.parts
+    ]
+    text = bytearray(_spelt(fingerprint(parts, tensors)).encode())
+    options = [tensor.to(batch.targets.device) for tensor in tensors]
+    as_bytes = torch.frombuffer(text, dtype=torch.uint8)
+    return {"objective: differs": [as_bytes], "values of options: differs": options}
+
+
+def _spelt(value: Any) -> str:
+    """Equal text for equal fingerprints on all ranks: `repr` shows where in memory a function lies,
+    and which device is a rank's own."""
+    if isinstance(value, weakref.ref):
+        value = value()
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_spelt, value))})"
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if type(value).__repr__ is object.__repr__ or isinstance(value, OWN):
+        return type(value).__qualname__
+    return repr(value)
