@@ -126,7 +126,7 @@ def with_nearest_name(record: type[R]) -> type[R]:
     names, make = [f.name for f in fields(record)], record.__init__  # type: ignore[arg-type]
 
     @functools.wraps(make)
-    def initialize(self: R, *args: Any, **options: Any) -> None:
+    def initialize(self: R, *args: object, **options: object) -> None:
         for name in options:
             if name not in names:
                 want = did_you_mean(name, names)

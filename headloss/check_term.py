@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,7 +173,7 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     """The term's value, which two evaluations agree on."""
-    inputs: dict[Any, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
+    inputs: dict[object, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
     inputs |= {**stats.tensors(), **stats.extras}
     before = {name: value.clone() for name, value in inputs.items()}
     values, again = (term(stats, batch) for _ in range(2))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -30,8 +30,8 @@ def together(
     group: distributed.ProcessGroup | None,
     run: Callable[..., R],
     /,
-    *arguments: Any,
-    **options: Any,
+    *arguments: object,
+    **options: object,
 ) -> R:
     """What `run`, which is a collective or waits for one, makes of the other arguments; RankError
     where the backend gave it up. None: of the default group."""

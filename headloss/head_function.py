@@ -46,7 +46,7 @@ def head_function(
         hidden, head, batch, options: as of `head_loss`. `batch` says which positions are scored and
             (`segments`) which form a sequence; loss_fn brings everything else in its closure.
         loss_fn: `loss_fn(logps, entropies)` gets two float32 tensors (float64 for float64 inputs)
-            in the targets' shape, 0 where nothing is scored, and returns a scalar. Any PyTorch.
+            in the targets' shape, 0 where nothing is scored, and returns a scalar.
         separable: what the loss is a sum over. Denominators must then be constants (a mask's sum).
 
             - None: anything. loss_fn is called once, on all positions, and the gradient comes back

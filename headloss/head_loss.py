@@ -69,7 +69,7 @@ class Output:
         """Measurements by name, found when they are asked for first: a step often asks for none."""
         return self._measure()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold the metrics themselves."""
         return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
@@ -230,7 +230,7 @@ def plan(
     return call_of(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
 
 
-def without_gradient(*_: Any, **__: Any) -> None:
+def without_gradient(*_: object, **__: object) -> None:
     """In place of the backward of a term's value."""
     raise RuntimeError(
         "out.terms: carry no gradient, out.loss alone does; a term to be trained belongs into the "

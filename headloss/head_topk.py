@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
 from .options import DEFAULT, Options
-from .statistics.softmax import finish
+from .statistics.softmax import SoftmaxState, finish
 
 
 class HeadTopk(NamedTuple):
@@ -98,7 +98,7 @@ def head_topk(
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
     forward, shard = source.context.forward(rows), source.context.shard
-    partials: Any = None
+    partials: SoftmaxState | None = None
     ids = source.context.targets[rows, None][:, :0]
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
@@ -109,6 +109,7 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
         best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         ids = ids.gather(1, order)
+    assert partials is not None
     _, normalizer = finish(shard.merge(partials), source.vocabulary, NOTHING)
     best, ids = shard.topk(best, ids + shard.first, k)
     logps = (best - normalizer.max_logit.unsqueeze(1)) - normalizer.log_sum.unsqueeze(1)

@@ -7,7 +7,6 @@ Nothing of the kind is used elsewhere, but `Tensor._version`, `torch._assert_asy
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ def in_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def break_graph(verb: Callable[..., Any], message: str) -> None:
+def break_graph(verb: Callable[..., object], message: str) -> None:
     """Has the compiler leave a function out, and say why with fullgraph=True. The public decorator
     imports the compiler with the package."""
     verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)

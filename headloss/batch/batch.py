@@ -208,7 +208,7 @@ class Batch:
         segments = Segments(moved(segments.ids), segments.count, segments.group)
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies and pickles do not keep the order of the tokens; they find it again."""
         return {**self.__dict__, "_last_survey": None}
 

@@ -74,7 +74,7 @@ class HeadStatistics(torch.autograd.Function):
     def forward(ctx, call: Call, gradients, *tensors):
         result, scatter = sweep(call, tensors), call.scored.scatter
         stats = result.measured.stats
-        named: dict[Any, Tensor] = {**stats.tensors(), **stats.extras}
+        named: dict[object, Tensor] = {**stats.tensors(), **stats.extras}
         teachers = call.requirements.teachers
         measured = [(teacher, measure) for teacher, of in teachers for measure in of]
         outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES, *measured) if n in named}
@@ -165,7 +165,7 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
     return None if scale is None else 1 / scale
 
 
-def save_tile(tile: Any, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], Any]:
+def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], object]:
     """Add the tensors that a source kept of one block to a list; return a function that builds what
     was kept from these tensors. (What the source can compute again is left out.)"""
     if isinstance(tile, Tensor):

@@ -5,7 +5,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
 from ..logits.linear import ExpLogits, LinearLogits, LogitSource, RowContext
-from ..logits.rows import ALL, Accumulator, Rows
+from ..logits.rows import ALL, Accumulator, Rows, Tensors
 from ..logits.support import SupportLogits
 from ..logits.teacher import measuring
 from ..objective.external import ExternalLoss
@@ -38,7 +38,6 @@ from .plan import Plan, make_plan
 from .requirements import Requirements, inputs_of, requirements_of
 
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
-Tensors = Sequence[Tensor | None]  # of a source of logits, in the order of its gradients
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,10 +6,9 @@ import difflib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd.forward_ad import unpack_dual
 
 from ..arguments import IGNORE, check_dense, check_device, check_own_places
@@ -38,9 +37,11 @@ class Arguments:
     terms: Term | Objective
     options: Options
     transform: Transform  # of the head, or of logits
-    group: Any  # whose ranks hold slices of the vocabulary
+    group: distributed.ProcessGroup | None  # whose ranks hold slices of the vocabulary
     inplace: bool = False  # the gradient may overwrite logits
-    loss_fn: Callable[..., Any] | None = None  # somebody else's, in place of the objective's
+    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = (
+        None  # somebody else's, in place of the objective's
+    )
 
     @classmethod
     def of_head(
@@ -51,7 +52,7 @@ class Arguments:
         batch: Batch,
         terms: Term | Objective,
         options: Options | None,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> Arguments:
         """Of a verb on hidden states; raises where there is no head, or none of this rank."""
         check_head(head)

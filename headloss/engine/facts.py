@@ -121,9 +121,12 @@ def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
     }
 
     def tensors(numbers: OwnNumbers) -> Tensors:
-        values: Any = {n: [batch.fields[n]] for n in per_segment(numbers)}
-        differ = ": its values per segment differ"
-        return {n + differ: value for n, value in values.items()} | _text_of(objective, batch)
+        of_call = _text_of(objective, batch)
+        for name in per_segment(numbers):
+            value = batch.fields[name]
+            assert isinstance(value, Tensor)
+            of_call[f"{name}: its values per segment differ"] = [value]
+        return of_call
 
     return Facts(numbers=forms, same=same, tensors=tensors, check=a.options.check_ranks)
 
@@ -190,11 +193,12 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
 
 
 def _of_transform(transform: Transform) -> dict[str, object]:
-    at: Any = "per token" if isinstance(transform.temperature, Tensor) else transform.temperature
+    temperature = transform.temperature
+    at = "per token" if isinstance(temperature, Tensor) else temperature
     return {"logit_scale, softcap, temperature": (transform.scale, transform.softcap, at)}
 
 
-def _names(objective: Objective) -> list[tuple[Any, ...]]:
+def _names(objective: Objective) -> list[tuple[object, ...]]:
     """The names of terms, and what their teachers' adapters drop, which takes a collective."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]

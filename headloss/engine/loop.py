@@ -10,7 +10,7 @@ loop visits, and in when the gradient is computed (`engine.autograd` has what co
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +18,27 @@ from torch import Tensor
 from ..kernels.interface import Measured
 from ..logits.given import InPlaceLogits
 from ..logits.linear import LogitSource
-from ..logits.rows import ALL, Accumulator, BackwardInputs, GradientSums, of_several, steps
+from ..logits.rows import (
+    ALL,
+    Accumulator,
+    BackwardInputs,
+    GradientSums,
+    HeldTile,
+    Tensors,
+    of_several,
+    steps,
+)
 from ..objective.external import ExternalLoss
 from ..objective.weighted import Coefficients, WeightedObjective
 from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
-from .call import Call, Tensors
+from .call import Call
 
 
 class ForwardResult(NamedTuple):
     """The state that the forward pass leaves."""
 
     measured: Measured  # of all tokens
-    tiles: list[Any]  # what each block's logits left, under a held schedule; they are used up
+    tiles: list[HeldTile]  # what each block's logits left, under a held schedule; they are used up
     # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
     # token's slope. None: they are to be found, from what was read.
     sums: GradientSums | None = None
@@ -83,7 +92,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     blocks, slabs = plan.blocks, [ALL]
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
-    parts, tiles = list[Measured](), list[Any]()
+    parts, tiles = list[Measured](), list[HeldTile]()
     sums: Accumulator | None = None
     shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +39,9 @@ class Requirements:
 
     batch: Batch  # by position
     options: Options
-    loss_fn: Callable[..., Any] | None  # somebody else's, in place of the objective's
+    loss_fn: (
+        Callable[[Tensor, Tensor], Tensor] | None
+    )  # somebody else's, in place of the objective's
     objective: Objective
     needs: frozenset[str]  # statistics
     gradients: frozenset[str]  # statistics that the objective differentiates

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from ..batch.segments import Chunk
 from ..collectives import summed, together
 from ..head import products
 from .linear import LinearLogits, NeedsGrad
-from .rows import ALL, Gradients, LogitGradient
+from .rows import Gradients, LogitGradient
 
+ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # whose gradient comes in slabs
 SUM = "a sum of hidden gradients"
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
 
@@ -45,7 +47,7 @@ class BlockAccumulator:
         self,
         source: LinearLogits,
         buffers: GradientBuffers,
-        blocks: Sequence[Any],
+        blocks: Sequence[Chunk],
         single_block: bool,
     ) -> None:
         needs_grad, main_grad = buffers.needs_grad, buffers.main_grad
@@ -135,7 +137,7 @@ class SlabAccumulator(BlockAccumulator):
     by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
-        super().__init__(source, buffers._replace(direct=True), [ALL], single_block=True)
+        super().__init__(source, buffers._replace(direct=True), ONE_BLOCK, single_block=True)
         self.at_once, self.places = at_once and self.main_grad is None, self.totals
         for i in self.hidden.wanted:
             features = source.features[i]
@@ -194,7 +196,7 @@ class HiddenGradient:
     """
 
     def __init__(
-        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Any]
+        self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Chunk]
     ) -> None:
         self.source, self.group = source, source.context.shard.group
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]

@@ -16,10 +16,12 @@ from ..batch.support import HIGH
 from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Distribution, StoredTopk
 from ..kernels.transform import Transform
+from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, SoftmaxState, finish
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
+State = Any  # of a measurement beside the statistics, between the tiles
 
 
 class LogitTile(NamedTuple):
@@ -87,7 +89,7 @@ class Pairs(NamedTuple):
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
-def normalizer_of(shard: Any, partials: SoftmaxState) -> Normalizer:
+def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
     """Over the whole vocabulary, from the state of a rank's slice."""
     return finish(shard.merge(partials), 1, NOTHING)[1]
 
@@ -101,7 +103,7 @@ class SquaredSum(NamedTuple):
     """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
 
     transform: Transform  # at half the temperature
-    shard: Any  # of the vocabulary on the ranks of a group
+    shard: WholeVocabulary  # this rank's slice
     key = COLLISION
     more = ((COLLISION, ()),)
     own_logits = False
@@ -113,11 +115,11 @@ class SquaredSum(NamedTuple):
         """Of some of the tokens."""
         return self._replace(transform=self.transform.rows(index))
 
-    def add(self, rows: Rows, logits: LogitTile | Pairs, state: Any) -> SoftmaxState:
+    def add(self, rows: Rows, logits: LogitTile | Pairs, state: State) -> SoftmaxState:
         """What is known once some more of the logits of some tokens are."""
         return logits.state(self.transform.rows(rows), state)
 
-    def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
+    def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n], once all logits were added."""
         twice, (peak, log_sum) = normalizer_of(self.shard, state), normalizer
         return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
@@ -133,7 +135,7 @@ class Candidates(NamedTuple):
     # are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
-    shard: Any  # of the vocabulary on the ranks of a group
+    shard: WholeVocabulary  # this rank's slice
     own_logits = False
 
     @property
@@ -153,7 +155,7 @@ class Candidates(NamedTuple):
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: LogitTile | Pairs, state: Any) -> tuple[Any, Any]:
+    def add(self, rows: Rows, logits: LogitTile | Pairs, state: State) -> State:
         """z of the columns, 0 where they are not among the logits so far, and the others' state."""
         ids, transform = self.ids[rows].long(), self.transform.rows(rows)
         z, others = logits.at(ids, transform), None
@@ -163,7 +165,7 @@ class Candidates(NamedTuple):
             others = logits.state(transform, others, ids)
         return z, others
 
-    def value(self, rows: Rows, state: Any, normalizer: Normalizer) -> dict[object, Tensor]:
+    def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
         (z, others), (peak, log_sum), of_tail = state, normalizer, normalizer

@@ -5,18 +5,18 @@ N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..batch.packing import Packing
 from ..head import products
 from ..kernels.interface import Kernels, LogitRows, Measured, Walk
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, SoftmaxState
 from .linear import LogitSource, RowContext
-from .rows import ALL, Gradients, LogitGradient, Rows
+from .rows import ALL, Gradients, LogitGradient, Rows, Tensors
 
 
 class View:
@@ -71,10 +71,11 @@ class GivenLogits(LogitSource):
     a tensor of its own, or `overwrites` the logits; `order` is that of tokens, a `Packing`."""
 
     def __init__(
-        self, tensors: Sequence[Any], context: RowContext, *, order: Any, overwrites: bool
+        self, tensors: Tensors, context: RowContext, *, order: Packing, overwrites: bool
     ) -> None:
         super().__init__(context)
         (logits,) = tensors  # [.., V]
+        assert logits is not None
         self.view, self.order, self.overwrites = View(logits, order.index), order, overwrites
         self.dtype = products.sum_dtype(logits.dtype)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..parallel.vocabulary import WholeVocabulary
-from ..statistics.softmax import CANDIDATES, PEAK
-from .beside import LogitTile
-from .rows import ALL, BackwardInputs, LogitGradient, Rows, compact_, steps
+from ..statistics.softmax import CANDIDATES, PEAK, SoftmaxState
+from .beside import LogitTile, State
+from .rows import ALL, BackwardInputs, HeldTile, LogitGradient, Rows, compact_, steps
 
+R = TypeVar("R", Forward, Backward)
 DENSE_SHARE = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
 
 
@@ -73,8 +74,9 @@ class RowContext(NamedTuple):
         all_columns = self.all_columns and columns is ALL and logits
         return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
 
-    def measured(self, partials: Any) -> Measured:
-        """What partials of this rank's slice come to over the whole vocabulary."""
+    def measured(self, partials: SoftmaxState | None) -> Measured:
+        """The statistics over the whole vocabulary, from partials of this rank's slice."""
+        assert partials is not None
         return self.shard.measured(self.acts, partials, self.needs)
 
 
@@ -106,11 +108,14 @@ class LogitSource:
         """[n, v] raw logits in memory of their own."""
         raise NotImplementedError
 
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], keep: bool
+    ) -> tuple[Measured, HeldTile]:
         """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
         gradient will take of their logits, which are then one tile."""
-        partials = raw = tile = None
-        states: Any = [None] * len(self.beside)
+        partials: SoftmaxState | None = None
+        raw = tile = None
+        states: list[State] = [None] * len(self.beside)
         for columns in tiles:
             raw = tile = None  # before the next one is made
             raw, forward = self.raw(rows, columns), self.context.forward(rows, columns)
@@ -120,7 +125,7 @@ class LogitSource:
         measured = self.context.measured(partials)
         return self.completed(rows, measured, states), raw if keep else None
 
-    def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
+    def completed(self, rows: slice, measured: Measured, states: Sequence[State] = ()) -> Measured:
         """With what is measured in addition to the statistics, and what its gradient takes."""
         extras, normalizer = measured.stats.extras, measured.normalizer
         if PEAK in self.context.needs:
@@ -146,10 +151,11 @@ class LogitSource:
         parts = [(part, of_part) for part, of_part in pairs if of_part is not None]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        extra: Any = None
+        extra: Tensor | None = None
         for part, of_part in parts:  # all but the last need the student's logits unchanged
             last = others if part is parts[-1][0] else None
             extra = self.acts.part_gradient_(raw, part.vjp(*tile, of_part), extra, last)
+        assert extra is not None
         return extra
 
 
@@ -191,7 +197,9 @@ class LinearLogits(LogitSource):
         some.features = [features[index] for features in self.features]
         return some
 
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], keep: bool
+    ) -> tuple[Measured, HeldTile]:
         if not self.fused:
             return super().statistics(rows, tiles, keep)
         x, width, raw = self.features[0][rows], self.vocabulary, None
@@ -213,7 +221,7 @@ class LinearLogits(LogitSource):
             gradient[part] = self.gradient_(self.raw(at, columns), at, columns, inputs.rows(part))
         return LogitGradient(gradient, rows, columns)
 
-    def _biased(self, arguments: Any, columns: slice = ALL) -> Any:
+    def _biased(self, arguments: R, columns: slice = ALL) -> R:
         """The same for an act whose product has to add the bias of these columns."""
         if self.bias is None:
             return arguments
@@ -234,7 +242,9 @@ class LinearLogits(LogitSource):
 class ExpLogits(LinearLogits):
     """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], keep: bool
+    ) -> tuple[Measured, HeldTile]:
         x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
         held = ExpTile.empty(len(x), len(weight), weight) if keep else None
@@ -275,8 +285,8 @@ class ExpLogits(LinearLogits):
         order = None if live is None else acts.dense_order(live, int(DENSE_SHARE * len(live)))
         count_copy, chosen = order and HostCopy(order.count), self._chosen(rows, ALL, inputs)
         c, cap = backward.coefficients, backward.transform.softcap
-        multiple: Any = None
-        features: Any = None
+        multiple: Tensor | None = None
+        features: Tensor | None = None
         if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
             least = chosen and chosen.slopes.abs().amax(1)
             multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
@@ -289,5 +299,6 @@ class ExpLogits(LinearLogits):
         if order and count_copy and (count := count_copy.tolist()[0]) < len(x):
             values, places = values[:count], order.rows[:count] + (rows.start or 0)
             if features is not None:
+                assert multiple is not None
                 multiple, features = multiple[:count], features[:count]
         return LogitGradient(values, places, ALL, multiple, features)

@@ -15,7 +15,9 @@ from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
 Rows = slice | Tensor  # of a source's tokens
-Gradients = list[Tensor | None]  # in the order of a source's tensors
+HeldTile = Any  # the part of a block's logits that a source keeps for their gradient
+Tensors = Sequence[Tensor | None]  # of a source, in the order of its gradients
+Gradients = list[Tensor | None]
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
 
 
@@ -24,7 +26,7 @@ class BackwardInputs(NamedTuple):
 
     measured: Measured
     coefficients: Coefficients
-    tile: Any = None  # what the statistics left of their logits; it is used up
+    tile: HeldTile = None  # used up by the gradient
     live: Tensor | None = None  # [n] bool, where those without gradient may be left out
 
     def rows(self, rows: Rows) -> BackwardInputs:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from ..batch.support import SupportPairs
-from ..kernels.interface import Measured
+from ..kernels.interface import Measured, Support
 from ..statistics.softmax import finish
 from .beside import Pairs
 from .linear import LinearLogits
-from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, of_several
+from .rows import ALL, BackwardInputs, HeldTile, LogitGradient, PairGradient, Rows, of_several
 
 
 class SupportLogits(LinearLogits):
@@ -44,7 +43,9 @@ class SupportLogits(LinearLogits):
             out += self.bias[columns][places].to(out.dtype)
         return out if self.logits_dtype is None else out.to(self.logits_dtype).to(self.dtype)
 
-    def statistics(self, rows: slice, tiles: Sequence[slice], keep: bool) -> tuple[Measured, Any]:
+    def statistics(
+        self, rows: slice, tiles: Sequence[slice], keep: bool
+    ) -> tuple[Measured, HeldTile]:
         raw, needs, support = self.raw(rows), self.context.needs, self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.context.forward(rows))
         pairs = Pairs(raw, support, self.acts)
@@ -92,6 +93,6 @@ class SupportLogits(LinearLogits):
         by_column = self.support.by_column(rows, support.first, support.size)
         return PairGradient(values, support, by_column, rows, self.acts)
 
-    def _window(self, rows: slice, columns: slice) -> Any:
+    def _window(self, rows: slice, columns: slice) -> Support:
         size = len(range(self.vocabulary)[columns])
         return self.support.window(rows, self.context.shard.first + (columns.start or 0), size)

@@ -80,7 +80,7 @@ class DenseTeacher:
     ) -> None:
         self.key, self.measures, self.shard, self.wide = teacher, measures, context.shard, wide
         self.more = tuple(((teacher, measure), ()) for measure in measures)
-        self.source: Any
+        self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
         if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"

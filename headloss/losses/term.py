@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -302,6 +302,24 @@ class Objective(_Arithmetic):
     @property
     def segments_per_unit(self) -> int:
         return math.lcm(*(term.segments_per_unit for _, term in self.parts))
+
+
+@overload
+def term(function: Callable[..., Tensor], **options: Any) -> Callable[..., Term]: ...
+
+
+@overload
+def term(
+    function: None = None,
+    *,
+    scope: Scope = "token",
+    per: Per = "token",
+    reduction: Reduction | str | None = None,
+    observe: Callable[..., dict[str, Observed]] | None = None,
+    name: str | None = None,
+    segments_per_unit: int = 1,
+    slopes: Callable[..., tuple[Slope, ...]] | None = None,
+) -> Callable[[Callable[..., Tensor]], Callable[..., Term]]: ...
 
 
 def term(

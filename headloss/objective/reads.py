@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ Kinds = Mapping[str, Kind]  # of fields, by name
 SAMPLE = 2  # tokens, in a segment each: enough for a pair
 OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
 MOST = 256  # entries of the table
-_TABLE: dict[Any, Reads] = {}
+_TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
 
@@ -53,8 +52,9 @@ def reads(
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
     for name, _, term in objective.named():
         key = fingerprint(term, []), tuple(kinds.items()), how
-        function: Any = term.function
-        read = function if isinstance(function, Reads) else None  # of a loss that lives elsewhere
+        read = (
+            term.function if isinstance(term.function, Reads) else None
+        )  # of a loss that lives elsewhere
         with contextlib.suppress(TypeError):  # an option that has no hash
             read = read or _TABLE.get(key)
         if read is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from ..statistics.softmax import (
 )
 from .reads import Kinds
 
+K = TypeVar("K")
 PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
 UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
 
@@ -77,7 +78,7 @@ class WeightedTerm(NamedTuple):
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient."""
         view = without_poison(batch, self.included(batch))
-        times: Any = self.weights * (self.coefficient * upstream)
+        times = self.weights * (self.coefficient * upstream)
         for field in self.term.weight_fields:  # a number times integers has the default dtype
             times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None
@@ -169,10 +170,10 @@ class WeightedObjective:
         parts = self.parts
         if chunk is not None:
             batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
-        slopes: dict[Any, Tensor] = {}
+        slopes: dict[object, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
-            inputs: dict[Any, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
+            inputs: dict[object, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
             inputs = {n: t for n, t in (inputs | leaves.extras).items() if t is not None}
             for leaf in inputs.values():
                 leaf.requires_grad_()
@@ -248,9 +249,9 @@ class WeightedObjective:
         return replace(self, scale=power_of_two(sizes))
 
 
-def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[Any, Tensor]:
+def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[object, Tensor]:
     """The sum of the slopes of each statistic, [n]."""
-    rates: dict[Any, Tensor] = {}
+    rates: dict[object, Tensor] = {}
     for slope in slopes:
         rate = slope.at(logp)
         rates[slope.of] = rates[slope.of] + rate if slope.of in rates else rate
@@ -264,7 +265,7 @@ def power_of_two(coefficients: list[Tensor]) -> Tensor:
     return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
 
 
-def differentiate(total: Tensor, inputs: dict[Any, Tensor]) -> dict[Any, Tensor]:
+def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
     """d total / d input, for those inputs that the total depends on."""
     if not total.requires_grad:
         return {}

@@ -33,7 +33,7 @@ ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # t
 
 OwnNumbers = dict[str, list[int]]  # by name, of each rank
 Tensors = Mapping[str, list[Tensor]]
-_LEARNED = weakref.WeakKeyDictionary[Any, dict[str, dict[Any, OwnNumbers]]]()
+_LEARNED = weakref.WeakKeyDictionary[object, dict[str, dict[tuple[int, ...], OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,11 @@ def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> No
 
 
 def _differs(
-    role: str, group: distributed.ProcessGroup, what: str, of_ranks: Sequence[Any], values: str = ""
+    role: str,
+    group: distributed.ProcessGroup,
+    what: str,
+    of_ranks: Sequence[object],
+    values: str = "",
 ) -> ValueError:
     me = distributed.get_rank(group)
     other = next(rank for rank, value in enumerate(of_ranks) if value != of_ranks[me])

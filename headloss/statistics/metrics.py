@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, distributed
@@ -171,7 +171,9 @@ def fold_all(
 ) -> Metrics:
     """Fold [N] vectors to one measurement each, in a few operations; rows where `live` is False do
     not count. `share` is this rank's part of values that several ranks report alike."""
-    groups: dict[Any, dict[str, Observed]] = {}  # of the same kind, over the same rows
+    groups: dict[
+        tuple[str | None, bool], dict[str, Observed]
+    ] = {}  # of the same kind, over the same rows
     for name, o in observed.items():
         rows = None if o.where is None else name
         groups.setdefault((rows, issubclass(o.kind, Max | Min)), {})[name] = o

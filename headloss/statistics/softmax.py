@@ -18,7 +18,7 @@ adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ FLOOR = -1e4
 SURE = -0.5
 
 
-def _present(named: dict[str, Any]) -> dict[str, Tensor]:
+def _present(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The tensors of a record, by name."""
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
@@ -212,7 +212,7 @@ class SoftmaxCoefficients(NamedTuple):
 
 
 def vjp(
-    gradients: dict[str, Tensor],  # d objective / d statistic, [T] each, candidates' [T, K + 1]
+    gradients: Mapping[Any, Tensor],  # d objective / d statistic, [T] each, candidates' [T, K + 1]
     stats: Statistics,
     vocabulary: int,
 ) -> SoftmaxCoefficients:

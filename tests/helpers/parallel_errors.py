@@ -551,7 +551,7 @@ def compared_in_any_order() -> list[str]:
     """What ranks compare, named in another order on each; and what one of them cannot compare."""
     rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
     names = ["one", "two", "three"]
-    values = {name: name for name in (names, names[::-1])[rank]}
+    values = {name: [torch.tensor([*name.encode()])] for name in (names, names[::-1])[rank]}
     agreement._compare("a group", group, values)
     tensors, errors = (torch.ones(2), torch.ones(2).to_sparse()), []
     for tensor in (tensors[rank], torch.ones(1 + rank)):

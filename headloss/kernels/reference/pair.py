@@ -6,7 +6,6 @@ n tokens, v columns, K stored tokens of a top-k teacher.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from ...statistics.divergence import gradient_of, phi
 from ..interface import Backward
 from ..pair import Distribution, Divergence, Pair, StoredTopk
+from ..transform import Transform
 from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_columns
 
 
@@ -60,7 +60,7 @@ def part_gradient_(
     return out if others is None or others.dtype is None else out.to(others.dtype)
 
 
-def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...]:
+def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, Transform, Tensor]:
     """Raw logits of some rows, their transform, and d part / dz."""
     student, weight = part.pair.student, part.weight[rows]
     log_p, log_q = _log_p(student, raw, rows), _log_q(part.pair, part.teacher, rows)
@@ -74,7 +74,7 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Any, ...
     return raw[rows], student.transform.rows(rows), total.masked_fill_(dead, 0)
 
 
-def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Any, ...]:
+def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
     """As `_of_divergence`."""
     columns, side, tile = part.columns[rows], part.tail.rows(rows), raw[rows]
     z = side.transform(widened(tile))

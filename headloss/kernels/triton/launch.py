@@ -26,9 +26,9 @@ class TileShape(NamedTuple):
     accelerator."""
 
     block: tuple[int, int]
-    layout: Any = None  # in shared memory, for Gluon
+    layout: object = None  # in shared memory, for Gluon
 
-    def descriptor(self, tensor: Tensor) -> Any:
+    def descriptor(self, tensor: Tensor) -> object:
         """What Triton takes."""
         if self.layout is None:
             return TensorDescriptor.from_tensor(tensor, list(self.block))
@@ -55,8 +55,8 @@ class Launcher:
         names = tiles or {}
         self.tiles = {i: names[name] for i, name in enumerate(kernel.arg_names) if name in names}
 
-    def __call__(self, programs: int, *arguments: Any, **constants: Any) -> None:
-        first: Any = arguments[0]
+    def __call__(self, programs: int, *arguments: object, **constants: object) -> None:
+        first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
         tiles = self.tiles
@@ -64,5 +64,5 @@ class Launcher:
         with torch.cuda.device_of(first):
             self.send(programs, described, constants)
 
-    def send(self, programs: int, arguments: list[Any], constants: dict[str, Any]) -> None:
+    def send(self, programs: int, arguments: list[object], constants: dict[str, object]) -> None:
         self.kernel[(programs,)](*arguments, **constants, **self.options)
