@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ class HostCopy:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(values.device))
 
-    def tolist(self) -> list[Any]:
+    def tolist(self) -> list:
         if self._copied is not None:
             self._copied.synchronize()
         return self._values.tolist()  # type: ignore[no-any-return]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class Options:
     """
 
     backend: str = "auto"
-    schedule: Any = "auto"
+    schedule: str = "auto"
     chunk_tokens: int | None = None
     memory_budget: int | None = None
     logits_dtype: torch.dtype | None = None

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import cast
 
 from ..batch.segments import Chunk
 from ..head.products import GRAIN, PARTS
@@ -208,7 +209,7 @@ def _choose(
     if errors.get(named) and not free:
         raise ValueError(f'schedule: got "{named}", but {errors[named]}')
     if named != "auto":
-        return named, "asked for"
+        return cast(Schedule, named), "asked for"
     if p.given and not p.overwrites:
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.in_place:

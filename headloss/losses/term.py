@@ -309,20 +309,10 @@ def term(function: Callable[..., Tensor], **options: Any) -> Callable[..., Term]
 
 
 @overload
-def term(
-    function: None = None,
-    *,
-    scope: Scope = "token",
-    per: Per = "token",
-    reduction: Reduction | str | None = None,
-    observe: Callable[..., dict[str, Observed]] | None = None,
-    name: str | None = None,
-    segments_per_unit: int = 1,
-    slopes: Callable[..., tuple[Slope, ...]] | None = None,
-) -> Callable[[Callable[..., Tensor]], Callable[..., Term]]: ...
+def term(**options: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Term]]: ...
 
 
-def term(
+def term(  # pyright: ignore[reportInconsistentOverload]
     function: Callable[..., Tensor] | None = None,
     *,
     scope: Scope = "token",

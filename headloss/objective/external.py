@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,10 +40,10 @@ def external_loss(
     asked for, and measures of a teacher; it differentiates `gradients`."""
     statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
-    function: Any = Reads(statistics, frozenset(), differentiable, measures)
+    function = Reads(statistics, frozenset(), differentiable, measures)
     term = Term(
         name="external_loss",
-        function=function,
+        function=function,  # type: ignore[arg-type]
         scope=scope,
         reduction=token_mean,
         options=(("gradients", tuple(sorted(gradients))),),

@@ -65,11 +65,12 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
     student, weight = part.pair.student, part.weight[rows]
     log_p, log_q = _log_p(student, raw, rows), _log_q(part.pair, part.teacher, rows)
     log_a = None if part.log_acceptance is None else part.log_acceptance[rows]
-    total: Any = None
+    total: Tensor | None = None
     for k, measure in enumerate(part.pair.measures):
         g = gradient_of(log_q, log_p, measure, part.mean_slope[rows, k], log_a)
         g *= weight[:, k : k + 1]
         total = g if total is None else total.add_(g)
+    assert total is not None
     dead = (weight == 0).all(1, keepdim=True)
     return raw[rows], student.transform.rows(rows), total.masked_fill_(dead, 0)
 
