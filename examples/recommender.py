@@ -22,8 +22,9 @@ class SASRec(nn.Module):
         super().__init__()
         self.items, self.places = nn.Embedding(ITEMS, WIDTH), nn.Embedding(LENGTH, WIDTH)
         nn.init.normal_(self.items.weight, std=0.1)
-        options = {"batch_first": True, "norm_first": True}
-        self.block = nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.1, **options)
+        self.block = nn.TransformerEncoderLayer(
+            WIDTH, 2, 64, 0.1, batch_first=True, norm_first=True
+        )
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, clicks):  # [B, L] -> [B, L, H]
@@ -61,15 +62,17 @@ def train(kind, clicks, held_out, steps, every):
         if step % every == 0:
             curve.append((step, ndcg(model, held_out)))
         some = clicks[torch.randint(len(clicks), (64,))]
-        targets, objective, fields = some[:, 1:], hl.cross_entropy(), {}
+        targets, objective = some[:, 1:], hl.cross_entropy()
+        batch = hl.Batch(targets)
         if kind == "sampled BCE":  # one negative, as in SASRec
             drawn = torch.randint(ITEMS, targets.shape)
             drawn = (drawn + (drawn == targets)) % ITEMS
             ids = torch.stack([targets, drawn], 2)
-            objective, fields = bce(), {"support_ids": ids, "candidate_ids": ids}
+            objective = bce()
+            batch = hl.Batch(targets, support_ids=ids, candidate_ids=ids)
         hidden, head = model(some[:, :-1]), hl.Head(model.items.weight)
         optimizer.zero_grad()
-        hl.head_loss(hidden, head, hl.Batch(targets, **fields), objective).loss.backward()
+        hl.head_loss(hidden, head, batch, objective).loss.backward()
         optimizer.step()
     return curve
 
