@@ -306,12 +306,8 @@ class Objective(_Arithmetic):
 
 @overload
 def term(function: Callable[..., Tensor], **options: Any) -> Callable[..., Term]: ...
-
-
 @overload
 def term(**options: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Term]]: ...
-
-
 def term(  # pyright: ignore[reportInconsistentOverload]
     function: Callable[..., Tensor] | None = None,
     *,
