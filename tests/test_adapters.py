@@ -205,7 +205,8 @@ def test_an_unknown_release_works_and_is_announced_once(adapter, release, monkey
     module, standing = stubbed(monkeypatch, adapter)
     with pytest.warns(UserWarning, match=rf"{package} {release} was not tested.*{tested}.*holds"):
         module.install()
-    assert set(here(standing).values()) == set(module.SEAMS.ours.values())
+    placed = {inspect.unwrap(getattr(x, "apply", x)) for x in here(standing).values()}
+    assert placed == {getattr(x, "apply", x) for x in module.SEAMS.ours.values()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module.install()  # a second time changes nothing
@@ -628,11 +629,17 @@ def test_an_unknown_release_of_a_class(framework, monkeypatch) -> None:
     use, package, adapter = FAKES[framework](monkeypatch)
     released(monkeypatch, "99.0", package)
     module = fresh(monkeypatch, adapter)
-    with pytest.warns(UserWarning, match=rf"{package} 99.0 was not tested.*{module.check()}"):
+    holds = re.escape(module.check())
+    with pytest.warns(UserWarning, match=rf"{package} 99.0 was not tested.*{holds}"):
         use(module)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use(module)
+    if framework == "axolotl":  # of before 0.21, as the stub is, which looks for no plugins
+        assert "plugins: [headloss.integrations.axolotl.HeadlossPlugin] has to be" in module.check()
+        base = sys.modules["axolotl.integrations.base"]
+        monkeypatch.setattr(base, "PLUGIN_ENTRY_POINT_GROUP", "axolotl.plugins", raising=False)
+        assert "plugins:" not in module.check()
 
 
 @pytest.mark.parametrize(("framework", "how"), BROKEN)
@@ -726,3 +733,50 @@ def test_the_table_of_versions() -> None:
     table = {name.lower(): tuple(releases.split(", ")) for name, releases in rows}
     del table["liger's api"]  # nothing of it is replaced
     assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}
+
+
+# ---------------------------------------------------------------------- an adapter that never runs
+
+
+def stepped() -> list[str]:
+    """Warnings of the adapter below in two steps of an optimizer."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            weight.sum().backward()
+            optimizer.step()
+    return [str(w.message) for w in caught if "framework-with-a-loss" in str(w.message)]
+
+
+class Fused:
+    @staticmethod
+    def apply(x: int) -> int:
+        return x
+
+
+@pytest.mark.parametrize("kind", ["function", "class"])
+def test_an_adapter_that_was_never_called_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, after the first step; not where it was called, and not once it is taken out."""
+    framework = ModuleType("framework_with_a_loss")
+    theirs: Any = type("Theirs", (), {"apply": staticmethod(lambda x: -x)})
+    framework.loss = theirs if kind == "class" else theirs.apply
+    monkeypatch.setitem(sys.modules, framework.__name__, framework)
+    ours = Fused if kind == "class" else Fused.apply
+    adapter = Seams({(framework.__name__, "loss"): ours}, "framework-with-a-loss")
+    adapter.install(quiet=True)
+    (said,) = stepped()
+    assert said.startswith("framework-with-a-loss: headloss's adapter was put in place, and by the")
+    assert stepped() == []
+    adapter.uninstall()
+    adapter.install(quiet=True)
+    loss = framework.loss
+    assert (loss.apply if kind == "class" else loss)(3) == 3
+    assert stepped() == []
+    adapter.uninstall()
+    adapter.install(quiet=True)
+    adapter.uninstall()
+    assert stepped() == [] and framework.loss is (theirs if kind == "class" else theirs.apply)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,12 @@ def logprobs_chunked(
 def fused_logprob_fn_and_head(self: Any) -> tuple[Callable[..., Tensor], Tensor, Tensor | None]:
     """In place of `LLMAlgorithm._fused_logprob_fn_and_head`, whose function sees the base layer."""
     layer = self._get_lm_head()
+    if getattr(self, "use_liger_loss", False):
+        warnings.warn(
+            "use_liger_loss: is True, AgileRL's default: its loss is Liger's, and headloss gives "
+            "the log-probs without a gradient alone; want use_liger_loss=False",
+            stacklevel=2,
+        )
     if not hasattr(layer, "base_layer"):
         return SEAMS.theirs[ALGORITHM, "_fused_logprob_fn_and_head"](self)
     function = functools.partial(log_probs_of_layer, layer, torch.is_grad_enabled())

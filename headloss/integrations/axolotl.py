@@ -1,6 +1,6 @@
 """headloss's plugin for Axolotl: supervised training without logits.
 
-    plugins: [headloss.integrations.axolotl.HeadlossPlugin]    # not needed where it is installed
+    plugins: [headloss.integrations.axolotl.HeadlossPlugin]
     headloss: true
 
 It applies `headloss.integrations.transformers` to the model that Axolotl has loaded, with adapters.
@@ -18,6 +18,8 @@ from .shared import refuse
 from .transformers import apply
 
 BasePlugin: Any = part("axolotl", "axolotl.integrations.base", "BasePlugin")
+GROUP = "axolotl.plugins"  # in which Axolotl 0.21 and newer look for plugins
+LINE = "plugins: [headloss.integrations.axolotl.HeadlossPlugin]"
 # Settings that have a loss of their own, or make one of the logits.
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 OTHERS += ("chunked_cross_entropy", "use_dft", "use_eaft", "orpo_alpha", "rl", "kd_trainer")
@@ -48,7 +50,7 @@ class HeadlossArgs(BaseModel):
 
 
 class HeadlossPlugin(BasePlugin):
-    """Found by Axolotl in the group `axolotl.plugins`; it does nothing without `headloss: true`."""
+    """Named under `plugins:`, or found by Axolotl 0.21; does nothing without `headloss: true`."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.HeadlossArgs"
@@ -68,8 +70,13 @@ class HeadlossPlugin(BasePlugin):
 
 
 def check() -> str:
-    """What holds. RuntimeError where Axolotl's plugins take other arguments."""
+    """What holds, and the line that a configuration needs before Axolotl 0.21. RuntimeError where
+    Axolotl's plugins take other arguments."""
     for name in ("get_input_args", "post_model_load"):
         theirs = part("axolotl", "axolotl.integrations.base:BasePlugin", name)
         check_signature(theirs, getattr(HeadlossPlugin, name), f"BasePlugin.{name}", "axolotl")
-    return "the signature of BasePlugin's get_input_args and post_model_load"
+    base = part("axolotl", "axolotl.integrations.base")
+    listed = ""
+    if getattr(base, "PLUGIN_ENTRY_POINT_GROUP", None) != GROUP:
+        listed = f" (it looks for no plugins by itself: {LINE} has to be in the configuration)"
+    return f"the signature of BasePlugin's get_input_args and post_model_load{listed}"

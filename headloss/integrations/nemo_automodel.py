@@ -17,7 +17,7 @@ from ..head.head import Head
 from ..head_loss import head_loss
 from ..losses import Objective, Term, cross_entropy
 from ..statistics.metrics import Metrics
-from .seams import announce, check_signature, part, require_arguments
+from .seams import announce, check_signature, part, require_arguments, watch_of
 from .shared import over_count
 
 PACKAGE, HOME = "nemo-automodel", "nemo_automodel.components.loss"
@@ -47,6 +47,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
     ) -> None:
         announce(PACKAGE, check())
         super().__init__()
+        watch_of(PACKAGE).start()  # Automodel takes its own loss where a forward does not fit
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)
         self.metrics: Metrics | None = None
@@ -65,6 +66,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         Raises:
             ValueError: another reduction, where the step has more than this call.
         """
+        watch_of(PACKAGE).called = True
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
         objective = self.objective
         fields: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 # Distributions, and the adapters that serve them.
 ADAPTERS = {
@@ -214,6 +215,61 @@ def announce(package: str, checked: str) -> None:
         )
 
 
+class Watch:
+    """Calls of an adapter: a warning, after the first step of any optimizer in this process, where
+    the adapter was put in place and the framework has called none of its functions.
+
+    Attributes:
+        called: whether it was called since `start()`.
+    """
+
+    def __init__(self, package: str) -> None:
+        self.package, self.called, self.judged = package, False, True
+        self._hook: Any = None
+
+    def start(self) -> None:
+        self.called = self.judged = False
+        if self._hook is None:
+            self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        self.judged = True
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def counting(self, ours: Any) -> Any:
+        """The same function, or class with an `apply`, of which calls are noted."""
+        if isinstance(ours, type) and "apply" not in dir(ours):
+            return ours
+        function = ours.apply if isinstance(ours, type) else ours
+
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.called = True
+            return function(*args, **kwargs)
+
+        if isinstance(ours, type):
+            return type(ours.__name__, (ours,), {"apply": staticmethod(noted)})
+        return noted
+
+    def _after_step(self, *_: Any) -> None:
+        if self.judged:
+            return
+        self.judged = True  # the hook stays: torch goes through all of them here
+        if not self.called:
+            warnings.warn(
+                f"{self.package}: headloss's adapter was put in place, and by the end of this "
+                "process's first optimizer step nothing had called it: the loss is not headloss's "
+                "(right for a process that trains a critic alone); docs/integrations says which "
+                "settings lead to the adapter",
+                stacklevel=2,
+            )
+
+
+watch_of = functools.cache(Watch)  # one of each package
+
+
 class Seams:
     """Attributes of a framework's modules, or of classes in them, that ours take the place of.
 
@@ -245,8 +301,10 @@ class Seams:
             return
         replaced = self._fitted()
         self.theirs = {at: vars(part(self.package, at[0]))[at[1]] for at in replaced}
+        watch = watch_of(self.package)
         for (place, name), value in replaced.items():
-            setattr(part(self.package, place), name, value)
+            setattr(part(self.package, place), name, watch.counting(value))
+        watch.start()
         if self.package and not quiet:
             announce(self.package, self.check())
 
@@ -254,6 +312,7 @@ class Seams:
         for (place, name), value in self.theirs.items():
             setattr(part(self.package, place), name, value)
         self.theirs = {}
+        watch_of(self.package).stop()
 
     def _fitted(self) -> dict[tuple[str, str], Any]:
         if self.theirs:
