@@ -34,7 +34,7 @@ EYES = {
 
 def tiny_with_eyes(model_type: str) -> Any:
     kind = transformers.CONFIG_MAPPING[model_type]
-    parts = {part: TINY if "text" in part else EYES for part in kind.sub_configs}
+    parts = {part: {**(TINY if "text" in part else EYES)} for part in kind.sub_configs}
     ids = {} if model_type != "llava" else {"image_token_id": 36, "image_token_index": 36}
     torch.manual_seed(0)
     config = kind(**parts, **ids)
@@ -139,3 +139,21 @@ def test_z_loss_of_its_own(monkeypatch: Any) -> None:
     settings = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4}
     model = tiny("bamba", z_loss_coefficient=0.1, mamba_expand=2, **settings)
     assert_same_steps(model.train(), monkeypatch)
+
+
+def test_terms_of_an_encoder_decoder() -> None:
+    """Labels lie beside its logits, and the encoder's mask says nothing of them."""
+    model = made("t5")
+    ids = torch.randint(2, 36, (2, 7), generator=torch.Generator().manual_seed(0))
+    labels, mask = ids[:, :5].masked_fill(ids[:, :5] > 30, -100), torch.ones_like(ids)
+    out = model(input_ids=ids, labels=labels, attention_mask=mask)
+    logps = -torch.nn.functional.cross_entropy(
+        out.logits.transpose(1, 2), labels, reduction="none", label_smoothing=0.2
+    )
+    want = -(logps.sum(1) / (labels != -100).sum(1)).mean()
+    terms = hl.cross_entropy(label_smoothing=0.2).over("sequence_mean")
+    with apply(model, terms) as applied:
+        got = model(input_ids=ids, labels=labels, attention_mask=mask)
+        counted = applied.batch_of({"labels": labels, "attention_mask": mask}, labels.device)
+    torch.testing.assert_close(got.loss, want)
+    assert torch.equal(counted.targets, labels)

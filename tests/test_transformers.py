@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -96,20 +97,29 @@ def test_adapters() -> None:
 
 
 @pytest.mark.slow
-def test_compiled() -> None:
-    """The backbone is one compiled frame, and a second step compiles nothing."""
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled(family: str) -> None:
+    """All before the loss is one graph, later steps compile nothing, no warning names headloss, and
+    fullgraph=True says which break it is."""
     from torch._dynamo.testing import CompileCounter
 
-    model, counter = tiny("llama"), CompileCounter()
+    model, counter = tiny(family), CompileCounter()
     want, wanted = step(model)
     apply(model)
     compiled = torch.compile(model, backend=counter)
-    for _ in range(2):
-        got, found = step(compiled)
-        assert counter.frame_count == 1 and counter.op_count > 50
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            got, found = step(compiled)
+            assert counter.frame_count == 1 and counter.op_count > 50
+    assert not [w for w in caught if "headloss" in str(w.message)]
     torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(got.logits + 0, want.logits, rtol=1e-5, atol=1e-5)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[f"_orig_mod.{name}"], gradient, rtol=1e-5, atol=1e-6)
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="transformers.apply breaks the graph at the head and at"):
+        whole(input_ids=IDS, labels=LABELS)
 
 
 def test_the_rest_is_the_models_own() -> None:

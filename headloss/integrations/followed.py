@@ -56,11 +56,11 @@ class HeadCall:
         module: the output embeddings of a model, without a replaced forward.
         own: the module's own forward.
         hidden: [.., H].
-        cross_entropy: is given the arguments of a `torch.nn.functional.cross_entropy` of these
-            logits, and returns its value, or None for real logits.
+        cross_entropy: takes the place of `torch.nn.functional.cross_entropy` of these logits; None
+            as its value asks for real logits.
 
     Attributes:
-        closed: why the module's forward cannot make real logits any more, else "".
+        closed: the reason for which real logits cannot be made any more, else "".
         written: an in-place operation has changed real logits, and other names of them are void.
     """
 
@@ -98,12 +98,12 @@ class HeadCall:
         return [*versions, *((lora.scaling, lora.dropout) for lora in head.lora)]
 
     def draw(self) -> None:
-        """Dropout of adapters is drawn once for a loss and real logits."""
+        """Note that dropout of adapters is drawn: a loss and real logits would have other masks."""
         if any(lora.dropout for lora in self.head.lora):
             self.closed = self.closed or "dropout of the head's adapter has been drawn"
 
     def raw(self) -> Tensor:
-        """Real logits, of the module's own forward."""
+        """Make real logits, by the module's own forward."""
         why = self.closed or ("optimizer.step() has run" if self.steps != Steps.count else "")
         if why:
             raise RuntimeError(STALE.format(why))
@@ -174,7 +174,7 @@ class Followed(Tensor):
 
     @property
     def is_followed(self) -> bool:
-        """The recipe tells value and gradient."""
+        """True where the recipe tells value and gradient."""
         call = self.recipe.call
         ours = not self.requires_grad or hasattr(self.grad_fn, "recipe")
         return ours and not call.closed and not call.written

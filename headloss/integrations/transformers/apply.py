@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batch.batch import Batch
+from ...batch.segments import Segments
 from ...head.head import Head
 from ...head_loss import Output
 from ...losses import Objective, Term, cross_entropy
@@ -98,8 +100,8 @@ def _causal(model: nn.Module) -> nn.Module:
 
 
 def _replaced(model: Any) -> bool:
-    """Whether its loss function is the shifted mean, which an objective replaces. Another one of
-    Transformers' runs, and its cross-entropy is replaced.
+    """Tell whether the model's loss function is the shifted mean, which an objective replaces. Any
+    other loss function of Transformers runs, and its cross-entropy is replaced.
 
     Raises:
         ValueError: a loss function of the user's own.
@@ -160,12 +162,12 @@ class Applied:
 
     @property
     def metrics(self) -> Metrics | None:
-        """Of the last call; None before."""
+        """Metrics of the last call; None before."""
         return None if self.output is None else self.output.metrics
 
     @property
     def plain(self) -> bool:
-        """The objective is cross-entropy, and no more."""
+        """True where the objective is cross-entropy alone."""
         return self.objective == PLAIN
 
     def record(self, out: Output, step: Step | None, counted: bool) -> None:
@@ -195,7 +197,7 @@ class Applied:
 
     @eagerly(recursive=False)
     def run(self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In place of the model's forward, which is `own`; compiled, that is."""
+        """Replace the model's forward; `own` is the model's, which alone is compiled."""
         own = self.own_forward or own
         arguments = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
         fields = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
@@ -242,8 +244,8 @@ class Applied:
             self._unreached("its backbone runs by itself, as under TRL's trainers")
 
     def _unreached(self, why: str) -> None:
-        """A call in training whose loss is not the objective: a word, or an error where that would
-        be another loss."""
+        """Warn of a training call that passes the objective by, or raise RuntimeError where the
+        objective is more than cross-entropy."""
         text = (
             f"headloss is applied to {type(self.model).__name__}, but {why}: its loss is not the "
             "objective of apply(). "
@@ -255,22 +257,30 @@ class Applied:
 
     @eagerly()
     def _say(self, text: str) -> None:
-        """A warning, once."""
+        """Warn, once for each text."""
         if text not in self.said:
             self.said.add(text)
             warnings.warn(text, stacklevel=3)
 
+    @property
+    def _decodes(self) -> bool:
+        """True for encoder-decoders, whose labels lie beside the decoder's logits."""
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
     def shift_labels(self, call: dict[str, Any]) -> Tensor | None:
-        """Labels that lie beside the logits: those of encoder-decoders, too."""
-        config = getattr(self.model, "config", None)
-        beside = call.get("labels") if getattr(config, "is_encoder_decoder", False) else None
+        """Labels [B, L] beside the logits, None where the call's labels are to be shifted."""
+        beside = call.get("labels") if self._decodes else None
         return beside if call.get("shift_labels") is None else call["shift_labels"]
 
     def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:
-        """The batch of a call with labels, before it is made."""
+        """Batch of a call with labels, before the call."""
         fields = {name: call[name] for name in self.fields if name in call}
         arguments = {name: call.get(name) for name in CALL}
         arguments["shift_labels"] = self.shift_labels(call)
+        if self._decodes:  # positions and masks of the call are the encoder's
+            *rows, length = call["labels"].shape
+            own = Segments.rows(math.prod(rows), length, device=device)
+            fields.setdefault("segments", own)
         return batch_of(arguments, fields, self.objective, device)
 
 

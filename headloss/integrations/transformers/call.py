@@ -39,10 +39,10 @@ class Call:
         model: whose forward runs.
         arguments: of the call, by name.
         fields: the arguments that go to the batch.
-        own_loss: the model has got another loss function since `apply`, which counts.
+        own_loss: the model's loss function was set after `apply`, and counts.
 
     Attributes:
-        losses: how many the objective has computed.
+        losses: how often the objective was computed.
     """
 
     @eagerly()
@@ -89,8 +89,8 @@ class Call:
 
     @eagerly()
     def end(self, output: Any) -> Any:
-        """`output` as it is. Logits of a head whose weight is not there after the call are made in
-        an evaluation, and refused in training."""
+        """Return `output`. After the call a sharded head has no weight to make logits with: an
+        evaluation makes them here, and a later read in training is refused."""
         if not self.model.training and (self.sharded or is_fsdp2(self.model)):
             values = output.values() if hasattr(output, "values") else output
             for value in values:
@@ -106,8 +106,7 @@ class Call:
         """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
         its formula: then logits are real."""
         if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
-            with bare(self.head):
-                return self.own(hidden, **more)
+            return self.own(hidden, **more)
         with bare(self.head):
             take = None if self.own_loss else self.cross_entropy
             call = HeadCall(self.head, self.own, hidden, take)

@@ -1,5 +1,5 @@
-"""A model's class with another forward: a subclass of the same name, as FSDP2 makes one, so that
-whoever wraps or unwraps the model's forward has it innermost."""
+"""A subclass of a model's class, of the same name, with another forward: wrappers of the forward,
+put on or taken off, leave that one innermost. FSDP2 makes such a class, too."""
 
 from __future__ import annotations
 
