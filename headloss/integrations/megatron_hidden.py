@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.batch import Batch
-from ..head.head import Head
 from ..head_stats import HeadStats, head_stats
 from ..options import Options
 from . import megatron_mtp
@@ -132,6 +131,7 @@ class Door:
         temperature: float | Tensor = 1.0,
         gradients: tuple[str, ...] = ("logp", "entropy"),
         vocab_size: int | None = None,
+        gathered: bool = False,
         **fields: Any,
     ) -> HeadStats:
         """Statistics of what the model returned in place of logits.
@@ -141,6 +141,8 @@ class Door:
             targets: [b, s], shifted; -100: not scored.
             temperature: a number, or [b, s].
             gradients, vocab_size: as of `head_stats` and `Head`.
+            gathered: whether `hidden` has whole rows under sequence parallelism too, or a part of
+                what was handed on.
             fields: of the batch, [b, s, ..]; `support_ids` as pairs go over [s, b].
 
         Returns:
@@ -150,7 +152,7 @@ class Door:
             ValueError: `hidden` is not what the layer handed on.
         """
         want = None if self._shape is None else (self._shape[1], self._shape[0], self._shape[2])
-        if tuple(hidden.shape) != want:
+        if tuple(hidden.shape) != want and not (gathered and want and hidden.shape[2] == want[2]):
             raise ValueError(
                 f"hidden: got shape {tuple(hidden.shape)}, want {want}, the hidden states that the "
                 "output layer handed on last"
@@ -159,7 +161,9 @@ class Door:
             temperature = temperature.t()
         beside = {n: x.transpose(0, 1) if _lies(x, targets) else x for n, x in fields.items()}
         batch = Batch(targets.t().contiguous(), **beside)
-        stats = self._stats(hidden.transpose(0, 1), batch, gradients, temperature, vocab_size)
+        stats = self._stats(
+            hidden.transpose(0, 1), batch, gradients, temperature, vocab_size, gathered
+        )
         logp, lse, entropy = (statistic.t().contiguous() for statistic in stats)
         candidates = stats.candidate_logps
         if candidates is not None:
@@ -173,13 +177,16 @@ class Door:
         gradients: tuple[str, ...],
         temperature: float | Tensor = 1.0,
         vocab_size: int | None = None,
+        gathered: bool = False,
     ) -> HeadStats:
         hidden = hidden.to(self._dtype)  # what Float16Module made float32 loses nothing
         check_layer(self.layer, None, self.config, hidden, self._tied, handed_on=True)
         head, options = head_of(
             self.layer, self._tied, self.config, self.options, temperature, vocab_size
         )
-        head = _without_scale(head)
+        head = replace(head, logit_scale=1.0)  # MuP's comes after the layer: hidden states have it
+        if gathered:
+            options = replace(options, sequence_parallel=False)
         return head_stats(hidden, head, batch, options, gradients)
 
     def _hand_on(self, hidden: Tensor, weight: Any, gather: Any, more: dict[str, Any]) -> Any:
@@ -201,11 +208,6 @@ class Door:
             return self._loss(labels, logits)
         stats = self._stats(logits, Batch(labels.t().contiguous()), ("logp",))
         return -stats.logp.t().contiguous()
-
-
-def _without_scale(head: Head) -> Head:
-    """MuP's factor comes after the layer: the hidden states have it."""
-    return replace(head, logit_scale=1.0)
 
 
 def _lies(value: Any, targets: Tensor) -> bool:
