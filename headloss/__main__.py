@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    elsewhere, dtype = arguments.gpu_memory is not None, DTYPES[arguments.dtype]
+    elsewhere = arguments.gpu_memory is not None
+    dtype = DTYPES[arguments.dtype]
     if elsewhere and arguments.device == "cpu":
         raise ValueError("--gpu-memory: got it beside --device cpu, want --device cuda, or none")
     device = torch.device("cuda" if elsewhere else arguments.device or _default_device())
@@ -78,7 +79,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
     """What the engine would find out from tensors of these sizes."""
-    objective, dtype = objective_of(arguments.objective), DTYPES[arguments.dtype]
+    objective = objective_of(arguments.objective)
+    dtype = DTYPES[arguments.dtype]
     length = arguments.segment_length
     check_segments(-(-arguments.tokens // length), objective)
     if arguments.vocab * max(arguments.tokens, arguments.hidden) >= 1 << 60:
@@ -127,7 +129,8 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     problems = [replace(problem, tokens=n) for n in tokens]
-    curves, notes = dict[str, list[float]](), list[str]()
+    curves = dict[str, list[float]]()
+    notes = list[str]()
     for schedule in (s for s in SCHEDULES if s != "auto"):
         fixed = replace(options, schedule=schedule)
         try:

@@ -123,7 +123,8 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
 def with_nearest_name(record: type[R]) -> type[R]:
     """A dataclass whose TypeError for an argument that it does not have offers the nearest."""
-    names, make = [f.name for f in fields(record)], record.__init__  # type: ignore[arg-type]
+    names = [f.name for f in fields(record)]
+    make = record.__init__  # type: ignore[arg-type]
 
     @functools.wraps(make)
     def initialize(self: R, *args: object, **options: object) -> None:

@@ -80,7 +80,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, traced = _batch(term, fields)
     # Of each token others, of the size that a sample's have.
-    kinds, device = batch.kinds(), batch.targets.device
+    kinds = batch.kinds()
+    device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, None, len(batch))
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
@@ -110,7 +111,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """A batch with every field that the term asks for."""
     unit = term.segments_per_unit
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
-    tokens, segments = sum(lengths), Segments.from_lengths(torch.tensor(lengths, device="cpu"))
+    tokens = sum(lengths)
+    segments = Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
     fields = {}
     for name, value in named.items():
@@ -150,7 +152,8 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
         chunk = Chunk.between(ends, start, stop)
         return chunk.rows, batch.slice(chunk)
 
-    unit, borders = term.segments_per_unit, {}
+    unit = term.segments_per_unit
+    borders = {}
     if term.scope != "batch":
         borders["segment borders"] = [0, *ends[unit - 1 :: unit]]
     if term.scope == "token":

@@ -40,7 +40,8 @@ def together(
     except RuntimeError as error:
         if not distributed.is_initialized():
             raise
-        me, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
+        me = distributed.get_rank(group)
+        ranks = distributed.get_process_group_ranks(group)
         raise RankError(
             f"{what}: rank {me} waited in vain for the other ranks of its group (global ranks "
             f"{ranks}): one was killed, raised, or made another call, as its own log will say; "

@@ -84,7 +84,8 @@ def head_function(
     if separable is None or half:
         logps, _, entropies = head_stats(hidden, head, batch, options, TRAINED)
         return scalar(loss_fn(logps, entropies))
-    objective, verb = external_loss(TRAINED, SCOPES[separable]), "head_function"
+    objective = external_loss(TRAINED, SCOPES[separable])
+    verb = "head_function"
     arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):

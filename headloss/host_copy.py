@@ -11,7 +11,8 @@ class HostCopy:
     it asks, and for nothing that was queued later."""
 
     def __init__(self, values: Tensor) -> None:
-        self._values, self._copied = values, None
+        self._values = values
+        self._copied = None
         if values.is_cuda:
             self._values = torch.empty_like(values, device="cpu", pin_memory=True)
             self._values.copy_(values, non_blocking=True)

@@ -25,7 +25,8 @@ class SupportIds:
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
     def __init__(self, value: Any, targets: Tensor) -> None:
-        self.value, self.tensors = value, value if isinstance(value, tuple) else (value,)
+        self.value = value
+        self.tensors = value if isinstance(value, tuple) else (value,)
         self.width: int | None = None  # K, where all positions have as many slots
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
@@ -57,7 +58,8 @@ class SupportIds:
         not what they should be; ids that a position has twice; scored positions whose target is
         not among their ids; scored positions with ids."""
         targets, n, pairs = targets.reshape(-1), targets.numel(), self._pairs
-        ids, offsets = pairs.ids, pairs.offsets
+        ids = pairs.ids
+        offsets = pairs.offsets
         bad = (offsets.diff() < 0).sum() + (offsets[0] != 0) + (offsets[-1] != len(ids))
         if not n or not len(ids):
             return bad * (torch.arange(6, device=bad.device) == 2)
@@ -71,7 +73,8 @@ class SupportIds:
         key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
         has = count_in(at, n, counted) > 0
         hit = count_in(at, n, counted & (ids == targets[at])) > 0
-        repeated, missing = (key[1:] == key[:-1]).sum(), (has & ~hit).sum()
+        repeated = (key[1:] == key[:-1]).sum()
+        missing = (has & ~hit).sum()
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: float) -> None:
@@ -84,17 +87,22 @@ class SupportIds:
             )
         if not (most >= vocabulary or least < 0 or twice or missing):
             return
-        ids, at, targets = self._pairs.ids, self._pairs.tokens(), targets.reshape(-1)
+        ids = self._pairs.ids
+        at = self._pairs.tokens()
+        targets = targets.reshape(-1)
         for position in (targets != IGNORE).nonzero().squeeze(1).tolist():
             listed = [i for i in ids[at == position].tolist() if i >= 0 or self.width is None]
             target = int(targets[position])
             if wrong := [i for i in listed if not 0 <= i < vocabulary]:
-                got, want = f"id {wrong[0]}", f"0 <= id < {vocabulary}"
+                got = f"id {wrong[0]}"
+                want = f"0 <= id < {vocabulary}"
             elif repeated := [i for i in listed if listed.count(i) > 1]:
-                got, want = f"id {repeated[0]} more than once", "distinct ids"
+                got = f"id {repeated[0]} more than once"
+                want = "distinct ids"
             elif listed and target not in listed:
                 shown = f"{listed[:8]}{' and more' if len(listed) > 8 else ''}"
-                got, want = f"ids {shown}", f"the target, {target}, among them"
+                got = f"ids {shown}"
+                want = f"the target, {target}, among them"
             else:
                 continue
             raise ValueError(f"support_ids: got {got} at position {position}, want {want}")
@@ -127,7 +135,8 @@ class SupportPairs:
     def __init__(
         self, ids: Tensor, *, width: int | None = None, offsets: Tensor | None = None
     ) -> None:
-        self.ids, self.width = ids, width
+        self.ids = ids
+        self.width = width
         if offsets is None:
             offsets = torch.arange(0, len(ids) + 1, width or 1, device=ids.device)
         self.offsets = offsets
@@ -166,8 +175,10 @@ class SupportPairs:
 
     def window(self, rows: slice, first: int, size: int) -> Support:
         """The pairs of some tokens whose columns lie in [first, first + size)."""
-        begin, end = self._ends[rows.start], self._ends[rows.stop]
-        ids, offsets = self.ids[begin:end], self.offsets[rows.start : rows.stop + 1] - begin
+        begin = self._ends[rows.start]
+        end = self._ends[rows.stop]
+        ids = self.ids[begin:end]
+        offsets = self.offsets[rows.start : rows.stop + 1] - begin
         if begin == end:  # an empty pair, so that there is something to index
             ids = ids.new_full((1,), -1)
         return Support(ids, offsets, first, size)
@@ -181,7 +192,8 @@ class SupportPairs:
         """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
-            begin, end = self._ends[rows.start], self._ends[rows.stop]
+            begin = self._ends[rows.start]
+            end = self._ends[rows.stop]
             # Columns fit into 32 bits, which a GPU sorts in half the passes.
             columns, pairs = self.ids[begin:end].int().sort(stable=True)
             self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns

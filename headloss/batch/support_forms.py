@@ -117,9 +117,11 @@ def _ids(value: Any, name: str) -> Sequence[int]:
     if wrong := {cls for cls in map(type, ids) if cls is bool or not issubclass(cls, Integral)}:
         bad = next(x for x in ids if type(x) in wrong)
         raise TypeError(f"support_from_lists: {name} has {bad!r}, want integers")
-    low, high = min(ids, default=0), max(ids, default=0)
+    low = min(ids, default=0)
+    high = max(ids, default=0)
     if low < 0 or high >= INT64:
-        got, want = low if low < 0 else high, "ids >= 0; a token without ids has an empty list"
+        got = low if low < 0 else high
+        want = "ids >= 0; a token without ids has an empty list"
         raise ValueError(f"support_from_lists: {name} has {got}, want {want}")
     return ids
 
@@ -140,7 +142,8 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
         ValueError: counts that are negative, larger than K, or not of as many as the flat ids; ids
             of another shape.
     """
-    ids, counts = _integers("ids", ids), _integers("counts", counts)
+    ids = _integers("ids", ids)
+    counts = _integers("counts", counts)
     check_device("counts", counts, ids, "that of ids")
     padded = ids.dim() == counts.dim() + 1 and ids.shape[:-1] == counts.shape
     if not padded and ids.dim() != 1:

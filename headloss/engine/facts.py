@@ -37,8 +37,12 @@ NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -
 def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
     """Facts of a call on hidden states, or (without a head) on logits. Every rank of the
     vocabulary's group is given the whole batch."""
-    tensor, head, batch, options = a.tensor, a.head, a.batch, a.options
-    spread, temperature = options.sequence_parallel, a.transform.temperature
+    tensor = a.tensor
+    head = a.head
+    batch = a.batch
+    options = a.options
+    spread = options.sequence_parallel
+    temperature = a.transform.temperature
     teacher = batch.fields.get("teacher_logits")
     numbers = {
         "rows": tensor.shape[-1] if head is None else head.weight.shape[0],
@@ -103,9 +107,11 @@ def shard_of_positions(
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
     """Facts of a call whose segments run across ranks, each of which holds some of their tokens;
     with the forms of each field there. Other choices (schedule, chunks) may differ."""
-    batch, objective = a.batch, required.objective
+    batch = a.batch
+    objective = required.objective
     if len(batch.fields) > MOST_NUMBERS:
-        got, want = len(batch.fields), f"at most {MOST_NUMBERS} across ranks"
+        got = len(batch.fields)
+        want = f"at most {MOST_NUMBERS} across ranks"
         raise ValueError(f"fields: got {got}, want {want}")
     forms = {}
     for name in sorted(batch.fields):
@@ -155,10 +161,13 @@ def per_segment(numbers: OwnNumbers) -> frozenset[str]:
 
 
 def _of_batch(batch: Batch) -> dict[str, object]:
-    rank, totals, fields = batch.targets.dim(), batch.totals, []
+    rank = batch.targets.dim()
+    totals = batch.totals
+    fields = []
     numbers = [] if totals is None else totals._numbers
     for name, value in sorted(batch.fields.items()):
-        kind, most = "", rank if name in APART else None
+        kind = ""
+        most = rank if name in APART else None
         if isinstance(value, Tensor):
             kind = f"{value.dtype}{tuple(value.shape[:most])}"
         fields.append(f"{name}:{kind}")
@@ -209,7 +218,8 @@ def _names(objective: Objective) -> list[tuple[object, ...]]:
 
 
 def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
-    targets, fields = batch.targets, []
+    targets = batch.targets
+    fields = []
     for name, value in sorted(batch.fields.items()):
         if isinstance(value, Tensor) and name not in APART:
             wide = value.dim() == targets.dim() + 1 and value.shape[-1] > MOST_IDS

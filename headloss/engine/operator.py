@@ -62,7 +62,8 @@ def in_graph(
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     factors = [t for pair in pairs for t in pair]
-    number, per_token = head.temperature, None
+    number = head.temperature
+    per_token = None
     if isinstance(number, Tensor):
         number, per_token = 1.0, number.expand(targets.shape).flatten()
     ids = [t if t is None or t.dim() == 1 else t.flatten(0, -2) for t in ids]
@@ -88,12 +89,14 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     the factors want a gradient."""
     factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
-    (vocabulary, *sizes), (scale, softcap, number, tolerance) = sizes, numbers
+    vocabulary, *sizes = sizes
+    scale, softcap, number, tolerance = numbers
     values += [tolerance, *(size or None for size in sizes)]
     options = Options(schedule="recompute", **dict(zip(PASSED, values, strict=True)))
     leaves = [t.detach().requires_grad_(w) for t, w in zip(factors, wanted, strict=True)]
     *pairs, bias = leaves if len(leaves) % 2 else [*leaves, None]
-    features, weights = pairs[::2], pairs[1::2]
+    features = pairs[::2]
+    weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
         # An inner side stays in the graph; this one only tells that a gradient is wanted.
@@ -132,7 +135,8 @@ def _head_stats(*operands: Any) -> list[Tensor]:
 
 @_head_stats.register_fake
 def _(factors, constants, *_):
-    (hidden, *_), (targets, _, chosen, *_) = factors, constants
+    hidden, *_ = factors
+    targets, _, chosen, *_ = constants
     count = targets.shape[0]
     shapes = [(count,)] * 5
     if chosen is not None:
@@ -168,14 +172,18 @@ def _setup_context(ctx, inputs, output) -> None:
     factors, constants, *ctx.numbers = inputs
     ctx.mark_non_differentiable(*output[3:5], *output[6:])
     ctx.save_for_backward(*factors, *constants, *output)
-    ctx.wanted, ctx.count = [t.requires_grad for t in factors], len(constants)
+    ctx.wanted = [t.requires_grad for t in factors]
+    ctx.count = len(constants)
 
 
 def _backward(ctx, upstream):
     refuse_second_derivatives("head_stats")
-    saved, first = list(ctx.saved_tensors), len(ctx.wanted)
-    last, slopes = first + ctx.count, [*upstream[:3], *upstream[5:6]]
-    tensors, measured = (saved[:first], saved[first:last]), saved[last:]
+    saved = list(ctx.saved_tensors)
+    first = len(ctx.wanted)
+    last = first + ctx.count
+    slopes = [*upstream[:3], *upstream[5:6]]
+    tensors = (saved[:first], saved[first:last])
+    measured = saved[last:]
     gradients = iter(_head_stats_backward(*tensors, *ctx.numbers, measured, slopes, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
     # One None stands for a list with a None in it, as many as there are for one of tensors alone.

@@ -20,7 +20,8 @@ def local_head(head: Head) -> Head:
             )
         return head
     weight: Any = head.weight
-    mesh, name = weight.device_mesh, head.vocab_mesh_dim or "tp"
+    mesh = weight.device_mesh
+    name = head.vocab_mesh_dim or "tp"
     if head.vocab_group is not None or name not in (mesh.mesh_dim_names or ()):
         raise _placed("weight", weight)
     dim = mesh.mesh_dim_names.index(name)

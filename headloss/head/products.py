@@ -143,7 +143,8 @@ def add_weight_gradient_(
     """total += gradient.T @ features."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
         dtype = gradient.dtype if features.dtype in WIDE else features.dtype
-        factors, beta = (gradient.to(dtype).t(), features.to(dtype)), 0 if fresh else 1
+        factors = (gradient.to(dtype).t(), features.to(dtype))
+        beta = 0 if fresh else 1
         if total.dtype == torch.float32:
             aten.addmm.dtype_out(total, *factors, torch.float32, beta=beta, out=total)
         elif total.dtype == dtype:
@@ -158,7 +159,8 @@ def add_weight_gradient_(
         return
     features = features.to(wide)
     for block in _blocks(total, features.shape[0]):
-        part, rows = gradient[:, block].to(wide).t(), total[block]
+        part = gradient[:, block].to(wide).t()
+        rows = total[block]
         if total.dtype == wide:
             rows.addmm_(part, features, beta=0 if fresh else 1)
         elif fresh:

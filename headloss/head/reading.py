@@ -109,7 +109,8 @@ def _check_unpatched(module: nn.Module) -> None:
 
 def _saved_module(wrapper: Any) -> nn.Module:
     """`modules_to_save`: the active adapter's own copy, where it has one and is enabled."""
-    saved, active = wrapper.modules_to_save, wrapper.active_adapters
+    saved = wrapper.modules_to_save
+    active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or any(name not in saved for name in active):
         return wrapper.original_module
     return saved[active[0]]
@@ -153,7 +154,8 @@ def _read_lora(layer: Any, name: str) -> Fields:
 
 def _read_embedding_lora(layer: Any, name: str) -> Fields:
     """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
-    a, b = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
+    a = layer.lora_embedding_B[name].T
+    b = layer.lora_embedding_A[name].T
     return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 

@@ -46,7 +46,8 @@ class Transform:
         """In place: d/dz to d/draw at raw logits; at z = self(raw) to the digits of cap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
-            cap, size = self.softcap / self._divisor, at.abs()
+            cap = self.softcap / self._divisor
+            size = at.abs()
             gradient.mul_((cap - size).clamp_min_(0).mul_(size.add_(cap)).div_(cap * cap))
         elif self.softcap is not None:  # 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1
             u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()

@@ -57,7 +57,8 @@ class Pairs(NamedTuple):
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
         """As of a tile; -inf where a column is not in the support of the token."""
         places, inside, _ = self.find(ids)
-        z, column = transform(self.raw[places]), ids - self.support.first
+        z = transform(self.raw[places])
+        column = ids - self.support.first
         in_window = (column >= 0) & (column < self.support.size)
         return torch.where(in_window, torch.where(inside, z, -torch.inf), 0)
 
@@ -83,7 +84,8 @@ class Pairs(NamedTuple):
         key, order = (token * HIGH + support.ids.clamp_min(-1)).sort()
         sought = torch.arange(len(ids), device=at.device).unsqueeze(1) * HIGH + ids
         place = torch.searchsorted(key, sought).clamp_max(count - 1)
-        pairs, present = order[place], (ids >= 0) & (key[place] == sought)
+        pairs = order[place]
+        present = (ids >= 0) & (key[place] == sought)
         chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
         # An empty slot, in place of those that are chosen.
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
@@ -121,7 +123,8 @@ class SquaredSum(NamedTuple):
 
     def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n], once all logits were added."""
-        twice, (peak, log_sum) = normalizer_of(self.shard, state), normalizer
+        twice = normalizer_of(self.shard, state)
+        peak, log_sum = normalizer
         return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
 
 
@@ -157,10 +160,13 @@ class Candidates(NamedTuple):
 
     def add(self, rows: Rows, logits: LogitTile | Pairs, state: State) -> State:
         """z of the columns, 0 where they are not among the logits so far, and the others' state."""
-        ids, transform = self.ids[rows].long(), self.transform.rows(rows)
-        z, others = logits.at(ids, transform), None
+        ids = self.ids[rows].long()
+        transform = self.transform.rows(rows)
+        z = logits.at(ids, transform)
+        others = None
         if state is not None:
-            z, others = state[0].add_(z), state[1]
+            z = state[0].add_(z)
+            others = state[1]
         if self.tail:
             others = logits.state(transform, others, ids)
         return z, others
@@ -168,7 +174,9 @@ class Candidates(NamedTuple):
     def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
-        (z, others), (peak, log_sum), of_tail = state, normalizer, normalizer
+        z, others = state
+        peak, log_sum = normalizer
+        of_tail = normalizer
         z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
         tail = torch.zeros_like(z[:, 0])
         if self.tail:
@@ -201,7 +209,8 @@ class Candidates(NamedTuple):
     ) -> tuple[Tensor, Support]:
         """[P] dL/draw of pairs of all tokens and columns, beside the multiple of dlogp/draw that
         has the same c_prob: the slopes', and less their sum at the target. Not for the rest."""
-        stats, (peak, log_sum) = measured.stats, measured.normalizer
+        stats = measured.stats
+        peak, log_sum = measured.normalizer
         assert stats.logp is not None
         slopes = slopes[:, :-1]
         slopes = torch.cat([slopes, -slopes.sum(1, keepdim=True)], 1)

@@ -24,7 +24,8 @@ class View:
     each, None: all N in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
-        self.logits, self.index = logits, index
+        self.logits = logits
+        self.index = index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
         except RuntimeError:  # for strides that allow no flat view
@@ -42,7 +43,8 @@ class View:
 
     def coordinates(self, rows: Rows = ALL) -> tuple[Tensor, ...]:
         """The index of tokens in `tensor`, a vector for each dimension."""
-        positions, inner = self.index, list[Tensor]()
+        positions = self.index
+        inner = list[Tensor]()
         if positions is None:
             positions = torch.arange(self.tensor.shape[:-1].numel(), device=self.logits.device)
         positions = positions[rows]
@@ -76,7 +78,9 @@ class GivenLogits(LogitSource):
         super().__init__(context)
         (logits,) = tensors  # [.., V]
         assert logits is not None
-        self.view, self.order, self.overwrites = View(logits, order.index), order, overwrites
+        self.view = View(logits, order.index)
+        self.order = order
+        self.overwrites = overwrites
         self.dtype = products.sum_dtype(logits.dtype)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
@@ -94,7 +98,9 @@ class GivenAccumulator:
     """The gradient of given logits, a tile at a time."""
 
     def __init__(self, source: GivenLogits) -> None:
-        self.view, self.live, self.acts = source.room(), source.order.live, source.acts
+        self.view = source.room()
+        self.live = source.order.live
+        self.acts = source.acts
 
     def add(self, gradient: LogitGradient) -> None:
         dlogits = gradient.dlogits.to(self.view.logits.dtype)

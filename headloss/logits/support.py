@@ -25,7 +25,8 @@ class SupportLogits(LinearLogits):
 
     def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))
-        self.full, self.support = full, support
+        self.full = full
+        self.support = support
         self.additions = 1 if support.free is None else 2
 
     def take(self, index: Tensor) -> SupportLogits:
@@ -34,7 +35,8 @@ class SupportLogits(LinearLogits):
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """[P] raw logits of the pairs of some tokens in some columns."""
         assert isinstance(rows, slice)
-        support, out = self._window(rows, columns), None
+        support = self._window(rows, columns)
+        out = None
         for features, weight in zip(self.features, self.weights, strict=True):
             out = self.acts.support_logits(features[rows], weight[columns], support, out)
         assert out is not None
@@ -46,14 +48,18 @@ class SupportLogits(LinearLogits):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, HeldTile]:
-        raw, needs, support = self.raw(rows), self.context.needs, self._window(rows, ALL)
+        raw = self.raw(rows)
+        needs = self.context.needs
+        support = self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.context.forward(rows))
         pairs = Pairs(raw, support, self.acts)
         states = [part.add(rows, pairs, None) for part in self.beside]
         stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
-        measured, full, held = self.completed(rows, Measured(stats, normalizer), states), None, None
+        measured = self.completed(rows, Measured(stats, normalizer), states)
+        full = None
+        held = None
         index = self.support.unrestricted(rows)
         if index is not None:
             full = self.full.take(index + (rows.start or 0))
@@ -64,7 +70,8 @@ class SupportLogits(LinearLogits):
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         raw, full, tile = inputs.tile or (self.raw(rows, columns), None, None)
-        pairs, index = self._pairs(raw, rows, columns, inputs), self.support.unrestricted(rows)
+        pairs = self._pairs(raw, rows, columns, inputs)
+        index = self.support.unrestricted(rows)
         if index is None:
             nothing = raw.new_empty(0, pairs.support.size)
             return LogitGradient(nothing, slice(0, 0), columns, pairs=pairs)
@@ -80,8 +87,10 @@ class SupportLogits(LinearLogits):
     ) -> PairGradient:
         """dL/draw of pairs; a mean logit is that of the support, where an objective takes it over
         the whole model's columns."""
-        backward, slopes = self.context.backward(rows, columns, inputs), inputs.coefficients.extras
-        support, c = self._window(rows, columns), backward.coefficients
+        backward = self.context.backward(rows, columns, inputs)
+        slopes = inputs.coefficients.extras
+        support = self._window(rows, columns)
+        c = backward.coefficients
         if c.uniform is not None:
             size = self.context.shard.vocabulary
             c = c._replace(uniform=c.uniform * size / self.support.counts[rows].clamp_min(1))

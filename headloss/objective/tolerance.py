@@ -31,11 +31,13 @@ def masses(
     """
     c = gradient.softmax.map(lambda t: t.double())
     logp = stats.logp.double().clamp_min(FLOOR)
-    p, q = logp.exp(), -logp.expm1()
+    p = logp.exp()
+    q = -logp.expm1()
     zero = torch.zeros_like(logp)
     target, prob = (zero if t is None else t for t in (c.target, c.prob))
     # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
-    at_target, others = (target + prob) - prob * q, q * prob.abs()
+    at_target = (target + prob) - prob * q
+    others = q * prob.abs()
     if c.entropy is not None:
         at_target = at_target + c.entropy * (p * logp)
         others = others + c.entropy.abs() * (stats.entropy.double() + p * logp).clamp_min(0)
@@ -81,7 +83,8 @@ class Tolerance:
         if not self.share:
             return gradient
         mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)
-        out, alive = least(mass, self.share), gradient.live()
+        out = least(mass, self.share)
+        alive = gradient.live()
         if scale is not None:
             mass = mass / scale
         self.skipped_rows = self.skipped_rows + (out & alive).sum().double()

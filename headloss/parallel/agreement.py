@@ -144,7 +144,8 @@ def _explained(
 def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
     """ValueError on every rank for tensors that differ: their checksums are gathered."""
     names = sorted(tensors)  # of a set, which has another order on each rank
-    numbers, error = [1] * (1 + len(names)), None
+    numbers = [1] * (1 + len(names))
+    error = None
     try:
         numbers = [0, *(checksum(tensors[name]) for name in names)]
     except Exception as caught:

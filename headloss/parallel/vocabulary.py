@@ -86,7 +86,8 @@ class VocabShard(WholeVocabulary):
         batch: Batch | None = None,
     ) -> None:
         self.group: distributed.ProcessGroup = group
-        rows, vocabulary = numbers["rows"], sum(numbers["rows"])
+        rows = numbers["rows"]
+        vocabulary = sum(numbers["rows"])
         if vocab_size is not None:
             if vocab_size > vocabulary:
                 want = f"at most {vocabulary}, the rows of all ranks"
@@ -106,15 +107,19 @@ class VocabShard(WholeVocabulary):
                     f"student's {sizes[rank]} scored rows there"
                 )
         self.rank = distributed.get_rank(group)
-        self.vocabulary, self.widest = vocabulary, max(sizes)
-        self.first, self.size = firsts[self.rank], sizes[self.rank]
-        self.weight_gradient, self.memory = any(numbers["weight_gradient"]), min(numbers["memory"])
+        self.vocabulary = vocabulary
+        self.widest = max(sizes)
+        self.first = firsts[self.rank]
+        self.size = sizes[self.rank]
+        self.weight_gradient = any(numbers["weight_gradient"])
+        self.memory = min(numbers["memory"])
         # Rows of hidden states that each rank was given; all -1: every rank was given all.
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
                 packing_of(batch, vocabulary)  # names the field and the position, on such a rank
-                got, want = f"id {highest} on rank {rank} of vocab_group", f"ids below {vocabulary}"
+                got = f"id {highest} on rank {rank} of vocab_group"
+                want = f"ids below {vocabulary}"
                 raise ValueError(f"targets: got {got}, want {want}")
         if batch and self.tokens[0] >= 0 and sum(self.tokens) != batch.targets.numel():
             raise ValueError(
@@ -162,6 +167,7 @@ class VocabShard(WholeVocabulary):
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
         mask = dropout(hidden.new_ones(hidden.shape), p) != 0
-        what, options = "an adapter's dropout", {"group": self.group, "group_src": 0}
+        what = "an adapter's dropout"
+        options = {"group": self.group, "group_src": 0}
         together(what, self.group, distributed.broadcast, mask, **options)
         return hidden * mask / (1 - p)

@@ -30,7 +30,8 @@ def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
 
 def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
     """s of a divergence but the forward KL, without cancellation where p is near q."""
-    d, (kind, beta) = log_p - log_q, measure
+    d = log_p - log_q
+    kind, beta = measure
     if kind == "reverse_kl":
         return d
     if kind == "total_variation":
@@ -57,7 +58,8 @@ def gradient_of(
     log_acceptance: Tensor | None = None,
 ) -> Tensor:
     """d measure / dz [.., v], from its mean slope [..]; of `LOG_ACCEPTANCE` from its value too."""
-    p, pivot = log_p.exp(), mean_slope.unsqueeze(-1)
+    p = log_p.exp()
+    pivot = mean_slope.unsqueeze(-1)
     if measure.kind == "forward_kl":
         return p.mul_(1 + pivot).sub_(log_q.exp())
     if measure.kind == LOG_ACCEPTANCE:
@@ -72,7 +74,8 @@ def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]
     if kind == LOG_ACCEPTANCE:
         value = torch.minimum(log_p, log_q).logsumexp(-1)
         return value, accepted(log_q, log_p, value.detach()).sum(-1)
-    q, p = log_q.exp(), log_p.exp()
+    q = log_q.exp()
+    p = log_p.exp()
     if kind == "forward_kl":
         value = (q * (log_q - log_p)).sum(-1)
         return value, torch.zeros_like(value)

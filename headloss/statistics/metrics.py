@@ -101,7 +101,8 @@ class Metrics(dict[str, Measurement]):
         Every rank must hold the same names; `Min` travels as a negated `Max`.
         """
         check_group("group", group)
-        joined, by = Metrics({name: self[name] for name in sorted(self)}), distributed.ReduceOp
+        joined = Metrics({name: self[name] for name in sorted(self)})
+        by = distributed.ReduceOp
         for extremes, operation in ((False, by.SUM), (True, by.MAX)):
             chosen = {n: m for n, m in joined.items() if isinstance(m, Max | Min) is extremes}
             if not chosen:

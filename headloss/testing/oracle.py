@@ -132,7 +132,8 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
     supported = torch.zeros_like(z, dtype=torch.bool)  # the columns that a softmax runs over
     if (pairs := packing.support) is not None:
-        present, counts = pairs.ids >= 0, pairs.offsets.diff()
+        present = pairs.ids >= 0
+        counts = pairs.offsets.diff()
         rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
         supported[rows[present], pairs.ids[present]] = True
     supported |= ~supported.any(1, keepdim=True)
@@ -169,7 +170,8 @@ class _Measured(dict[object, Tensor]):
 
     def __init__(self, student: Tensor, batch: PackedBatch, extras: dict[object, Tensor]) -> None:
         super().__init__(extras)
-        self.student, self.batch = student, batch
+        self.student = student
+        self.batch = batch
 
     def __missing__(self, key: Any) -> Tensor:
         teacher, measure = key
@@ -201,13 +203,16 @@ def plain_divergence(
             assert teacher.head is not None
             raw = replace(teacher.head, temperature=1.0).logits(batch.teacher_hidden)
         log_q = (raw.to(log_p.dtype) / teacher.temperature).log_softmax(-1)
-    p, q, (kind, beta) = log_p.exp(), log_q.exp(), measure
+    p = log_p.exp()
+    q = log_q.exp()
+    kind, beta = measure
 
     def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
         return torch.where(a > 0, a * (log_a - log_b), 0).sum(-1)
 
     log_m = (beta * q + (1 - beta) * p).log()
-    q_to_m, p_to_m = kl(q, log_q, log_m), kl(p, log_p, log_m)
+    q_to_m = kl(q, log_q, log_m)
+    p_to_m = kl(p, log_p, log_m)
     value = {
         "forward_kl": kl(q, log_q, log_p),
         "reverse_kl": kl(p, log_p, log_q),
@@ -228,10 +233,12 @@ def plain_divergence(
 
 def error(value: Tensor, oracle: Tensor) -> float:
     """The norm of the difference over the norm of the oracle (of the difference, if that is 0)."""
-    value, oracle = value.detach().double().cpu(), oracle.detach().double().cpu()
+    value = value.detach().double().cpu()
+    oracle = oracle.detach().double().cpu()
     if value.shape != oracle.shape:
         raise ValueError(f"value: got shape {tuple(value.shape)}, want {tuple(oracle.shape)}")
-    difference, norm = float((value - oracle).norm()), float(oracle.norm())
+    difference = float((value - oracle).norm())
+    norm = float(oracle.norm())
     return difference / norm if norm else difference
 
 

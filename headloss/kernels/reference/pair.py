@@ -62,8 +62,10 @@ def part_gradient_(
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, Transform, Tensor]:
     """Raw logits of some rows, their transform, and d part / dz."""
-    student, weight = part.pair.student, part.weight[rows]
-    log_p, log_q = _log_p(student, raw, rows), _log_q(part.pair, part.teacher, rows)
+    student = part.pair.student
+    weight = part.weight[rows]
+    log_p = _log_p(student, raw, rows)
+    log_q = _log_q(part.pair, part.teacher, rows)
     log_a = None if part.log_acceptance is None else part.log_acceptance[rows]
     total: Tensor | None = None
     for k, measure in enumerate(part.pair.measures):
@@ -77,7 +79,9 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
     """As `_of_divergence`."""
-    columns, side, tile = part.columns[rows], part.tail.rows(rows), raw[rows]
+    columns = part.columns[rows]
+    side = part.tail.rows(rows)
+    tile = raw[rows]
     z = side.transform(widened(tile))
     log_p = log_softmax(with_columns(z, columns, -math.inf), side.normalizer)
     g = log_p.exp_().mul_(part.slope_tail[rows].unsqueeze(1))

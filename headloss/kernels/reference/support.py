@@ -90,7 +90,9 @@ def support_sums(
     at = torch.arange(len(values), device=values.device)
     read = (values != 0) & (ids >= first) & (ids < first + size)
     pairs = (read & (at >= offsets[0]) & (at < offsets[-1])).nonzero().squeeze(1)
-    bags, columns, factors = torch.searchsorted(pairs, offsets), ids[pairs] - first, values[pairs]
+    bags = torch.searchsorted(pairs, offsets)
+    columns = ids[pairs] - first
+    factors = values[pairs]
     for out_part, rows_part in zip(out.split(WIDTH, 1), rows.split(WIDTH, 1), strict=True):
         total = embedding_bag(
             columns,

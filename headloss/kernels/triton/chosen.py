@@ -31,7 +31,8 @@ from .launch import Launcher, cdiv
 from .records import GradientInputs, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
 ROWS = 128  # of a program that sets targets
-COLUMNS, TOKENS = 8, 8  # chosen columns of one token, or tokens, of a program
+COLUMNS = 8
+TOKENS = 8  # chosen columns of one token, or tokens, of a program
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -160,7 +161,8 @@ launch_targets = Launcher(gradient_kernel)
 
 def chosen_logits(x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
     operands = check_tile("x", x), check_tile("w", w)
-    (n, count), (v, h) = columns.shape, w.shape
+    n, count = columns.shape
+    v, h = w.shape
     out = x.new_empty(n, count, dtype=torch.float32)
     if n:
         arguments = *operands, matrix_of(columns), scaling(transform), out
@@ -176,7 +178,9 @@ def chosen_gradient_(
     multiples: Tensor | None = None,
     order: Order | None = None,
 ) -> None:
-    to, (n, count), v = check_tile("tile", tile), chosen.columns.shape, tile.shape[1]
+    to = check_tile("tile", tile)
+    n, count = chosen.columns.shape
+    v = tile.shape[1]
     if n:
         of = Put(to, gradient_inputs(backward), *map(matrix_of, chosen), multiples, order)
         block = triton.next_power_of_2(count)
@@ -185,7 +189,10 @@ def chosen_gradient_(
 
 def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> None:
     """The targets' own gradient, to the digits of their log-probs; of a tile of x @ w.T."""
-    (n, v), a, first, raw = tile.shape, gradient_inputs(backward), backward.first, None
+    n, v = tile.shape
+    a = gradient_inputs(backward)
+    first = backward.first
+    raw = None
     if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)

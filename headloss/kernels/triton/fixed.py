@@ -14,7 +14,9 @@ from .launch import Launcher, cdiv
 from .records import matrix_of, strided
 from .tiles import place_of
 
-ROWS, COLUMNS, BYTES = 128, 128, 128  # a tile, and bytes of a row that are multiplied at once
+ROWS = 128
+COLUMNS = 128
+BYTES = 128  # a tile, and bytes of a row that are multiplied at once
 GROUP = tl.constexpr(8)  # tiles of rows that share one of columns
 
 
@@ -36,7 +38,8 @@ def fixed_product_kernel(
     row, column = place_of(tl.program_id(0), tl.cdiv(n, ROWS), tl.cdiv(m, COLUMNS), GROUP)
     rows = row * ROWS + tl.arange(0, ROWS)
     columns = column * COLUMNS + tl.arange(0, COLUMNS)
-    row_inside, column_inside = (rows < n)[:, None], (columns < m)[None, :]
+    row_inside = (rows < n)[:, None]
+    column_inside = (columns < m)[None, :]
     left = a.data + rows.to(tl.int64)[:, None] * a.stride
     right = b.data + columns.to(tl.int64)[None, :] * b.step
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -46,7 +49,8 @@ def fixed_product_kernel(
         lines = right + at.to(tl.int64)[:, None] * b.stride
         w = tl.load(lines, mask=column_inside & (at < k)[:, None], other=0.0)
         if WIDE:
-            x, w = x.to(tl.float32), w.to(tl.float32)
+            x = x.to(tl.float32)
+            w = w.to(tl.float32)
         total = tl.dot(x, w, total, input_precision=PRECISION)
     place = out.data + rows.to(tl.int64)[:, None] * out.stride + columns[None, :]
     if ADD:
@@ -60,17 +64,21 @@ launch = Launcher(fixed_product_kernel, num_warps=8, num_stages=3)
 def fixed_product(
     a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
 ) -> Tensor:
-    (n, k), m, add = a.shape, b.shape[1], out is not None
+    n, k = a.shape
+    m = b.shape[1]
+    add = out is not None
     if a.stride(1) != 1 or a.data_ptr() % 16:  # kernels are compiled for addresses
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out
     if n and m:
         wide = a.dtype != b.dtype
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
-        rows, columns = ROWS, COLUMNS
+        rows = ROWS
+        columns = COLUMNS
         # An adapter's rank needs no wide tile. (In tensor cores a tile decides the order of k.)
         if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
-            rows, columns = ROWS // 4, max(16, triton.next_power_of_2(m))
+            rows = ROWS // 4
+            columns = max(16, triton.next_power_of_2(m))
         launch(
             cdiv(n, rows) * cdiv(m, columns),
             *(matrix_of(a), strided(b), matrix_of(out), n, m, k),

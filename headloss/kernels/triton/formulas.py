@@ -10,7 +10,8 @@ import triton.language as tl
 from ...statistics import softmax
 from .versions import PTX
 
-FLOOR, SURE = tl.constexpr(softmax.FLOOR), tl.constexpr(softmax.SURE)
+FLOOR = tl.constexpr(softmax.FLOOR)
+SURE = tl.constexpr(softmax.SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
@@ -203,10 +204,13 @@ def normalizer_of(normalizer, row, inside=None):
 def token_of(a, row):
     """What the gradient needs of a token: `outer` and `factor` of its scaling, its normalizer, its
     coefficients for `grad_z`, and the target's own gradient, 0 where it is as others."""
-    outer, factor = per_row(a.z.outer, a.z, row), per_row(a.z.factor, a.z, row)
-    at, target_gradient = coefficients(a.c, row), 0.0
+    outer = per_row(a.z.outer, a.z, row)
+    factor = per_row(a.z.factor, a.z, row)
+    at = coefficients(a.c, row)
+    target_gradient = 0.0
     if a.logps is not None:
-        log_p, slope = tl.load(a.logps + row), coefficient(a.c.target, row)
+        log_p = tl.load(a.logps + row)
+        slope = coefficient(a.c.target, row)
         target_gradient = gradient_from_logp(log_p, slope, at, a.c)
     return outer, factor, normalizer_of(a.normalizer, row), at, target_gradient
 
@@ -236,9 +240,12 @@ def merged(a, b):
     max_logit = tl.maximum(max_a, max_b)
     log_scale_a = tl.maximum(tl.where(max_a == max_logit, 0.0, max_a - max_logit), FLOOR)
     log_scale_b = tl.maximum(tl.where(max_b == max_logit, 0.0, max_b - max_logit), FLOOR)
-    scale_a, scale_b = tl.exp(log_scale_a), tl.exp(log_scale_b)
-    mass_a, mass_b = 1 + sumexp_m1_a, 1 + sumexp_m1_b
-    others_of_a, others_of_b = sumexp_m1_a + mass_b * scale_b, sumexp_m1_b + mass_a * scale_a
+    scale_a = tl.exp(log_scale_a)
+    scale_b = tl.exp(log_scale_b)
+    mass_a = 1 + sumexp_m1_a
+    mass_b = 1 + sumexp_m1_b
+    others_of_a = sumexp_m1_a + mass_b * scale_b
+    others_of_b = sumexp_m1_b + mass_a * scale_a
     sumexp_m1 = tl.where(max_a == max_logit, others_of_a, others_of_b)
     entropy_a = scale_a * (entropy_a + mass_a * log_scale_a)
     entropy_b = scale_b * (entropy_b + mass_b * log_scale_b)

@@ -78,8 +78,11 @@ def closed_slope(parts, logp, SLOPES: tl.constexpr):
     """dL/dlogp of a token from its `slope_parts`."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
-        rate, anchor = parts[5 * i], parts[5 * i + 1]
-        low, high, sign = parts[5 * i + 2], parts[5 * i + 3], parts[5 * i + 4]
+        rate = parts[5 * i]
+        anchor = parts[5 * i + 1]
+        low = parts[5 * i + 2]
+        high = parts[5 * i + 3]
+        sign = parts[5 * i + 4]
         value = rate * tl.exp(sign * (logp - anchor))
         slope += tl.where((logp >= low) & (logp <= high), value, 0.0)
     return slope
@@ -165,13 +168,17 @@ launch = Launcher(given_kernel)
 
 def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None:
     logits, out, live, targets, first, transform, needs, c, slopes, normalizer = walk
-    x, count, both = logits.tensor, len(targets), needs is not None and out is not None
-    v, aligned = x.shape[-1], logits.aligned and (out is None or out.aligned)
+    x = logits.tensor
+    count = len(targets)
+    both = needs is not None and out is not None
+    v = x.shape[-1]
+    aligned = logits.aligned and (out is None or out.aligned)
     partials = empty_partials(x, count, needs) if needs is not None else None
     if count == 0:
         return partials
     offsets, where = (None, None) if out is None else (out.offsets, out.tensor)
-    z, c = scaling(transform), in_rows(c or SoftmaxCoefficients())
+    z = scaling(transform)
+    c = in_rows(c or SoftmaxCoefficients())
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
     lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short

@@ -82,7 +82,8 @@ def gradient_kernel(
     if of.shifts is not None and a.z.inner is None:
         # e (level + slope log2 e); the target's element is written afterwards.
         scale = tl.exp(-offset) * factor
-        level, slope = (at[0] - at[1] * offset) * scale, at[1] * scale * LN2
+        level = (at[0] - at[1] * offset) * scale
+        slope = at[1] * scale * LN2
         for start in range(begin, end, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < end
@@ -134,10 +135,12 @@ def logit_gradient_(
 ) -> Tensor:
     """With `shifts`, from exp logits in place of logits."""
     records.check_tile("raw", raw)
-    (n, v), out = raw.shape, records.narrowed(raw, backward)
+    n, v = raw.shape
+    out = records.narrowed(raw, backward)
     if n:
         of = Gradient(matrix_of(raw), matrix_of(out), order, gradient_inputs(backward), shifts)
-        block, overlap = records.block_width(v, 2048), out.dtype != raw.dtype
+        block = records.block_width(v, 2048)
+        overlap = out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), of, backward.first, v, **options)
@@ -162,7 +165,8 @@ class Multiple(NamedTuple):
 
 @triton.jit(do_not_specialize=["first"])
 def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
-    place, a = tl.program_id(0).to(tl.int64), of.a
+    place = tl.program_id(0).to(tl.int64)
+    a = of.a
     row = place
     if of.order is not None:
         row = tl.load(of.order.rows + place)
@@ -172,7 +176,8 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
     multiple = tl.load(a.c.prob + row)
     multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
     at_target = coefficient(a.c.target, row)
-    log_p, of_token = tl.load(a.logps + row), coefficients(a.c, row)
+    log_p = tl.load(a.logps + row)
+    of_token = coefficients(a.c, row)
     target_value = gradient_from_logp(log_p, at_target, of_token, a.c)
     if of.least is not None:
         floor = tl.load(of.least + row) * SMALLEST
@@ -199,7 +204,8 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
     factor = multiple * per_row(a.z.factor, a.z, row)
     tl.store(of.multiples + place, factor)
     if of.x is not None:
-        x, features = of.x.data + row * of.x.stride, of.features + place * h
+        x = of.x.data + row * of.x.stride
+        features = of.features + place * h
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -217,12 +223,17 @@ def held_multiple_(
     order: Order | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    (n, v), h, rows, features = held.exp_logits.shape, 0, None, None
+    n, v = held.exp_logits.shape
+    h = 0
+    rows = None
+    features = None
     multiples = held.shift.new_empty(n)
     if x is not None:
-        rows, features = Matrix(x, x.stride(0)), x.new_empty(n, h := x.shape[1])
+        rows = Matrix(x, x.stride(0))
+        features = x.new_empty(n, h := x.shape[1])
     if n:
-        a, tile = gradient_inputs(backward), matrix_of(held.exp_logits)
+        a = gradient_inputs(backward)
+        tile = matrix_of(held.exp_logits)
         of = Multiple(tile, a, held.shift, order, rows, features, multiples, least)
         launch_rows(n, of, backward.first, v, h, BLOCK=2048)
     return multiples, features

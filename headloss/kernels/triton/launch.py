@@ -49,7 +49,8 @@ class Launcher:
     """
 
     def __init__(self, kernel: Any, *, tiles: dict[str, TileShape] | None = None, **options: Any):
-        self.kernel, self.options = kernel, options
+        self.kernel = kernel
+        self.options = options
         if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
             options["enable_fp_fusion"] = True
         names = tiles or {}

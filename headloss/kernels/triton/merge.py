@@ -79,7 +79,9 @@ def summed_again(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HE
     """max_logit, sumexp_m1 and entropy_sum of one token, whose exp logits are written to `held`."""
     COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
     x += tl.zeros((1,), tl.int64)
-    max_logit, sumexp_m1, entropy_sum = float("-inf"), -1.0, 0.0
+    max_logit = float("-inf")
+    sumexp_m1 = -1.0
+    entropy_sum = 0.0
     for sweep in range(1 + HELD):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
@@ -135,7 +137,8 @@ def finish_kernel(
     BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
-    more, pitch = of.epilogue.more, of.epilogue.pitch
+    more = of.epilogue.more
+    pitch = of.epilogue.pitch
     blocks = of.epilogue.stride // pitch
     ENTROPY: tl.constexpr = of.epilogue.flags.entropy
     MEAN: tl.constexpr = of.epilogue.flags.mean
@@ -197,7 +200,8 @@ def finish_kernel(
                 entropy_sum = tl.where(this, entropy_sum_of_row, entropy_sum)
         tl.store(of.epilogue.shift + rows, shift, mask=far)
 
-    max_logit, above = shift, sumexp_m1
+    max_logit = shift
+    above = sumexp_m1
     if TOP1:  # the same sums for the largest logit; untouched where the shift is it
         max_of_others = tl.max(max_tile, 0)
         max_logit = tl.maximum(max_of_others, shift)
@@ -205,7 +209,8 @@ def finish_kernel(
         if of.epilogue.raw is not None:  # their largest is `summed_again`'s but for a rounding
             max_logit = tl.where(far, max_of_others, max_logit)
             log_scale = tl.where(far, 0.0, log_scale)
-        scale, mass = exp(log_scale), 1 + sumexp_m1
+        scale = exp(log_scale)
+        mass = 1 + sumexp_m1
         above = tl.where(log_scale == 0, sumexp_m1, mass * scale - 1)
     if of.partials:
         tl.store(out + rows, max_logit, mask=inside)
@@ -218,7 +223,8 @@ def finish_kernel(
         if MEAN:
             tl.store(out + (4 if ENTROPY else 3) * pitch + rows, logit_sum, mask=inside)
     else:
-        flags, sums = of.epilogue.flags, (shift, sumexp_m1, entropy_sum, logit_sum, target)
+        flags = of.epilogue.flags
+        sums = (shift, sumexp_m1, entropy_sum, logit_sum, target)
         write_statistics(out, pitch, rows, inside, (max_logit, above), sums, vocabulary, flags)
 
 
@@ -252,7 +258,8 @@ def merge_kernel(
         target = tl.maximum(target, tl.load(of_rank + 2 * n, mask=inside, other=0.0))
         top = max_of_rank == max_logit
         log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
-        scale, mass = exp(log_scale), 1 + sumexp_m1_of_rank
+        scale = exp(log_scale)
+        mass = 1 + sumexp_m1_of_rank
         # The largest term stays out of one slice's sum alone, also where several hold its equal.
         sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top

@@ -163,7 +163,8 @@ def divergence_kernel(
     ACCEPTANCE: tl.constexpr,  # its place among the kinds, K: it is not there
 ):
     row = tl.program_id(0).to(tl.int64)
-    x, y = raw.data + row * raw.stride, teacher_row(teacher, row)
+    x = raw.data + row * raw.stride
+    y = teacher_row(teacher, row)
     p = normalizer_of(student.normalizer, row)
     q = normalizer_of(teacher.softmax.normalizer, row)
     lanes = tl.arange(0, LANES)
@@ -189,7 +190,8 @@ def divergence_kernel(
         if ACCEPTANCE < K:
             least = tl.where(inside, tl.minimum(log_p, log_q), 2 * FLOOR)
             peak = tl.maximum(top, tl.max(least, 0))
-            scale, e = tl.exp(top - peak), tl.exp(least - peak)
+            scale = tl.exp(top - peak)
+            e = tl.exp(least - peak)
             mass = mass * scale + tl.sum(e, 0)
             below = below * scale + tl.sum(accepted(log_q, log_p, e), 0)
             top = peak
@@ -221,7 +223,8 @@ def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[s
 
 
 def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-    tile, teacher = records.check_tile("raw", raw), teacher_of(raw_teacher, pair)
+    tile = records.check_tile("raw", raw)
+    teacher = teacher_of(raw_teacher, pair)
     n, v = raw.shape
     kinds, constants = of_measures(pair.measures)
     out = raw.new_empty(n, constants["K"], 2, dtype=torch.float32)
@@ -251,9 +254,11 @@ def pair_gradient_kernel(
     OVERLAP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    x, out = tile.data + row * tile.stride, to.data + row * to.stride
+    x = tile.data + row * tile.stride
+    out = to.data + row * to.stride
     p_z = d.student.z
-    p_outer, p_factor = per_row(p_z.outer, p_z, row), per_row(p_z.factor, p_z, row)
+    p_outer = per_row(p_z.outer, p_z, row)
+    p_factor = per_row(p_z.factor, p_z, row)
     p_peak, p_log_sum = normalizer_of(d.student.normalizer, row)
     if d.slopes is not None:
         mean_slope = tl.load(d.mean_slope + row)
@@ -286,7 +291,8 @@ def pair_gradient_kernel(
         else:
             other = tl.load(teacher + columns, mask=inside, other=0.0)
             log_q = log_softmax(other, d.teacher.softmax.z, d.teacher.softmax.z.outer, *q)
-            p, g = tl.exp(log_p), tl.zeros((BLOCK,), tl.float32)
+            p = tl.exp(log_p)
+            g = tl.zeros((BLOCK,), tl.float32)
             for k in tl.static_range(K):
                 weight = tl.load(d.weight + row * K + k) * p_factor
                 pivot = tl.load(d.mean_slope + row * K + k)
@@ -333,7 +339,8 @@ def part_gradient_(
         out = torch.empty_like(raw, dtype=torch.float32) if extra is None else extra
     if n == 0:
         return out
-    block, overlap = records.block_width(v, BLOCK), others is not None and out.dtype != raw.dtype
+    block = records.block_width(v, BLOCK)
+    overlap = others is not None and out.dtype != raw.dtype
     kinds: tuple[Kind, ...] = ()
     constants = {"K": 0, "ACCEPTANCE": 0}
     if isinstance(part, StoredTopk):

@@ -143,7 +143,8 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
         return False
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    (of_x, one_x), (of_w, one_w) = x.stride(), w.stride()
+    of_x, one_x = x.stride()
+    of_w, one_w = w.stride()
     aligned = (x.data_ptr() | w.data_ptr()) % 16 == 0 and (of_x | of_w) % 8 == 0
     return aligned and one_x == one_w == 1
 
@@ -188,8 +189,12 @@ def statistics_of(
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
     how many blocks a kernel sums in place of the product, and its launcher."""
     targets, first, transform, needs = forward
-    (n, h), v, flags = x.shape, w.shape[0], flags_of(needs)
-    entropy, mean, top1 = flags.entropy.value, flags.mean.value, flags.top1.value
+    n, h = x.shape
+    v = w.shape[0]
+    flags = flags_of(needs)
+    entropy = flags.entropy.value
+    mean = flags.mean.value
+    top1 = flags.top1.value
     rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
@@ -199,12 +204,16 @@ def statistics_of(
         shift = out.new_empty(n) if held is None else held.shift
         exp_logits = None if held is None else held.exp_logits
         stride = None if exp_logits is None else exp_logits.stride(0)
-        z, unbiased, to = scaling(transform), scaling(transform, share), None
+        z = scaling(transform)
+        unbiased = scaling(transform, share)
+        to = None
         if raw is not None:
-            unbiased, to = z._replace(restore=1 + share), matrix_of(raw)
+            unbiased = z._replace(restore=1 + share)
+            to = matrix_of(raw)
         run = product_of(unbiased, x.device, holds=exp_logits is not None)
         if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
-            run, exp_logits = in_gluon().launch_raw, raw
+            run = in_gluon().launch_raw
+            exp_logits = raw
         run = run if product is None else (run[0], product, run[2])
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
         stop = tl.constexpr(vocabulary is None)
@@ -268,7 +277,8 @@ launch_slab = Launcher(slab_kernel, tiles=LOADED | {"out": STORED}, **OPTIONS)
 
 def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
-    (n, h), v = x.shape, len(w)
+    n, h = x.shape
+    v = len(w)
     out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # rows of whole 16 bytes
     if n:
         z = scaling(backward.transform, accumulator_bias(x.device, h))

@@ -87,19 +87,25 @@ def strided(matrix: Tensor) -> Strided:
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     """Of raw logits; `lost` is the share of its size that a product lacks (`accumulator_bias`)."""
-    temperature, bias, cap = transform.temperature, transform.bias, transform.softcap
+    temperature = transform.temperature
+    bias = transform.bias
+    cap = transform.softcap
     if bias is not None:
         result = scaling(replace(transform, bias=None))
         return result._replace(bias=bias.contiguous(), restore=1 + lost if lost else None)
-    number, of_rows = temperature, None
+    number = temperature
+    of_rows = None
     if isinstance(temperature, Tensor):
-        number, of_rows = 1.0, temperature.to(torch.float32).contiguous()
+        number = 1.0
+        of_rows = temperature.to(torch.float32).contiguous()
         if of_rows.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
             of_rows = of_rows.clone()
     if cap is None:
-        inner, outer = None, transform.scale / number * (1 + lost)
+        inner = None
+        outer = transform.scale / number * (1 + lost)
     else:
-        inner, outer = transform.scale / cap * (1 + lost), cap / number
+        inner = transform.scale / cap * (1 + lost)
+        outer = cap / number
     same = tl.constexpr(of_rows is None and (inner, outer) == (None, 1))
     return LogitScaling(inner, outer, transform.scale / number, of_rows, same)
 
@@ -119,7 +125,8 @@ def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
     """Room for what `needs` asks for, in float32."""
-    entropy, mean = "entropy" in needs, "mean_logit" in needs
+    entropy = "entropy" in needs
+    mean = "mean_logit" in needs
     room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32)
     return partials_of(room.unbind(), needs)
 

@@ -40,14 +40,16 @@ def rows_kernel(of, n, h, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
         factor = tl.load(of.factor).to(tl.float32)
         n = tl.where(factor == 1, 0, n)
     for row in range(tl.program_id(0).to(tl.int64), n, tl.num_programs(0)):
-        read, write = row, row
+        read = row
+        write = row
         if of.source is not None:
             read = tl.multiple_of(tl.load(of.source + row), ALIGNED)
         if of.places is not None:
             write = tl.multiple_of(tl.load(of.places + row), ALIGNED)
         if of.scale is not None:
             factor = tl.load(of.scale + row)
-        x, out = of.x.data + read * of.x.stride, of.out.data + write * of.out.stride
+        x = of.x.data + read * of.x.stride
+        out = of.out.data + write * of.out.stride
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -59,7 +61,9 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
     # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
-    x, n, aligned = Matrix(rows.tensor, 1), len(rows.offsets), 16 if rows.aligned else 1
+    x = Matrix(rows.tensor, 1)
+    n = len(rows.offsets)
+    aligned = 16 if rows.aligned else 1
     if n:
         of = Moves(x, x, None, factor, rows.offsets, rows.offsets)
         programs = min(n, PROGRAMS * programs_on(x.data.device))
@@ -71,7 +75,8 @@ def scaled_rows(
 ) -> Tensor:
     n = len(scale)
     out = x.new_empty(n, x.shape[1]) if out is None else out
-    read, write = Matrix(x, x.stride(0)), Matrix(out, out.stride(0))
+    read = Matrix(x, x.stride(0))
+    write = Matrix(out, out.stride(0))
     if n and x.shape[1]:
         of = Moves(read, write, scale, None, None, places)
         launch_rows(n, of, n, x.shape[1], ALIGNED=1, BLOCK=BLOCK)
@@ -102,7 +107,8 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 
 def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    size, in_place = value.numel(), value.dtype == dtype
+    size = value.numel()
+    in_place = value.dtype == dtype
     out = value if in_place else torch.empty_like(value, dtype=dtype)
     if size and not (in_place and factor is None):
         programs = min(MOST_PROGRAMS, cdiv(size, WIDEST))

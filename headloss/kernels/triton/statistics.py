@@ -44,13 +44,19 @@ def columns_at(support, at, end):
 
 @triton.jit(do_not_specialize=["first"])
 def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
-    row, to, z = tl.program_id(0).to(tl.int64), of.to, of.z
+    row = tl.program_id(0).to(tl.int64)
+    to = of.to
+    z = of.z
     x = of.raw.data + row * of.raw.stride
     outer = per_row(z.outer, z, row)
-    max_logit, sumexp_m1, entropy_sum, logit_sum = float("-inf"), -1.0, 0.0, 0.0
+    max_logit = float("-inf")
+    sumexp_m1 = -1.0
+    entropy_sum = 0.0
+    logit_sum = 0.0
     target = float("-inf")
     if ONTO:
-        max_logit, sumexp_m1 = tl.load(to.max_logit + row), tl.load(to.sumexp_m1 + row)
+        max_logit = tl.load(to.max_logit + row)
+        sumexp_m1 = tl.load(to.sumexp_m1 + row)
         target = tl.load(to.target + row)
         if to.entropy_sum is not None:
             entropy_sum = tl.load(to.entropy_sum + row)
@@ -58,9 +64,11 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             logit_sum = tl.load(to.logit_sum + row)
     WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
     SUPPORT: tl.constexpr = of.support is not None
-    begin, end = 0, v
+    begin = 0
+    end = v
     if SUPPORT:
-        x, column = of.raw.data, tl.load(of.targets + row) - first
+        x = of.raw.data
+        column = tl.load(of.targets + row) - first
         end = tl.load(of.support.offsets + row + 1)
         begin = tl.load(of.support.offsets + row)
     elif of.targets is not None:
@@ -72,7 +80,8 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
         bounds = of.without.bounds.data + row * of.without.bounds.stride
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        columns, inside = at, at < end
+        columns = at
+        inside = at < end
         if SUPPORT:
             columns, inside = columns_at(of.support, at, end)
         value = transformed(tl.load(x + at, mask=inside, other=0.0), z, outer)

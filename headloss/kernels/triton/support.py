@@ -24,8 +24,10 @@ from .records import Matrix, block_width, empty_partials, gradient_inputs, scali
 from .statistics import PartialsInputs, columns_at, partials_kernel
 
 PAIRS = 128  # whose logits a program works on at once
-ROWS, DEPTH = 16, 256  # of the weight that a program has at once, where it makes logits
-SUMMED, WIDTH = 8, 1024  # rows that a program sums at once, and columns: a thread has all rows
+ROWS = 16
+DEPTH = 256  # of the weight that a program has at once, where it makes logits
+SUMMED = 8
+WIDTH = 1024  # rows that a program sums at once, and columns: a thread has all rows
 PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
 
 
@@ -60,7 +62,9 @@ launch_logits = Launcher(logits_kernel, num_warps=4)
 
 
 def support_logits(x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None) -> Tensor:
-    ids, n, h = support.ids, len(support.offsets) - 1, x.shape[1]
+    ids = support.ids
+    n = len(support.offsets) - 1
+    h = x.shape[1]
     out = torch.zeros(len(ids), dtype=torch.float32, device=x.device) if onto is None else onto
     if n and len(ids):
         arguments = (strided(x), strided(w), support, out, h)
@@ -123,12 +127,14 @@ class Pieces(NamedTuple):
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
     """Of `count` pairs; with `every`, a token without pairs has a piece too."""
-    n, device = len(starts) - 1, starts.device
+    n = len(starts) - 1
+    device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
     pieces = pieces.clamp_min(1) if every else pieces
     several = pieces > 1
     most = count // PIECE
-    ends, cut_ends = pieces.cumsum(0), torch.where(several, pieces, 0).cumsum(0)
+    ends = pieces.cumsum(0)
+    cut_ends = torch.where(several, pieces, 0).cumsum(0)
     at = torch.arange((n if every else min(n, count)) + most, device=device)
     cut = torch.arange(1, most + 1, device=device)
     return Pieces(
@@ -204,7 +210,8 @@ def sums_kernel(
     if pieces is None:
         token = program // blocks  # programs side by side read the same rows
         depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
-        begin, end = tl.load(support.offsets + token), tl.load(support.offsets + token + 1)
+        begin = tl.load(support.offsets + token)
+        end = tl.load(support.offsets + token + 1)
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
@@ -259,9 +266,11 @@ def support_sums(
     add: bool = False,
     uneven: bool = False,
 ) -> None:
-    (n, h), count = out.shape, len(values)
+    n, h = out.shape
+    count = len(values)
     width = block_width(h, WIDTH)
-    blocks, options = cdiv(h, width), {"ADD": add, "ROWS": SUMMED, "WIDTH": width, "PIECE": PIECE}
+    blocks = cdiv(h, width)
+    options = {"ADD": add, "ROWS": SUMMED, "WIDTH": width, "PIECE": PIECE}
     operands = values, support, strided(rows), strided(out)
     if not uneven:
         if n:

@@ -15,10 +15,15 @@ import triton.language as tl
 from .launch import TileShape
 from .versions import capability
 
-ROWS, WIDTH, DEPTH = 128, 256, 64  # a tile, and the slice of H that is in flight
-WARPS, STAGES = 8, 4
+ROWS = 128
+WIDTH = 256
+DEPTH = 64  # a tile, and the slice of H that is in flight
+WARPS = 8
+STAGES = 4
 SHARED = 226 << 10  # bytes that a program takes: the stages, and half a tile on its way out
-BM, BN, BK = tl.constexpr(ROWS), tl.constexpr(WIDTH), tl.constexpr(DEPTH)
+BM = tl.constexpr(ROWS)
+BN = tl.constexpr(WIDTH)
+BK = tl.constexpr(DEPTH)
 
 
 @triton.jit

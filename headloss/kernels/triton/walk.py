@@ -79,7 +79,10 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
     nothing = tl.zeros((WIDTH,), tl.float32)
-    max_logit, sumexp_m1, entropy_sum, logit_sum = nothing + LOWEST, nothing, nothing, nothing
+    max_logit = nothing + LOWEST
+    sumexp_m1 = nothing
+    entropy_sum = nothing
+    logit_sum = nothing
     hint: tl.constexpr = "evict_last" if KEPT else ""
     for start in tl.range(0, length, 4 * WIDTH, num_stages=1):
         a, in_a = logits_at(x, start + lanes, length, z, outer, hint)
@@ -89,7 +92,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
         if to.logit_sum is not None:
             logit_sum += tl.where(in_a, a, 0.0) + tl.where(in_b, b, 0.0)
             logit_sum += tl.where(in_c, c, 0.0) + tl.where(in_d, d, 0.0)
-        ab, cd = tl.maximum(a, b), tl.maximum(c, d)
+        ab = tl.maximum(a, b)
+        cd = tl.maximum(c, d)
         four = tl.maximum(ab, cd)
         new = tl.maximum(max_logit, four)
         log_scale = tl.maximum(max_logit - new, FLOOR)
