@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import headloss as hl
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import launch, narrow
@@ -31,20 +32,17 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 16384, 1_000_000
 NEEDS = frozenset({"logp", "entropy"})
-# Rows, width, warps, stages of a tile.
+# Rows, width, warps, stages of a tile, of a sweep whose programs own tokens or columns.
 TRIED = {
     "tokens": {
-        64: ((128, 128, 8, 3), (128, 64, 4, 3), (128, 128, 4, 3), (64, 128, 4, 3), (128, 256, 8, 2),
-             (64, 64, 4, 3), (128, 128, 8, 2)),
-        128: ((128, 128, 8, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3),
-              (128, 128, 8, 3)),
-        256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+        64: ((64, 128, 4, 3), (64, 128, 4, 4), (64, 64, 4, 4)),
+        128: ((128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 3)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3)),
     },
     "columns": {
-        64: ((128, 128, 8, 3), (64, 128, 4, 3), (64, 128, 8, 3), (128, 128, 4, 3), (128, 64, 4, 3),
-             (64, 64, 4, 3)),
-        128: ((128, 128, 8, 2), (64, 128, 8, 3), (64, 128, 4, 3), (128, 64, 4, 2), (64, 64, 4, 3)),
-        256: ((64, 128, 8, 3), (64, 128, 8, 2), (32, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+        64: ((64, 128, 4, 3), (128, 128, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 3)),
+        128: ((128, 64, 4, 3), (64, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)),
+        256: ((64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2)),
     },
 }  # fmt: skip
 
@@ -98,7 +96,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
 def errors(inputs: Inputs) -> dict[str, float]:
     """Of some tokens and columns, against float64."""
     x, w = inputs.x, inputs.w
-    state, sums = narrow.narrow_partials(x, w, inputs.forward, x.dtype != torch.float16)
+    state, _ = narrow.narrow_partials(x, w, inputs.forward, x.dtype != torch.float16)
     plain, _ = narrow.narrow_partials(x, w, inputs.forward)
     same = all(torch.equal(value, plain.tensors()[k]) for k, value in state.tensors().items())
     backward = inputs.backward(state)
@@ -120,8 +118,6 @@ def errors(inputs: Inputs) -> dict[str, float]:
     errors["logp"] = float((stats.logp[rows].double() - logp).abs().max())
     errors["entropy"] = float((stats.entropy[rows].double() - entropy).abs().max())
     errors["hidden"] = error(narrow.narrow_hidden(x, w, backward)[rows], hidden)
-    if sums is not None:
-        errors["rows"] = error(narrow.narrow_rows(sums, w, backward, torch.float32)[rows], hidden)
     inputs.out.fill_(torch.nan)
     narrow.narrow_weight_(x, w, backward, inputs.out)
     lse = backward.normalizer.max_logit.double() + backward.normalizer.log_sum
@@ -134,8 +130,7 @@ def errors(inputs: Inputs) -> dict[str, float]:
 
 
 def use(owned: str, h: int, shape: tuple[int, ...]) -> None:
-    narrow.SHAPES[owned][narrow.depth_of(h)] = Shape(*shape)
-    narrow.shape_of.cache_clear()
+    {"tokens": narrow.TOKENS, "columns": narrow.COLUMNS}[owned][h] = Shape(*shape)
 
 
 def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:
@@ -187,30 +182,72 @@ def tune(widths: list[int]) -> list[dict[str, Any]]:
                 best[owned] = min(best[owned], (time, shape))
                 print(row, flush=True)
         for owned, (_, shape) in best.items():
-            use(owned, h, shape)
+            use(owned, h, shape)  # type: ignore[arg-type]
         table.append({"H": h, "best": best, "errors": errors(inputs)})
         print(table[-1], flush=True)
     return table
 
 
+def call(inputs: Inputs, schedule: str, score: bool) -> dict[str, Any]:
+    """A whole call of cross-entropy: milliseconds, MiB beyond inputs and gradients, and the
+    gradients' errors of some rows and columns."""
+    hidden, weight, targets = inputs.x.detach(), inputs.w.detach(), inputs.targets
+    hidden.requires_grad_(not score)
+    weight.requires_grad_(not score)
+    options = hl.Options(schedule=schedule)
+
+    def run() -> None:
+        hidden.grad = weight.grad = None
+        if score:
+            hl.head_stats(hidden, hl.Head(weight), targets, options)
+        else:
+            head, batch = hl.Head(weight), hl.Batch(targets)
+            hl.head_loss(hidden, head, batch, hl.cross_entropy(), options).loss.backward()
+
+    time, before = milliseconds(run), 0
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    size = 0 if score else hidden.nbytes + weight.nbytes
+    mib = (torch.cuda.max_memory_allocated() - before - size) / 2**20
+    row = {"schedule": schedule, "score": score, "ms": round(time, 2), "MiB": round(mib)}
+    if not score:
+        rows = torch.arange(0, len(hidden), max(1, len(hidden) // 64), device="cuda")
+        g = (hidden.detach()[rows].double() @ weight.detach().double().t()).softmax(1)
+        g[torch.arange(len(rows)), targets[rows]] -= 1
+        oracle = g @ weight.detach().double() / len(hidden)
+        row["hidden"] = float((hidden.grad[rows].double() - oracle).norm() / oracle.norm())
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--widths", type=int, nargs="+", default=[64, 96, 128, 256])
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    table = tune([h for h in options.widths if h in TRIED["tokens"]]) if options.tune else []
+    table: list[dict[str, Any]] = []
+
+    def report(row: dict[str, Any]) -> None:
+        table.append(row)
+        print(row, flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(table, indent=1))
+
+    if options.tune:
+        table += tune([h for h in options.widths if h in TRIED["tokens"]])
     for h in options.widths:
-        for v in (V, V + 7):
-            for dtype in (torch.bfloat16, torch.float16):
-                inputs = Inputs(h, v, N, dtype)
-                row: dict[str, Any] = {"H": h, "V": v, "dtype": str(dtype)[6:]}
-                row |= {name: round(milliseconds(run), 2) for name, _, run in acts(inputs)
-                        if dtype == torch.bfloat16 or name != "statistics and sums"}  # fmt: skip
-                table.append(row | errors(inputs))
-                print(table[-1], flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(table, indent=1))
+        sizes = (N, V), (N, V + 7), (2048, V), *((n, 1 << e) for e in (19, 17) for n in (N, 2048))
+        for n, v in sizes[:3] if options.quick else sizes:
+            inputs = Inputs(h, v, n)
+            if n == N and v >= V:
+                report({"H": h, "V": v} | errors(inputs))
+            ways = [("narrow", False), ("one_pass", False), ("recompute", False), ("auto", True)]
+            for schedule, score in ways[::3] if options.quick or v == V + 7 else ways:
+                report({"H": h, "V": v, "N": n} | call(inputs, schedule, score))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from torch import Tensor
 from .arguments import check_dense, check_number, check_own_places, plain_numbers, with_nearest_name
 
 BACKENDS = ("auto", "reference", "triton")
-SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held")
+SCHEDULES = ("auto", "one_pass", "recompute", "frozen", "held", "narrow")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -24,7 +24,9 @@ class Options:
             cannot serve the call raises.
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
             "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; keeps the
-            softmax terms or logits of all tokens until the loss is known).
+            softmax terms or logits of all tokens until the loss is known); "narrow" (8NHV, a head
+            at most 256 wide of the hidden states' dtype, without adapters, candidates or
+            supports, on the triton backend), whose tiles of logits never leave the chip.
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
         memory_budget: bytes for a chunk of logits, or for all that "held" keeps; gradients and sums
             come on top. Default: 256 MiB on a CPU; a 64th of a GPU's memory, 1.25 GiB of 80 (of a

@@ -12,30 +12,17 @@ import pytest
 import torch
 import twins
 from test_kernel_twins import assert_statistics, double, head
-from triton_cases import DEVICE, EPS, NEEDS, coefficients_of, error, in_float64, transforms
+from triton_cases import DEVICE, EPS, NEEDS, coefficients_of, error, transforms
 
+import headloss as hl
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Backward, Forward
 from headloss.statistics.softmax import finish
+from headloss.testing import plain, trained_looking
 
 # The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
 DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * (DEVICE == "cuda")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
-
-
-def hidden_of(sums, w, backward):
-    """In float64, of c_target and c_prob: the columns that the sums leave out come from logps."""
-    (max_logit, log_sum), c = double(backward.normalizer), double(backward.coefficients)
-    scale = c.prob * (sums.shift - max_logit - log_sum).exp()
-    total, here = sums.rows * scale.unsqueeze(1), sums.column >= 0
-    column = sums.column.clamp_min(0)
-    target = column == backward.targets - backward.first
-    at = w[column].double()
-    log_p = torch.where(target, backward.logps.double(), sums.shift - max_logit - log_sum)
-    g = torch.where(target, c.target, 0) + c.prob * log_p.exp()
-    z = (log_p + max_logit + log_sum).unsqueeze(1)
-    g = in_float64(backward.transform).vjp_(g.unsqueeze(1), z, is_z=True)
-    return total + torch.where(here.unsqueeze(1), g * at, 0)
 
 
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
@@ -62,11 +49,12 @@ def test_sweeps(dtype, n, h, v, name):
         close = 2 * EPS[dtype] + 1e-5
         assert error(triton_backend.narrow_hidden(x, w, backward), hidden) <= close
         if which == "tp" and sums:
-            assert error(hidden_of(sums_of_rows, w, backward), hidden) <= close
+            found = triton_backend.narrow_hidden(x, w, backward, sums_of_rows)
+            assert error(found, hidden) <= close
         factor = torch.tensor(0.5, device=DEVICE)
         out = torch.full((v, h + 3), math.nan, dtype=dtype, device=DEVICE)[:, :h]
         bias = torch.full((v,), math.nan, device=DEVICE)
-        triton_backend.narrow_weight_(x, w, backward, out, bias=bias, factor=factor)
+        triton_backend.narrow_weight_(x, w, backward, out, bias, factor)
         assert error(out, oracle.t() @ x.double() / 2) <= close + EPS[dtype]
         assert error(bias, oracle.sum(0)) <= 1e-5
 
@@ -88,7 +76,7 @@ def test_tokens_far_above_their_shift():
     arguments = targets, 0, forward.transform, near, coefficients_of(n, "tp")
     backward = Backward(*arguments, stats.logp.float())
     oracle = twins.product_gradient(x.double(), w.double(), double(backward)) @ w.double()
-    assert error(hidden_of(sums, w, backward), oracle) <= 1e-4
+    assert error(triton_backend.narrow_hidden(x, w, backward, sums), oracle) <= 1e-4
 
 
 def test_a_nearly_certain_token_keeps_its_digits():
@@ -124,3 +112,20 @@ def test_no_tokens():
     forward = Forward(targets, 0, transforms(0)["plain"], NEEDS)
     assert triton_backend.narrow_partials(x, w, forward)[0].max_logit.shape == (0,)
     assert not triton_backend.can_sweep(torch.zeros(2, 300), torch.zeros(3, 300))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_calls(dtype):
+    """Statistics, sums and the weight's gradient, with an entropy's slope in a third sweep."""
+    hidden, weight, targets = trained_looking(40, 24, 150, dtype, DEVICE)
+    for objective in (hl.cross_entropy(), hl.cross_entropy() - 0.1 * hl.entropy()):
+        x, w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
+        head, batch = hl.Head(w), hl.Batch(targets)
+        options = hl.Options(schedule="narrow", backend="triton")
+        out = hl.head_loss(x, head, batch, objective, options)
+        out.loss.backward()
+        oracle, coarse = (plain(x, head, batch, objective, p) for p in ("float64", "input"))
+        assert abs(out.loss.double() - oracle.loss) <= 1e-5
+        for mine, key in ((x.grad, "hidden"), (w.grad, "weight")):
+            limit = 3 * error(coarse.gradients[key], oracle.gradients[key]) + 2 * EPS[dtype] + 1e-5
+            assert error(mine, oracle.gradients[key]) <= limit

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..collectives import inside
 from ..logits.accumulators import BlockAccumulator, SlabAccumulator
 from ..logits.given import InPlaceLogits
-from ..logits.linear import LinearLogits, LogitSource, rows_left
+from ..logits.linear import LinearLogits, LogitSource, NarrowLogits, rows_left
 from ..logits.rows import ALL, BackwardInputs, Gradients, steps
 from ..losses.trial import name_of
 from ..objective.external import READ
@@ -115,7 +115,8 @@ def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
     call, saved = ctx.call, iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
-    result = ctx.result._replace(tiles=[rebuild(saved) for rebuild in ctx.rebuild])
+    tiles, result = [rebuild(saved) for rebuild in ctx.rebuild], ctx.result
+    result = result._replace(tiles=tiles or result.tiles)
     tensors = list(saved)[len(call.constants) :]
     return call, call.open(tensors) if tensors else None, result
 
@@ -193,6 +194,10 @@ def backward(
         return of_tiles(call, source, result, coefficients).finish(factor)
     if isinstance(source, InPlaceLogits):
         return source.gradient(coefficients, result.measured.normalizer).finish(factor)
+    if isinstance(source, NarrowLogits) and plan.schedule == "narrow":
+        sums = SlabAccumulator(source, call.buffers, at_once=True)
+        source.add_to(sums, inputs, result.tiles, plan, factor)
+        return sums.finish(factor)
     if isinstance(source, LinearLogits):
         return _in_slabs(call, source, inputs, factor)
     sums = call.accumulator(source)  # of given logits, a tile at a time

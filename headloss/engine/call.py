@@ -22,7 +22,7 @@ from ..head.products import FixedProducts
 from ..kernels.transform import Transform
 from ..logits.accumulators import BlockAccumulator, GradientBuffers
 from ..logits.given import GivenAccumulator, GivenLogits, InPlaceLogits
-from ..logits.linear import ExpLogits, LinearLogits, LogitSource, RowContext
+from ..logits.linear import ExpLogits, LinearLogits, LogitSource, NarrowLogits, RowContext
 from ..logits.rows import ALL, Accumulator, Rows, Tensors
 from ..logits.support import SupportLogits
 from ..logits.teacher import measuring
@@ -59,8 +59,9 @@ class Call:
             kind = InPlaceLogits if plan.in_place else GivenLogits
             options = {"order": self.scored, "overwrites": required.overwrites}
             return partial(kind, context=self.context, **options)
+        exp = ExpLogits if plan.exp_tiles else LinearLogits
         linear = partial(
-            ExpLogits if plan.exp_tiles else LinearLogits,
+            NarrowLogits if plan.on_chip else exp,
             context=self.context,
             compute_dtype=required.compute_dtype,
             logits_dtype=self.options.logits_dtype,
@@ -188,7 +189,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
         x = shard.gathered(x)
     if scored.index is not None:
         x = Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
-    elif call.plan.exp_tiles and not kernels.suits_product(hidden):
+    elif (call.plan.exp_tiles or call.plan.on_chip) and not kernels.suits_product(hidden):
         x = x.clone(memory_format=torch.contiguous_format)
     factors = [(x, head.weight)]
     if head.lora:

@@ -99,9 +99,9 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     several = len(blocks) > 1
     for block in blocks:
         rows = block.rows if several or plan.support else ALL
-        measured, tile = source.statistics(rows, slabs, plan.keeps_tiles)
+        measured, tile = source.statistics(rows, slabs, plan.keeps_tiles or plan.keeps_sums)
         parts.append(measured)
-        if schedule == "held":
+        if schedule == "held" or plan.keeps_sums:
             tiles.append(tile)
         elif plan.keeps_tiles:
             if schedule == "frozen":

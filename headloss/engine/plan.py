@@ -40,6 +40,9 @@ class Plan:
         tile: rows and columns of one step of a sweep, which holds as many logits.
         sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
         exp_tiles: whether the logits product writes exp(logits) in 16 bits in place of logits.
+        on_chip: whether sweeps of a narrow head give the statistics, whose tiles of logits never
+            leave the chip.
+        keeps_sums: whether the hidden gradient is made of the forward sweep's sums.
         in_place: whether kernels read given logits, and write their gradient, where they lie.
         bytes: working memory beyond inputs and returned gradients, by part.
         peak_bytes: the same with returned gradients in it, as a GPU's allocator reports it.
@@ -58,6 +61,8 @@ class Plan:
     tile: Tile
     sweep_rows: int
     exp_tiles: bool
+    on_chip: bool
+    keeps_sums: bool
     in_place: bool
     bytes: dict[str, int]
     peak_bytes: int
@@ -147,6 +152,9 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     wider = options.main_grad is not None or p.given or p.rescaled
     single_block = one and not (wider or 0 < p.restricted < p.tokens)
     exp_tiles = p.exp_tiles and not p.narrow
+    swept = schedule == "statistics" or (schedule == "recompute" and exp_tiles)
+    on_chip = schedule == "narrow" or (p.by_sweeps and swept)
+    keeps_sums = p.multiples and not p.rescaled and schedule == "narrow"
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
     worth = p.sparse and rows * p.width * p.vocabulary >= least
@@ -158,8 +166,10 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         backend=backend,
         chunk_tokens=rows,
         tile=tile,
-        sweep_rows=rows if p.teachers else EXP_ROWS if exp_tiles else 0,
+        sweep_rows=rows if p.teachers else EXP_ROWS if exp_tiles or on_chip else 0,
         exp_tiles=exp_tiles,
+        on_chip=on_chip,
+        keeps_sums=keeps_sums,
         in_place=p.in_place,
         bytes=parts,
         peak_bytes=peak_bytes(p, parts, options),
@@ -180,11 +190,13 @@ def _choose(
 ) -> tuple[Schedule, str]:
     """A schedule, and why it is this one."""
     named, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
-    tiles = "softmax terms" if p.exp_tiles else "logits"
-    tiles_size = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
+    tiles_size = (
+        f"the {'softmax terms' if p.exp_tiles else 'logits'} of all tokens take "
+        f"{size / MIB:.1f} MiB"
+    )
     summed = "slopes of candidates would be summed over ranks in the backward pass"
     too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
-    fewer = most is not None and most < p.tokens
+    apart = p.candidates or p.support or options.main_grad is not None
     reasons = {
         "one_pass": [
             (p.scope == "external", "the loss lives elsewhere and needs all statistics first"),
@@ -197,16 +209,22 @@ def _choose(
             (not p.logp_only, "the objective needs the gradient of more than logp"),
             (p.candidates and p.sharded, summed),
         ],
+        "narrow": [
+            (not p.on_chip, "the head or the backend does not suit"),
+            (apart, "columns are measured apart, or main_grad is given"),
+        ],
         "held": [
             (p.given, "the logits are given"),
             (size > budget, f"{tiles_size}, more than the budget of {budget / MIB:.1f} MiB"),
-            (fewer, f"no more than chunk_tokens={most} are to be held at once"),
+            (
+                most and most < p.tokens,
+                f"no more than chunk_tokens={most} are to be held at once",
+            ),
         ],
     }
     errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
     # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
-    free = named == "held" and not p.given and options.memory_budget is None
-    if errors.get(named) and not free:
+    if errors.get(named) and (named != "held" or p.given or options.memory_budget is not None):
         raise ValueError(f'schedule: got "{named}", but {errors[named]}')
     if named != "auto":
         return cast(Schedule, named), "asked for"
@@ -214,6 +232,9 @@ def _choose(
         return "recompute", "the gradient of given logits is written in the backward pass"
     if p.in_place:
         return "one_pass", "the gradient takes the logits' place"
+    if p.by_sweeps:
+        error = errors["narrow"]
+        return ("recompute", error) if error else ("narrow", "its logits stay on the chip")
     if not errors["one_pass"]:
         why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
         return "one_pass", why

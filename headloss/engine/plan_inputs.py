@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from ..head.products import PARTS
 from ..options import Options
 
-Schedule = Literal["one_pass", "recompute", "frozen", "held", "statistics"]
+Schedule = Literal["one_pass", "recompute", "frozen", "held", "narrow", "statistics"]
 WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
 WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
 CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
@@ -45,6 +45,9 @@ class PlanInputs:
     weight_gradient: bool = True
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
+    on_chip: bool = False  # sweeps of a narrow head can serve, whose tiles never leave the chip
+    by_sweeps: bool = False  # and do by default: they are faster, as the head alone says
+    multiples: bool = False  # the gradient needs nothing but d/dlogp and d/dlse
     exp_tiles: bool = False  # the product writes exp(logits) in 16 bits in place of logits
     rescaled: bool = False  # gradients are scaled against underflow: dW sums in float32
     row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
@@ -98,19 +101,23 @@ def bytes_by_part(
     logits = elements * (p.slab_bytes if sweeps else p.row_bytes)
     if sweeps and p.teachers:
         logits = max(logits, rows * p.token_bytes - p.hidden_sums)
+    if schedule == "narrow":  # float32 sums of 16 parts of the vocabulary
+        logits = min(p.tokens, EXP_ROWS) * 64 * (p.width + 4)
     if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
     if p.element_size < 4 and not p.given:  # and of a 16-bit weight
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
-    fused = schedule == "statistics" and p.exp_tiles and not p.teachers
+    fused = schedule == "statistics" and (p.exp_tiles or p.by_sweeps) and not p.teachers
     if fused:  # the product leaves a maximum and a sum of each tile
         logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
     # Of its own dtype or of one product, a sum is the returned gradient itself.
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
+    wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums
     sent = p.sharded and p.hidden_gradient and not p.given
+    fused |= schedule == "narrow"
     parts = [
         (not p.narrow, "partial statistics" if fused else "logits", logits),
         (p.support, "support", p.support * PAIR_BYTES),
@@ -121,7 +128,7 @@ def bytes_by_part(
         (options.sequence_parallel, "gathered hidden states", p.tokens * p.width * p.element_size),
         (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
         (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),
-        (slabs and p.hidden_sums, "hidden gradient accumulator", p.hidden_sums),
+        (wide_hidden, "hidden gradient accumulator", p.hidden_sums),
     ]
     return {name: size for taken, name, size in parts if taken}
 

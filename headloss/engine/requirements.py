@@ -221,7 +221,12 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
-    exp_tiles = head is not None and not of_tiles and _writes_exp(head, required)
+    exp_tiles = on_chip = by_sweeps = False
+    if head is not None and not (of_tiles or head.lora or options.logits_dtype):
+        capped = head.softcap and "mean_logit" in required.gradients
+        weight = required.backend, required.dtype, head.weight
+        exp_tiles = kernels.can_write_exp(*weight) and not capped
+        on_chip, by_sweeps = kernels.can_sweep(*weight, shard.widest)
     # A kernel serves the logits where they lie: with unit stride along the vocabulary.
     in_place = head is None and required.backend == "triton"
     in_place &= not of_tiles and "candidate_logps" not in needs
@@ -247,6 +252,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         weight_gradient=required.needs_grad.any_weight or shard.weight_gradient,
         element_size=size,
         weight_size=4 if head is None else head.weight.dtype.itemsize,
+        on_chip=on_chip,
+        by_sweeps=by_sweeps,
+        multiples=required.gradients <= {"logp", "lse"},
         exp_tiles=exp_tiles,
         rescaled=required.rescaled,
         row_bytes=2 if exp_tiles else required.wide.itemsize * tiles,
@@ -261,11 +269,3 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         support=0 if support is None else len(support.ids),
         restricted=0 if support is None else support.restricted,
     )
-
-
-def _writes_exp(head: Head, required: Requirements) -> bool:
-    """Whether the logits product can write softmax terms, as far as head and objective go."""
-    capped = head.softcap is not None and "mean_logit" in required.gradients
-    if capped or head.lora or required.options.logits_dtype:
-        return False
-    return kernels.can_write_exp(required.backend, required.dtype, head.weight)

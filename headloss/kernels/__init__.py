@@ -12,6 +12,8 @@ import torch
 from ..private import find_triton_driver
 from .interface import Kernels
 
+SWEPT_COLUMNS = 1 << 19
+
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """The backend's name; ValueError where an explicit one cannot serve this device and dtype."""
@@ -49,6 +51,16 @@ def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> boo
     if weight.dtype != dtype:  # autocast makes a contiguous one
         return weight.shape[1] % 8 == 0
     return load(backend).can_fuse(weight, weight)
+
+
+def can_sweep(
+    backend: str, dtype: torch.dtype, weight: torch.Tensor, columns: int
+) -> tuple[bool, bool]:
+    """Whether sweeps of a narrow head can serve; and whether they are faster than products that
+    write tiles, as they are in 16 bits for very many columns (benchmarks/NOTES.md)."""
+    like = weight[:0].to(dtype)
+    able = backend == "triton" and load(backend).can_sweep(like, like)
+    return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 
 
 def suits_product(x: torch.Tensor) -> bool:

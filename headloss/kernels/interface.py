@@ -286,7 +286,7 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ a narrow head
 
     def can_sweep(self, x: Tensor, w: Tensor) -> bool:
-        """Whether the acts below take these operands. Their sums over the vocabulary are in
+        """Whether the acts below take these operands here. Their sums over the vocabulary are in
         float32 and in one order, whatever n is."""
 
     def narrow_partials(
@@ -295,21 +295,23 @@ class Kernels(Acts, Protocol):
         """Statistics of raw = x [n, H] @ w.T [H, v], as of `product_partials`; with `sums` those of
         n > 0 tokens too, of operands that are not float16, whose exponents do not suffice."""
 
-    def narrow_hidden(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-        """[n, H] dL/draw @ w in float32; dL/draw is rounded to w's dtype."""
+    def narrow_hidden(
+        self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
+    ) -> Tensor:
+        """[n, H] dL/draw @ w in float32; dL/draw is rounded to w's dtype. Of c_target and c_prob
+        the sums of the forward pass serve, whose normalizer is then the whole vocabulary's."""
 
     def narrow_weight_(
         self,
         x: Tensor,
         w: Tensor,
         backward: Backward,
-        out: Tensor,
-        *,
+        out: Tensor | None,
         bias: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
         """out [v, H] = dL/draw.T @ x * factor [], rounded once; dL/draw is rounded to x's dtype.
-        bias [v] float32 = the sums of dL/draw's columns."""
+        bias[:v] = the sums of dL/draw's columns, in float32. Each where it is given."""
 
     # ------------------------------------------------------------------ exp logits
 

@@ -242,13 +242,20 @@ class LinearLogits(LogitSource):
 class ExpLogits(LinearLogits):
     """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
+    on_chip = False  # sweeps give the statistics, and with `keep` the sums of the hidden gradient
+
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, HeldTile]:
         x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
-        held = ExpTile.empty(len(x), len(weight), weight) if keep else None
-        if (shard := self.context.shard).group is None:
+        held: Any = None
+        if keep and not self.on_chip:
+            held = ExpTile.empty(len(x), len(weight), weight)
+        if self.on_chip:
+            partials, held = self.acts.narrow_partials(x, weight, forward, keep)
+            measured = self.context.measured(partials)
+        elif (shard := self.context.shard).group is None:
             measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, held)
         else:
             measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
@@ -302,3 +309,35 @@ class ExpLogits(LinearLogits):
                 assert multiple is not None
                 multiple, features = multiple[:count], features[:count]
         return LogitGradient(values, places, ALL, multiple, features)
+
+
+class NarrowLogits(ExpLogits):
+    """Of a narrow head, whose tiles never leave the chip: statistics and gradients in sweeps."""
+
+    on_chip = True
+
+    def add_to(
+        self,
+        sums: Any,  # SlabAccumulator
+        inputs: BackwardInputs,  # of all tokens
+        tiles: Sequence[Any],  # the sums of each block; none: hidden states take a sweep again
+        plan: Any,
+        factor: Tensor | None,  # of the weight's gradient
+    ) -> None:
+        """Put the gradients in their places; rows without one leave the weight's sweep alone."""
+        x, weight = self.features[0], self.weights[0]
+        for total in sums.hidden.totals.values():
+            for i, block in enumerate(plan.blocks):
+                rows = block.rows
+                backward = self._biased(self.context.backward(rows, ALL, inputs.rows(rows)))
+                of_block = x[rows], weight, backward, *tiles[i : i + 1]
+                total[rows] = self.acts.narrow_hidden(*of_block)
+        index = rows_left(inputs.coefficients.live() if plan.skip_rows else None)
+        some = self
+        if index is not None:
+            some, inputs = self.take(index), inputs.rows(index)
+        outs = sums.totals.get(0), sums.bias
+        if len(some) and outs != (None, None):
+            backward = self._biased(some.context.backward(ALL, ALL, inputs))
+            self.acts.narrow_weight_(some.features[0], weight, backward, *outs, factor)
+            sums.fresh.clear()

@@ -122,24 +122,35 @@ def narrow_partials(
     return found, ShiftedSums(terms @ w.to(terms.dtype), shift, column)
 
 
-def narrow_hidden(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-    return product_gradient(x, w, backward).to(wide(x.dtype)) @ w.to(wide(x.dtype))
+def narrow_hidden(
+    x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
+) -> Tensor:
+    if sums is None:
+        return product_gradient(x, w, backward).to(wide(x.dtype)) @ w.to(wide(x.dtype))
+    c, transform, (max_logit, log_sum) = backward[4], backward.transform, backward.normalizer
+    others = c.prob * (sums.shift - max_logit - log_sum).exp()
+    out, here = sums.rows * others.unsqueeze(1), sums.column >= 0
+    g = gradient_from_logp(backward.logps, c.target, c).unsqueeze(1)
+    z = (backward.logps + max_logit + log_sum).unsqueeze(1)
+    g = transform.vjp_(g, z, is_z=True)
+    out[here] += g[here] * w[sums.column[here]].to(out.dtype)
+    return out
 
 
 def narrow_weight_(
     x: Tensor,
     w: Tensor,
     backward: Backward,
-    out: Tensor,
-    *,
+    out: Tensor | None,
     bias: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
     g = product_gradient(x, w, backward).to(wide(x.dtype))
-    total = g.t() @ x.to(g.dtype)
-    out.copy_(total if factor is None else total * factor)
+    if out is not None:
+        total = g.t() @ x.to(g.dtype)
+        out.copy_(total if factor is None else total * factor)
     if bias is not None:
-        bias.copy_(g.sum(0))
+        bias[: len(w)] = g.sum(0)
 
 
 def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:

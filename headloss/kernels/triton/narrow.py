@@ -11,9 +11,8 @@ makes each tile again, as its gradient, and multiplies it on the spot: by hidden
 weight's gradient, by the weight for the hidden gradient of any coefficients.
 
 The shift is the logit of one column per token, as in product.py. The vocabulary has PARTS, whose
-sums are added in order: few tokens fill a GPU, and a token's bits depend on no other token. A table
-says which tiles hold a column that is treated apart, or end beyond the last column: no other tile
-needs a mask.
+sums are added in one order: few tokens fill a GPU, and a token's bits depend on no other token. A
+table says which tiles hold a column treated apart, or the end: no other tile needs a mask.
 """
 
 from __future__ import annotations
@@ -31,10 +30,13 @@ from .formulas import (
     LN2,
     LOG2E,
     coefficient,
+    exp,
     grad_z,
     gradient_from_logp,
     per_row,
     tanh_and_slope,
+    token_of,
+    under_cap_at,
 )
 from .launch import Launcher, TileShape, cdiv
 from .merge import Epilogue, parts_of, shift_column
@@ -46,9 +48,7 @@ WIDEST = 256  # hidden width
 PARTS = 16  # of the vocabulary
 
 
-class Shape(NamedTuple):
-    """How a sweep is cut: the numbers to tune on a device (benchmarks/narrow.py)."""
-
+class Shape(NamedTuple):  # the numbers to tune on a device (benchmarks/narrow.py)
     rows: int  # of a tile
     width: int
     warps: int
@@ -56,8 +56,8 @@ class Shape(NamedTuple):
 
 
 # Of a sweep whose programs own tokens, or columns, at a padded hidden width.
-TOKENS = {64: Shape(64, 128, 4, 3), 128: Shape(128, 64, 4, 3), 256: Shape(128, 64, 8, 3)}
-COLUMNS = {64: Shape(64, 128, 4, 3), 128: Shape(128, 64, 4, 3), 256: Shape(64, 128, 8, 2)}
+TOKENS = {64: Shape(64, 128, 4, 4), 128: Shape(128, 64, 4, 3), 256: Shape(128, 64, 8, 3)}
+COLUMNS = {64: Shape(64, 64, 4, 3), 128: Shape(64, 64, 4, 3), 256: Shape(64, 64, 4, 2)}
 SMALL = Shape(32, 32, 4, 1)  # of float32, and of a GPU with less shared memory
 
 
@@ -214,7 +214,6 @@ def narrow_gradient_kernel(
     cut: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """Into the weight, whose program owns a tile's columns, or into hidden states, of a part."""
     block, part, start, stop = place_of(n, v, cut)
     SIZE: tl.constexpr = cut.width if WEIGHT else cut.rows
     DEPTH: tl.constexpr = cut.depth
@@ -226,11 +225,10 @@ def narrow_gradient_kernel(
         rows = block * cut.rows + tl.arange(0, cut.rows)
         place, last = part * n + rows, (part + 1) * n
         mine = lines(x, block * cut.rows, n, cut.rows, cut)
-    pointers, mask = pointers_of(out, place, last, cut)
+    written = place < last
     if some is not None:
-        wanted = tl.load(some + rows, mask=rows < n, other=0).to(tl.int1)
-        stop = tl.where(tl.max(wanted.to(tl.int32), 0) > 0, stop, start)
-        mask = mask & wanted[:, None]
+        written = tl.load(some + rows, mask=rows < n, other=0).to(tl.int1)
+        stop = tl.where(tl.max(written.to(tl.int32), 0) > 0, stop, start)
     total = tl.zeros((SIZE, DEPTH), tl.float32)
     bias_total = tl.zeros((SIZE,), tl.float32)
     for step in range(start, stop):
@@ -251,22 +249,46 @@ def narrow_gradient_kernel(
         total = tl.dot(g.T if WEIGHT else g, theirs, total, input_precision="ieee")
     if factor is not None:
         total *= tl.load(factor).to(tl.float32)
-    tl.store(pointers, total, mask=mask)
+    if out is not None:
+        pointers, mask = pointers_of(out, place, last, cut)
+        tl.store(pointers, total, mask=mask & written[:, None])
     if bias is not None:
-        tl.store(bias + place, bias_total, mask=place < last)
+        tl.store(bias + place, bias_total, mask=written)
 
+
+@triton.jit(do_not_specialize=["first"])
+def narrow_rows_kernel(sums, shift, column, w, a, first, h, DEPTH: tl.constexpr):
+    """A token's hidden gradient, over its sums [n, H]."""
+    row, k = tl.program_id(0).to(tl.int64), tl.arange(0, DEPTH)
+    outer, factor, normalizer, at, of_target = token_of(a, row)
+    max_logit, log_sum = normalizer
+    z, at_column = tl.load(shift + row), tl.load(column + row)
+    others = at[0] * exp((z - max_logit) - log_sum)
+    inside = k < h
+    value = tl.load(sums + row * h + k, mask=inside, other=0.0) * others
+    if at_column >= 0:  # left out: the target, or a stand-in for one of another slice
+        g = others
+        if at_column == tl.load(a.targets + row) - first:
+            z, g = max_logit + (tl.load(a.logps + row) + log_sum), of_target
+        if a.z.inner is not None:
+            g = under_cap_at(g, z, outer)
+        of_column = tl.load(w.data + at_column * w.stride + k, mask=inside, other=0.0)
+        value += of_column.to(tl.float32) * (g * factor)
+    tl.store(sums + row * h + k, value, mask=inside)
+
+
+launch_rows = Launcher(narrow_rows_kernel, num_warps=1)
 
 # ---------------------------------------------------------------------- launches
 
 
 def can_sweep(x: Tensor, w: Tensor) -> bool:
     plain = x.stride(1) == w.stride(1) == 1 and x.dtype == w.dtype
-    return plain and x.dtype.itemsize <= 4 and x.shape[1] <= WIDEST
+    return plain and x.dtype.itemsize <= 4 and x.shape[1] <= WIDEST and accelerated(w)
 
 
 class Sweep:
-    """A kernel over the tiles of x [n, H] @ w.T [H, v], and how it is cut. A token's sums follow
-    the width of a tile, and that the head alone."""
+    """A kernel over the tiles of x [n, H] @ w.T [H, v], cut as the head alone says."""
 
     def __init__(self, kernel: Any, x: Tensor, w: Tensor, shapes: dict[int, Shape]) -> None:
         (n, h), v, described = x.shape, len(w), can_fuse(x, w)
@@ -297,15 +319,15 @@ class Sweep:
 
 
 def _parts(x: Tensor, n: int) -> Matrix:
-    """[PARTS * n, H]"""
     return matrix_of(x.new_empty(PARTS * n, x.shape[1], dtype=torch.float32))
 
 
 def _in_order(parts: Matrix) -> Tensor:
-    """[n, H] the sum of the parts, in their order whatever n is."""
-    total, *others = parts.data.chunk(PARTS)
-    for part in others:
-        total += part
+    """[n, H] the sum of the parts, in one order whatever n is."""
+    total = parts.data
+    for _ in range(PARTS.bit_length() - 1):
+        total, half = total.chunk(2)
+        total += half
     return total
 
 
@@ -349,7 +371,14 @@ def _into_hidden(
     run(run.blocks * PARTS, parts, None, None, *more, WEIGHT=False)
 
 
-def narrow_hidden(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
+def narrow_hidden(
+    x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
+) -> Tensor:
+    if sums is not None:
+        total, (n, h) = sums.rows.clone(), x.shape
+        more = matrix_of(w), gradient_inputs(backward), backward.first, h
+        launch_rows(n, total, *sums[1:], *more, DEPTH=max(16, triton.next_power_of_2(h)))
+        return total
     parts = _parts(x, len(x))
     if len(x):
         _into_hidden(x, w, backward, parts)
@@ -360,12 +389,11 @@ def narrow_weight_(
     x: Tensor,
     w: Tensor,
     backward: Backward,
-    out: Tensor,
-    *,
+    out: Tensor | None,
     bias: Tensor | None = None,
     factor: Tensor | None = None,
 ) -> None:
     run = Sweep(narrow_gradient_kernel, x, w, COLUMNS)
     marks, first = run.marks(backward.targets - backward.first), backward.first
     more = bias, factor, None, marks, _inputs(x, backward), first
-    run(run.tiles, matrix_of(out), *more, WEIGHT=True)
+    run(run.tiles, out if out is None else matrix_of(out), *more, WEIGHT=True)
