@@ -265,7 +265,7 @@ def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -
     names = call.options.per_token
     values, batch = {"top1": stats.top1}, call.packed.on(stats)
     for part in parts:
-        values |= part.per_token(names, stats, batch)
+        values |= part.per_token(stats, batch)
     return {name: call.scored.scatter(values[name]) for name in names}
 
 

@@ -21,10 +21,10 @@ from .engine.operator import in_graph
 from .engine.plan import Plan
 from .head.head import Head, check_head
 from .losses.arguments import naming
-from .losses.teacher import Teacher, measure_of
+from .losses.teacher import Teacher, measures_by_name
 from .objective.external import CANDIDATE, READ, external_loss
 from .options import DEFAULT, Options
-from .statistics.divergence import ACCEPTANCE, LOG_ACCEPTANCE, Measure
+from .statistics.divergence import Measure
 
 
 @dataclass(eq=False)
@@ -108,15 +108,16 @@ def head_stats(
     """
     check_head(head)
     options = DEFAULT if options is None else options
-    measures = _measures(teacher, divergences)
+    measures = measures_by_name(teacher, divergences)
     candidates = isinstance(targets_or_batch, Batch) and "candidate_ids" in targets_or_batch.fields
     allowed = (*READ, *CANDIDATE) if candidates else READ
     names = _checked(gradients, (*allowed, *measures))
     if torch.compiler.is_compiling():
-        if head.vocab_group is None and head.vocab_mesh_dim is None and not measures:
+        in_no_graph = head.vocab_group, head.vocab_mesh_dim, head.beside or None, teacher
+        if in_no_graph == (None, None, None, None):
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
             return _named(outputs, names, candidates, measures)
-        # The ranks compare their calls, which no graph can hold; nor can it hold a teacher.
+        # The ranks compare their calls, which no graph can hold; nor a teacher, nor features.
         run: Any = torch.compiler.disable(head_stats)
         of_all = hidden, head, targets_or_batch, options, names, teacher, divergences
         return run(*of_all)  # type: ignore[no-any-return]
@@ -163,20 +164,6 @@ def _named(
     by_measure = dict(zip(sorted(measures.values()), others, strict=True))
     stats.divergences = {name: by_measure[measure] for name, measure in measures.items()}
     return stats
-
-
-def _measures(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
-    """By their names; raises for others, and for names without a teacher or the reverse."""
-    if not isinstance(teacher, Teacher | None):
-        raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
-    if isinstance(divergences, str) or not isinstance(divergences, Collection):
-        raise TypeError(f"divergences: got {divergences!r}, want a tuple of names")
-    if (teacher is None) != (not divergences):
-        raise ValueError(f"divergences: got {divergences!r} with teacher={teacher!r}, want both")
-    with naming("divergences"):
-        return {
-            name: ACCEPTANCE if name == LOG_ACCEPTANCE else measure_of(name) for name in divergences
-        }
 
 
 def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[str]:

@@ -20,7 +20,7 @@ from .logits.beside import NOTHING
 from .logits.linear import LinearLogits, RowContext
 from .logits.rows import steps
 from .options import DEFAULT, Options
-from .statistics.softmax import SoftmaxState, finish
+from .statistics.softmax import SoftmaxState, finish, merge
 
 
 class HeadTopk(NamedTuple):
@@ -80,12 +80,13 @@ def head_topk(
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
     with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
         factors = head.factors(x, shard.dropout)
+        backend = kernels.choose(options.backend, x.device, x.dtype) if k == 1 else "reference"
         source = LinearLogits(
             [*(tensor for pair in factors for tensor in pair), head.bias],
-            RowContext(kernels.load("reference"), nowhere, transform, NOTHING, shard),
+            RowContext(kernels.load(backend), nowhere, transform, NOTHING, shard),
             compute_dtype=compute,
         )
-        both = 2 * source.dtype.itemsize  # the logits, and what top-k makes of them
+        both = (1 + (k > 1)) * source.dtype.itemsize  # the logits, and what top-k makes of them
         widest, on_gpu = shard.widest, x.is_cuda
         inputs = PlanInputs(tokens=len(x), vocabulary=widest, row_bytes=both, on_gpu=on_gpu)
         tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
@@ -103,9 +104,14 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
         raw = source.raw(rows, tile)
-        partials = source.acts.partials(raw, forward, partials)
-        # The transform is increasing when its scale is positive, but need not be: rank z, not raw.
-        values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
+        if k == 1:  # one reading finds it with the softmax
+            state, columns = source.acts.best(raw, forward.transform)
+            partials = state if partials is None else merge(partials, state)
+            values, columns = state.max_logit.unsqueeze(1), columns.unsqueeze(1)
+        else:
+            partials = source.acts.partials(raw, forward, partials)
+            # The transform is increasing when its scale is positive, but need not be: rank z.
+            values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
         best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         ids = ids.gather(1, order)

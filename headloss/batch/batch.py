@@ -30,8 +30,9 @@ class Current:
 
 CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
-REAL = ("advantages", *LOGPS)
-FLOATS = ("advantages", "teacher_logits", "teacher_hidden")  # and all log-probs
+OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # one value per token
+REAL = ("advantages", *OF_TOKENS)
+FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")  # and all log-probs
 
 
 # A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () for one value.
@@ -74,6 +75,9 @@ class Batch:
         **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
             batch or what terms see of it has itself, nor one that begins with an underscore.
             `prompts`, [S] integers in any order, are equal where segments answer the same prompt.
+            With `teacher_index` [..] integers, rows of `teacher_hidden` [M, H'], positions share
+            rows; each is multiplied once for a chunk of tokens, in which those that share one
+            should therefore be neighbours: [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not
@@ -181,8 +185,8 @@ class Batch:
         return batch
 
     def _set_fields(self, fields: dict[str, Any]) -> None:
-        """Check and take fields; None leaves one out."""
-        for name, value in fields.items():
+        """Check and take fields; None leaves one out. A row's number comes before the rows."""
+        for name, value in sorted(fields.items(), key=lambda pair: pair[0] != "teacher_index"):
             if name == "support_ids":
                 self.support = None if value is None else SupportIds(value, self.targets)
             elif value is not None:
@@ -259,7 +263,7 @@ class Batch:
         if value.requires_grad:
             raise ValueError(f"{name}: requires a gradient, which would be lost: detach it")
         check_device(name, value, self.targets)
-        if name == "prompts":
+        if name in ("prompts", "teacher_index"):
             check_integers(name, value)
         if name == "candidate_ids":
             check_ids(name, value, self.targets.shape, MOST_IDS)
@@ -269,7 +273,7 @@ class Batch:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
         if not any(self._fits(name)):
             of_token = "" if name == "prompts" else f"{shape} per token"
-            of_segment = "" if name in LOGPS else f"({self.segments.count},) per segment"
+            of_segment = "" if name in OF_TOKENS else f"({self.segments.count},) per segment"
             want = ", or ".join(filter(None, [of_token, of_segment]))
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
@@ -282,9 +286,11 @@ class Batch:
         value = self.fields[name]
         if isinstance(value, Current):
             return True, False
-        as_segment = name not in LOGPS and value.shape == (self.segments.count,)
+        as_segment = name not in OF_TOKENS and value.shape == (self.segments.count,)
         if name == "prompts":  # also where there are as many segments as positions
             return False, as_segment
+        if name == "teacher_hidden" and "teacher_index" in self.fields:
+            return False, value.dim() == 2  # rows that positions share
         rank = None if name in REAL else self.targets.dim()
         return value.shape[:rank] == self.targets.shape, as_segment
 

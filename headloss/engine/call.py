@@ -6,7 +6,7 @@ N positions, T of them scored, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -182,18 +182,25 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
         return call, [arguments.tensor]
     hidden = arguments.tensor
     scored, shard, compute_dtype = call.scored, call.shard, call.requirements.compute_dtype
-    x = hidden if hidden.dim() == 2 else hidden.flatten(0, -2)  # else autograd gets a step more
+    states = [hidden, *(features for features, _ in head.beside)]
+    # Else autograd gets a step more.
+    states = [x if x.dim() == 2 else x.flatten(0, -2) for x in states]
     if compute_dtype is not None:
-        x = x.to(compute_dtype)
+        states = [x.to(compute_dtype) for x in states]
     if call.options.sequence_parallel:
-        x = shard.gathered(x)
+        states = [shard.gathered(x) for x in states]
     if scored.index is not None:
-        x = Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
+        states = [
+            Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
+            for x in states
+        ]
     elif (call.plan.exp_tiles or call.plan.on_chip) and not kernels.suits_product(hidden):
-        x = x.clone(memory_format=torch.contiguous_format)
+        states = [x.clone(memory_format=torch.contiguous_format) for x in states]
+    x, *features = states
     factors = [(x, head.weight)]
-    if head.lora:
-        factors = head.factors(x, shard.dropout, call.context.fixed)
+    if head.lora or head.beside:
+        beside = tuple((f, weight) for f, (_, weight) in zip(features, head.beside, strict=True))
+        factors = replace(head, beside=beside).factors(x, shard.dropout, call.context.fixed)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 

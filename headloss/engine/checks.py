@@ -106,6 +106,8 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
     grouped = head.vocab_group is not None
     if options.sequence_parallel and not grouped:
         raise ValueError("sequence_parallel: needs a head with a vocab_group")
+    if options.sequence_parallel and head.beside:
+        raise ValueError("sequence_parallel: got a head with columns beside, want a head without")
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
     weight, grad = head.weight, options.main_grad
@@ -197,10 +199,8 @@ def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
     if names and "external_loss" in traced:
         raise ValueError(f"per_token: got {names!r}, want (): the loss is no term of the library")
     reported = {f"{term}/{name}" for term, of in traced.items() for name in of.observed}
-    for name in names:
-        if name not in reported | {"top1"}:
-            want = ", ".join(["top1", *sorted(reported)])
-            raise ValueError(f"per_token: got {name!r}, want names out of {want}")
+    for name in set(names) - reported - {"top1"}:
+        raise ValueError(f'per_token: got {name!r}, want names out of "top1", {sorted(reported)}')
 
 
 def check_segments(count: int, objective: Objective) -> None:
@@ -237,8 +237,9 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
     return batch
 
 
-def check_topk(batch: Batch) -> None:
-    """Check a teacher's stored outcomes: [.., K] integers, with a log-prob each."""
+def check_teacher_fields(batch: Batch) -> None:
+    """Check a teacher's stored outcomes, [.., K] integers with a log-prob each, and fields that go
+    with one form of a teacher alone."""
     ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
     if isinstance(ids, Tensor) and isinstance(logps, Tensor):
         check_ids("teacher_topk_ids", ids, batch.targets.shape)
@@ -248,13 +249,17 @@ def check_topk(batch: Batch) -> None:
                 f"teacher_topk_logps: got a last dimension of {got}, want a log-prob for each of "
                 f"teacher_topk_ids, {want}"
             )
+    if "teacher_index" in batch.fields and "teacher_hidden" not in batch.fields:
+        raise ValueError("teacher_index: got rows of no teacher_hidden, want teacher_hidden [M, H]")
+    if "teacher_lse" in batch.fields and isinstance(ids, Tensor):
+        raise ValueError("teacher_lse: got it beside stored outcomes, whose log-probs need none")
 
 
 # ---------------------------------------------------------------------- fields and terms
 
 FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
 FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
-FIELDS += ("candidate_sampling_logps", "slots")
+FIELDS += ("candidate_sampling_logps", "slots", "teacher_index", "teacher_lse")
 # Names under which others say which tokens count, beside all with "mask" in them, and what stands
 # there at those that do not.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"

@@ -198,6 +198,7 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
         "lora": [(tuple(x.a.shape), x.scaling, x.dropout, x.a.requires_grad) for x in head.lora],
+        "beside": [(tuple(x.shape), x.requires_grad) for x, _ in head.beside],
     }
 
 
@@ -242,7 +243,9 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]
-    return sample if targets is None else sample.masked_fill(targets.reshape(-1) == IGNORE, 0)
+    if targets is None or targets.numel() != len(sample):  # rows that positions share
+        return sample
+    return sample.masked_fill(targets.reshape(-1) == IGNORE, 0)
 
 
 def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:

@@ -21,7 +21,7 @@ from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
 from ..losses.teacher import Teacher
 from ..losses.term import Objective
-from ..losses.trial import Reads
+from ..losses.trial import measures_of
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
@@ -101,7 +101,7 @@ def requirements_of(arguments: Arguments) -> Requirements:
         gradients=frozenset(gradients),
         fields=frozenset(fields),
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
-        teachers=_measures(objective, traced),
+        teachers=measures_of(objective, traced),
         given=head is None,
         # In float16 it is written in the backward pass, where the upstream gradient is known.
         overwrites=a.inplace and dtype != torch.float16,
@@ -115,17 +115,6 @@ def requirements_of(arguments: Arguments) -> Requirements:
         scored=scored,
         transform=_by_token(a.transform, scored, wide),
     )
-
-
-def _measures(
-    objective: Objective, traced: dict[str, Reads]
-) -> tuple[tuple[Teacher, tuple[Measure, ...]], ...]:
-    """What terms read of each teacher."""
-    measures = {teacher: set[Measure]() for teacher in objective.teachers}
-    for name, _, term in objective.named():
-        if term.teacher is not None:
-            measures[term.teacher] |= traced[name].measures
-    return tuple((teacher, tuple(sorted(of_one))) for teacher, of_one in measures.items())
 
 
 def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
@@ -143,7 +132,7 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     spread = a.options.sequence_parallel
     checks.check_positions(name, a.tensor.shape, a.tensor.device, batch, spread)
     if objective.teachers:
-        checks.check_topk(batch)
+        checks.check_teacher_fields(batch)
     return compute_dtype
 
 
@@ -166,9 +155,11 @@ def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     if head is None:
         return NeedsGrad((into,))
     lora, bias = head.lora, head.bias
+    weights = (head.weight, *(x.b for x in lora), *(w for _, w in head.beside))
+    of_lora = (into or (enabled and x.a.requires_grad) for x in lora)
     return NeedsGrad(
-        features=(into, *(into or (enabled and x.a.requires_grad) for x in lora)),
-        weights=tuple(enabled and w.requires_grad for w in (head.weight, *(x.b for x in lora))),
+        features=(into, *of_lora, *(enabled and x.requires_grad for x, _ in head.beside)),
+        weights=tuple(enabled and w.requires_grad for w in weights),
         bias=enabled and bias is not None and bias.requires_grad,
     )
 
@@ -222,7 +213,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
-    if head is not None and not (of_tiles or head.lora or options.logits_dtype):
+    if head is not None and not (of_tiles or head.lora or head.beside or options.logits_dtype):
         capped = head.softcap and "mean_logit" in required.gradients
         weight = required.backend, required.dtype, head.weight
         exp_tiles = kernels.can_write_exp(*weight) and not capped

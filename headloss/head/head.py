@@ -4,6 +4,7 @@ V vocabulary rows, H hidden width, r the rank of an adapter; [..] is any shape o
 are, in this order,
 
     raw = hidden @ weight.T + bias + sum over adapters of scaling * dropout(hidden) @ a.T @ b.T
+        + sum over pairs beside of features @ weight2.T
     z   = softcap * tanh(raw * logit_scale / softcap) / temperature
 
 `logit_scale`, `softcap` and `temperature` are constants: no gradient flows into them.
@@ -96,6 +97,9 @@ class Head:
         vocab_group: the weight is this rank's slice of the vocabulary, in rank order.
         vocab_mesh_dim: the mesh dimension over which a DTensor weight is a slice of the vocabulary.
         lora: adapters that are added to the raw logits.
+        beside: pairs of features [.., r], one row for each position, and a weight2 [V, r], whose
+            products are added to the raw logits: those of [hidden | features] and [weight |
+            weight2], with a gradient for each that requires one.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -116,6 +120,7 @@ class Head:
     vocab_group: distributed.ProcessGroup | None = None
     vocab_mesh_dim: str | None = None
     lora: tuple[Lora, ...] = ()
+    beside: tuple[tuple[Tensor, Tensor], ...] = ()
 
     def __post_init__(self) -> None:
         check_matrix("weight", self.weight, "[V, H]")
@@ -141,6 +146,14 @@ class Head:
                 raise _misfit(f"lora[{index}].a", lora.a, f"[r, {width}]", self.weight)
             if lora.b.shape[0] != rows:
                 raise _misfit(f"lora[{index}].b", lora.b, f"[{rows}, r]", self.weight)
+        for index, pair in enumerate(self.beside):
+            name = f"beside[{index}]"
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(f"{name}: got {describe(pair)}, want (features, weight2)")
+            _check_floating(name, pair[0], "[.., r] of features")
+            check_matrix(name, pair[1], "[V, r] of weight2")
+            if pair[1].shape != (rows, pair[0].shape[-1]):
+                raise _misfit(name, pair[1], f"{(rows, pair[0].shape[-1])}", self.weight)
 
     def __repr__(self) -> str:
         """What differs from the defaults; of tensors the shape and dtype."""
@@ -186,11 +199,13 @@ class Head:
     ) -> list[tuple[Tensor, Tensor]]:
         """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
 
-        The first pair is the weight's own, then one per adapter, in that adapter's dtype. Features
-        carry autograd to `hidden` and to each `a`. Rows are not cut to `vocab_size`.
+        The first pair is the weight's own, then one per adapter, in that adapter's dtype, then
+        those beside. Features carry autograd to `hidden` and to each `a`. Rows are not cut to
+        `vocab_size`.
         """
         base = (hidden, self.weight)
-        return [base, *((x.features(hidden, dropout, fixed), x.b) for x in self.lora)]
+        adapters = [(x.features(hidden, dropout, fixed), x.b) for x in self.lora]
+        return [base, *adapters, *((x.reshape(-1, x.shape[-1]), w) for x, w in self.beside)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
@@ -244,6 +259,10 @@ class Head:
             )
         named = [("weight", self.weight), ("bias", self.bias), ("temperature", self.temperature)]
         named += [(f"lora[{i}].{n}", getattr(x, n)) for i, x in enumerate(self.lora) for n in "ab"]
+        named += [(f"beside[{i}]", x) for i, pair in enumerate(self.beside) for x in pair]
+        for i, (features, _) in enumerate(self.beside):
+            if features.shape[:-1] != hidden.shape[:-1]:
+                raise _misfit(f"beside[{i}]", features, "a row for each of hidden's", hidden)
         for name, value in named:
             if not isinstance(value, Tensor):
                 continue

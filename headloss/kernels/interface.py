@@ -171,6 +171,10 @@ class Acts(Protocol):
         outside of the tile: digits that 1 - sum would lose.
         """
 
+    def best(self, raw: Tensor, transform: Transform) -> tuple[SoftmaxState, Tensor]:
+        """The state of a tile without a target, and the column [n] int64 of each row's largest
+        logit, of equal ones the first."""
+
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
         """dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
 

@@ -19,13 +19,13 @@ from ..head.head import transform_of
 from ..kernels.interface import Measured
 from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
-from ..losses.teacher import Teacher
+from ..losses.teacher import SharedRows, Teacher
 from ..statistics.divergence import ACCEPTANCE, LOG_ACCEPTANCE, Measure, merge_shares
 from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
 from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of, vjp_inputs
 from .given import View
 from .linear import LinearLogits, RowContext
-from .rows import ALL, Rows, compact_
+from .rows import ALL, Rows
 
 READABLE = torch.float32, torch.bfloat16, torch.float16
 
@@ -82,21 +82,32 @@ class DenseTeacher:
         self.more = tuple(((teacher, measure), ()) for measure in measures)
         self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
+        self.rows: SharedRows | None = None  # of the source, None: a token's own
+        self.lse: Tensor | None = batch.get("teacher_lse")  # [T] over a larger vocabulary
         if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"
             self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)
             self.teacher = Transform(temperature=teacher.temperature)
         else:
             self.source = _of_hidden(context, batch, teacher, wide)
+            if "teacher_index" in batch:
+                count, static = len(self.source.features[0]), batch.live is not None
+                self.rows = SharedRows.of(batch.teacher_index, count, static)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
         self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
-        self.raw: tuple[int, Tensor] | None = None  # first token and logits, until the gradient
+        # First token, logits and each token's row of these, until the gradient.
+        self.raw: tuple[int, Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens."""
         some = copy(self)
-        some.source = self.source.take(index)
+        if self.lse is not None:
+            some.lse = self.lse[index]
+        if self.rows is None:
+            some.source = self.source.take(index)
+        else:
+            some.rows = self.rows.take(index)
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
@@ -108,33 +119,54 @@ class DenseTeacher:
         `normalizer` is the student's at its head's own temperature."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
-        other = tile._replace(raw=self._teacher(rows, ALL))
-        q = normalizer_of(self.shard, other.state(self.teacher))
-        shares = tile.acts.divergence(tile.raw, other.raw, self._pair(p, q, self.measures))
+        raw, places = self._teacher(rows, ALL)
+        q = normalizer_of(self.shard, tile._replace(raw=raw).state(self.teacher))
+        q, mass = self._scaled(q if places is None else q.rows(places), rows)
+        pair = self._pair(p, q, self.measures, places)
+        shares = tile.acts.divergence(tile.raw, raw, pair)
         shares = merge_shares(self.shard.slices(shares), self.measures)
         values, mean_slopes = shares.unbind(-1)
         if self.keeps:
-            self.raw = (rows.start or 0, other.raw)
+            self.raw = (rows.start or 0, raw, places)
         extras: dict[object, Tensor] = {}
-        for measure, value in zip(self.measures, values.unbind(1), strict=True):
+        for k, measure in enumerate(self.measures):
+            value = values[:, k].contiguous()
             if measure.kind == LOG_ACCEPTANCE:  # a sum of minima is rounded to above 1
                 value = value.clamp_max(0)
-            extras[self.key, measure] = value.contiguous()
+            if mass is not None and measure.kind == "total_variation":
+                value = value + (1 - mass) / 2
+            if mass is not None and measure.kind == "forward_kl":
+                mean_slopes[:, k] = mass - 1
+            extras[self.key, measure] = value
         sides = torch.stack([*p, *q], 1)
         return extras | {(self.key, "vjp"): torch.cat([sides, mean_slopes], 1)}
 
-    def _pair(self, p: Normalizer, q: Normalizer, measures: tuple[Measure, ...]) -> Pair:
-        return Pair(Distribution(self.student, p), Distribution(self.teacher, q), measures)
+    def _scaled(self, q: Normalizer, rows: Rows) -> tuple[Normalizer, Tensor | None]:
+        """The teacher's normalizer over its larger vocabulary, and the mass [n] of this one; None
+        where both are one."""
+        if self.lse is None:
+            return q, None
+        log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
+        return Normalizer(q.max_logit, log_sum), (q.log_sum - log_sum).exp()
 
-    def _teacher(self, rows: Rows, columns: slice) -> Tensor:
-        """[n, v] raw logits, to be read: a copy where no act takes them as they are, or where the
-        student's have more digits."""
+    def _pair(
+        self, p: Normalizer, q: Normalizer, measures: tuple[Measure, ...], places: Tensor | None
+    ) -> Pair:
+        sides = Distribution(self.student, p), Distribution(self.teacher, q)
+        return Pair(*sides, measures, places)
+
+    def _teacher(self, rows: Rows, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """[M, v] raw logits, to be read, and the row [n] of each token, None: its own. A copy where
+        no act takes the logits as they are, or where the student's have more digits."""
+        if self.rows is not None:
+            index, places = self.rows.at(rows)
+            return self.source.raw(index, columns), places
         if isinstance(self.source, LinearLogits):
-            return self.source.raw(rows, columns)
+            return self.source.raw(rows, columns), None
         tile, dtype = self.source.read(rows, columns), self.wide
         if dtype == torch.float64 or tile.dtype not in READABLE:
             tile = tile.to(dtype)
-        return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous()
+        return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
     def slopes(self, extras: Mapping[object, Tensor]) -> dict[Measure, Tensor] | None:
         """[n] slopes of those measures that have one, None where none has."""
@@ -144,15 +176,16 @@ class DenseTeacher:
         self, rows: Rows, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
         """What pulls slopes of the measures back to a tile."""
-        (first, raw), self.raw = self.raw or (0, None), None
+        (first, raw, places), self.raw = self.raw or (0, None, None), None
         if raw is None:
-            raw = self._teacher(rows, columns)
+            raw, places = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
-            raw = compact_(raw, rows - first)
+            places = rows - first if places is None else places[rows - first]
         sides = vjp_inputs(self.key, measured)
-        pair = self._pair(Normalizer(*sides[:2]), Normalizer(*sides[2:4]), tuple(slopes))
-        places = [4 + self.measures.index(measure) for measure in slopes]
-        mean_slopes = torch.stack([sides[place] for place in places], 1)
+        normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:4])
+        pair = self._pair(*normalizers, tuple(slopes), places)
+        at = [4 + self.measures.index(measure) for measure in slopes]
+        mean_slopes = torch.stack([sides[place] for place in at], 1)
         log_a = measured.stats.extras[self.key, ACCEPTANCE] if ACCEPTANCE in slopes else None
         return Divergence(raw, pair, mean_slopes, torch.stack([*slopes.values()], 1), log_a)
 
@@ -160,8 +193,11 @@ class DenseTeacher:
 def _of_hidden(
     context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype
 ) -> LinearLogits:
-    """Logits from a teacher's hidden states and its head."""
+    """Logits from a teacher's hidden states and its head: of each token, or of all rows, which
+    tokens share."""
     assert teacher.head is not None
+    if teacher.head.beside:
+        raise ValueError("teacher_head: got a head with columns beside, want a head without")
     shard, head = context.shard, local_head(teacher.head)
     states = _wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
     if head.vocab_group is None and head.vocabulary != shard.vocabulary:
@@ -170,7 +206,8 @@ def _of_hidden(
             f"{shard.vocabulary} (set vocab_size on both heads to leave padded rows out)"
         )
     with torch.no_grad():
-        rows = states if batch.index is None else states[batch.index]
+        all_rows = "teacher_index" in batch or batch.index is None
+        rows = states if all_rows else states[batch.index]
         if rows.element_size() == 1:  # torch multiplies no floats of 8 bits by others
             rows = rows.to(wide)
         factors = head.factors(rows, shard.dropout)

@@ -62,11 +62,14 @@ def distillation(
             value is a choice: NeMo-RL's pull requests 3584 and 3608 name none.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
-    logits are made a tile at a time); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
-    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids may
-    be the student's own, of hl.head_topk. A token that the teacher rules out (logit -inf) counts as
-    one of log-prob -10000. With the tail "sampled" also teacher_logps [..], log q_y at the term's
-    temperature.
+    logits are made a tile at a time; with `teacher_index` [..] rows [M, H'] that positions share);
+    `teacher_topk_ids` [.., K] int64 (distinct; a negative id is an empty slot) and
+    `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids may be the student's
+    own, of hl.head_topk. A token that the teacher rules out (logit -inf) counts as one of log-prob
+    -10000. `teacher_lse` [..], at the term's temperature, takes the place of the teacher's own
+    log-sum-exp where its vocabulary is larger than the student's: q then has a mass m below 1, and
+    the total variation gets (1 - m) / 2 more. With the tail "sampled" also teacher_logps [..], log
+    q_y at the term's temperature.
 
     Default reduction: token_mean. Metrics: the divergence by its name; with the tail "sampled" its
     two parts, stored and sampled, mass (the student's, on the K) and outside (the share of tokens

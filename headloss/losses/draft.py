@@ -191,7 +191,7 @@ def _dspark(stats: Any, batch: PackedBatch, *, ce: float, tv: float, gamma: floa
 
 def _observe_blocks(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
     """Lengths of what a block's drafted tokens would bring, with the token that always comes."""
-    if "slots" not in batch:
+    if "slots" not in batch or batch.segments.group is not None:
         return _observe(stats, batch)
     log_a, hits = stats.log_acceptance, stats.top1
     in_order = batch.slots == _up_to(torch.ones_like(log_a), batch) - 1
@@ -226,7 +226,7 @@ def dspark(
     from 0 (with gamma=None for metrics of blocks alone); a block is a segment. Default reduction:
     token_mean. Metrics: acceptance, top1; of blocks accept_len (1 + sum_k prod_{i <= k} a_i) and
     eal (1 + the leading targets that the draft finds the likeliest), both up to the first slot that
-    is not scored.
+    is not scored; not of segments that run across ranks.
 
     Also called: speculators DSpark.
     """
@@ -234,6 +234,4 @@ def dspark(
     if gamma is not None:
         positive(gamma=gamma)
     function = partial(_dspark, ce=ce, tv=tv, gamma=gamma)
-    return _of_verifier(
-        function, teacher_head, temperature, observe=_observe_blocks, scope="segment"
-    )
+    return _of_verifier(function, teacher_head, temperature, _observe_blocks)

@@ -5,9 +5,9 @@ T scored tokens, K stored outcomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -118,6 +118,56 @@ def measure_of(kind: str, beta: float = 0.5) -> Measure:
         return Measure(kind)
     number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
     return Measure(kind, 1 - beta if kind == "skew_reverse_kl" else beta)
+
+
+class SharedRows(NamedTuple):
+    """Rows of `teacher_hidden` by token; neighbours that read one row share its product."""
+
+    index: Tensor  # [T] the row of each token
+    rows: Tensor | None  # [R] the row of each run of neighbours; None: nothing is shared
+    run: Tensor  # [T] of each token
+    on_host: Tensor  # the same: a block of tokens asks the device for nothing
+
+    @classmethod
+    def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:
+        """Of the tokens' rows below `count`; ValueError for others. With static shapes, where
+        nothing is read from the device, none are shared."""
+        if static:
+            return cls(index, None, index, index)
+        rows, run = index.unique_consecutive(return_inverse=True)
+        for row in rows[(rows < 0) | (rows >= count)].tolist()[:1]:
+            want = f"0 <= row < {count} of teacher_hidden at a scored position"
+            raise ValueError(f"teacher_index: got {row}, want {want}")
+        return cls(index, rows, run, run.cpu())
+
+    def take(self, index: Tensor) -> SharedRows:
+        """Of some of the tokens."""
+        part = self.index[index]
+        return self.of(part, int(part.max()) + 1) if len(part) else self
+
+    def at(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows [M] that some tokens read, and the place [n] of each token's; None: its own."""
+        if self.rows is None or not len(self.index):
+            return self.index[tokens], None
+        if isinstance(tokens, Tensor):
+            return self.index[tokens].unique_consecutive(return_inverse=True)
+        first, last = self.on_host[tokens][[0, -1]].tolist()
+        return self.rows[first : last + 1], self.run[tokens] - first
+
+
+def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
+    """Of a teacher; raises for other names, and for names without a teacher or the reverse."""
+    if not isinstance(teacher, Teacher | None):
+        raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
+    if isinstance(divergences, str) or not isinstance(divergences, Collection):
+        raise TypeError(f"divergences: got {divergences!r}, want a tuple of names")
+    if (teacher is None) != (not divergences):
+        raise ValueError(f"divergences: got {divergences!r} with teacher={teacher!r}, want both")
+    with naming("divergences"):
+        return {
+            name: ACCEPTANCE if name == ACCEPTANCE.kind else measure_of(name)
+            for name in divergences
+        }
 
 
 class SampleExtras(dict[object, Tensor]):

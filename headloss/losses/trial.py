@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..arguments import did_you_mean
 from ..batch.packing import MissingField, missing
-from ..batch.segments import Chunk
+from ..batch.segments import Chunk, Segments
 from ..statistics.divergence import Measure
-from ..statistics.metrics import checked
+from ..statistics.metrics import Observed, checked
 from ..statistics.softmax import BESIDE, STATISTICS, Statistics
 from .identity import Recorder, leaves_of
 from .scope import TRACING
-from .term import Term
+from .teacher import Teacher
+from .term import Objective, Term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
@@ -47,11 +48,13 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     stats_, batch_ = Recorder(stats, seen[0]), Recorder(batch, seen[1])
     token = TRACING.set(True)
     try:
-        values, observed = _trial(term, stats_, batch_, observe)
+        values, names = _trial(term, stats_, batch_, observe)
     except AttributeError as error:
         if error.obj is not stats:
             raise
         want = did_you_mean(str(error.name), (*STATISTICS, *BESIDE))
+        if error.name in ("divergence", "acceptance", "log_acceptance"):
+            want = "but has no teacher: want @hl.term(teacher=hl.teacher(...))"
         raise ValueError(f"reads stats.{error.name}, {want}") from None
     except (RuntimeError, ValueError) as error:
         if type(error) is RuntimeError and not term.is_own:
@@ -80,7 +83,28 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
     measures = (key[1] for key in stats.extras if isinstance(key, tuple))
     gradients = frozenset(own[id(leaf)] for leaf in leaves)
     read = frozenset(seen[0]), frozenset(seen[1])
-    return Reads(*read, gradients, frozenset(measures), frozenset(observed))
+    return Reads(*read, gradients, frozenset(measures), frozenset(names))
+
+
+def measures_of(
+    objective: Objective, reads: Mapping[str, Reads]
+) -> tuple[tuple[Teacher, tuple[Measure, ...]], ...]:
+    """Each teacher, and all that terms read of it."""
+    measures = {teacher: set[Measure]() for teacher in objective.teachers}
+    for name, _, term in objective.named():
+        if term.teacher is not None:
+            measures[term.teacher] |= reads[name].measures
+    return tuple((teacher, tuple(sorted(of_one))) for teacher, of_one in measures.items())
+
+
+def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
+    """What a term and its modifiers report, by name."""
+    reports: dict[str, Observed] = {}
+    for source in (term, *term.modifiers):
+        if source.observe is not None:
+            report = source.observe(term.view(stats, batch), batch)
+            reports |= checked(source.name, report, len(batch), batch.segments.count)
+    return reports
 
 
 def name_of(key: object) -> str:
@@ -94,12 +118,12 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> tuple[Tensor, s
     with torch.enable_grad():
         values = term(stats, batch)
     if observe:
+        own = batch._target  # whose segments a term of tokens may not sum over, but observers may
+        segments = Segments(own.segments.ids, own.segments.count, counts=own.segments.lengths)
+        batch = Recorder(replace(own, segments=segments), batch._seen)
         with torch.no_grad():
-            for source in (term, *term.modifiers):
-                if source.observe is not None:
-                    report = source.observe(term.view(stats, batch), batch)
-                    checked(source.name, report, len(batch), batch._target.segments.count)
-                    names |= {name for name, of in report.items() if of.per == "token"}
+            report = observed(term, stats, batch)
+            names = {name for name, of in report.items() if of.per == "token"}
     return values, names
 
 

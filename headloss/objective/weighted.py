@@ -6,7 +6,7 @@ T scored tokens, S segments, K terms.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,8 @@ from ..batch.reduction import Number, Totals, prompt_mean
 from ..batch.segments import Chunk
 from ..batch.weights import token_weights
 from ..losses.term import Objective, Term
-from ..statistics.metrics import Metrics, Observed, checked, fold_all
+from ..losses.trial import observed
+from ..statistics.metrics import Metrics, Observed, fold_all
 from ..statistics.softmax import (
     CANDIDATES,
     DIFFERENTIABLE,
@@ -84,32 +85,21 @@ class WeightedTerm(NamedTuple):
         assert self.term.slopes is not None
         return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
-    def observed(self, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-        """What the term and its modifiers report, by "term/metric"."""
-        reports: dict[str, Observed] = {}
-        view = self.term.view(stats, batch)
-        for source in (self.term, *self.term.modifiers):
-            report = {} if source.observe is None else source.observe(view, batch)
-            for name, o in checked(source.name, report, len(batch), batch.segments.count).items():
-                reports[f"{self.name}/{name}"] = o
-        return reports
-
-    def per_token(
-        self, names: Container[str], stats: Statistics, batch: PackedBatch
-    ) -> dict[str, Tensor]:
-        """[T] those of `names` that the term reports, 0 where it is restricted."""
-        included, reports = self.included(batch), self.observed(stats, batch)
-        values = {name: o.values for name, o in reports.items() if name in names}
-        if included is None:
-            return values
-        return {name: torch.where(included, value, 0) for name, value in values.items()}
+    def per_token(self, stats: Statistics, batch: PackedBatch) -> dict[str, Tensor]:
+        """[T] what the term reports of tokens, 0 where it is restricted, by "term/metric"."""
+        included, values = self.included(batch), dict[str, Tensor]()
+        for name, o in observed(self.term, stats, batch).items():
+            if o.per == "token":
+                value = o.values if included is None else torch.where(included, o.values, 0)
+                values[f"{self.name}/{name}"] = value
+        return values
 
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
         """What the term and its modifiers report, folded over the tokens that count, or over the
         segments that have one; `share` as in `fold_all`, of segments."""
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
-        for name, observed in self.observed(stats, batch).items():
-            reports[observed.per][name] = observed
+        for name, o in observed(self.term, stats, batch).items():
+            reports[o.per][f"{self.name}/{name}"] = o
         live, included, present = batch.live, self.included(batch), None
         if reports["segment"]:
             present = batch.segments.lengths > 0

@@ -37,7 +37,6 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
-WITHOUT = "but has no teacher: want @hl.term(teacher=hl.teacher(...))"
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -133,18 +132,6 @@ class Statistics:
     @property
     def peak(self) -> Tensor:
         return self.extras[PEAK].detach()
-
-    def divergence(self, kind: str, beta: float = 0.5) -> Tensor:
-        """[T] a divergence from a teacher, of a term that has one."""
-        raise ValueError(f"reads stats.divergence, {WITHOUT}")
-
-    @property
-    def acceptance(self) -> Tensor:
-        raise ValueError(f"reads stats.acceptance, {WITHOUT}")
-
-    @property
-    def log_acceptance(self) -> Tensor:
-        raise ValueError(f"reads stats.log_acceptance, {WITHOUT}")
 
     def _candidates(self, name: str) -> Tensor:
         if CANDIDATES not in self.extras:

@@ -169,6 +169,7 @@ class Form:
         raw, held, order, backward = self.raw, self.held, self.order, self.backward
         no_mean = backward._replace(coefficients=self.c._replace(uniform=None))
         onto = self.if_full(acts.partials)
+        yield "best", lambda: acts.best(self.raw, self.plain)
         yield "partials", lambda: acts.partials(raw, self.forward)
         if onto is not None:
             yield "partials onto", lambda: acts.partials(raw, self.forward, partials_of(N))

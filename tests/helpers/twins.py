@@ -21,6 +21,7 @@ from headloss.kernels.interface import (
 )
 from headloss.kernels.pair import Chosen
 from headloss.kernels.reference import (  # noqa: F401
+    best,
     divergence,
     finish,
     logit_gradient_,

@@ -8,4 +8,4 @@ from __future__ import annotations
 from .pair import divergence, part_gradient_
 from .rows import scaled, scaled_rows
 from .support import support_gradient, support_logits, support_partials, support_sums
-from .tile import finish, logit_gradient_, partials
+from .tile import best, finish, logit_gradient_, partials

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...statistics import softmax as stats
 from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, Forward, Measured, partials_of
+from ..transform import Transform
 
 BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
 
@@ -58,6 +59,12 @@ def partials(
         fields = {n: torch.cat([getattr(part, n) for part in parts]) for n in names}
         parts = [SoftmaxState(**fields)]
     return parts[0] if onto is None else stats.merge(onto, parts[0])
+
+
+def best(raw: Tensor, transform: Transform) -> tuple[SoftmaxState, Tensor]:
+    state = partials(raw, Forward(None, 0, transform, frozenset()))
+    places = [transform.rows(r).read(widened(raw[r])).argmax(1) for r in blocks(*raw.shape)]
+    return state, torch.cat(places)
 
 
 def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:

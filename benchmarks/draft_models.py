@@ -1,0 +1,222 @@
+"""Losses of draft models, against speculators' fused losses on logits that both models make.
+
+    python benchmarks/draft_models.py --output drafts.json    # on one GPU, about two minutes
+    python benchmarks/draft_models.py --quick                 # small, on a CPU
+
+Correctness first: every measure, shared rows, a larger vocabulary and columns beside the head,
+against float64. Then the time of forward and backward, the error of the hidden gradient, and the
+peak memory beyond inputs and gradients. Heads are frozen, as in the programs.
+
+T positions, S unrolled steps, H hidden width, V vocabulary, R columns beside the head's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from support import DEVICE, milliseconds, peak_mib
+from torch import Tensor
+
+import headloss as hl
+from headloss.testing import error
+
+try:
+    from speculators.losses import fused
+except ImportError:
+    fused = None
+DTYPE = torch.bfloat16
+PLAIN = hl.Options(metrics=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One loss region: rows [T S] that read T rows of the verifier."""
+
+    tokens: int
+    steps: int
+    width: int
+    vocabulary: int
+    beside: int = 0
+
+
+class Region:
+    """Hidden states of a draft and of a verifier, whose heads are one frozen weight."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = DTYPE) -> None:
+        torch.manual_seed(0)
+        rows, self.shape = shape.tokens * shape.steps, shape
+        self.weight = self.normal(shape.vocabulary, shape.width, dtype=dtype) * shape.width**-0.5
+        self.states = self.normal(shape.tokens, shape.width, dtype=dtype) * 3
+        self.index = torch.arange(shape.tokens, device=DEVICE).repeat_interleave(shape.steps)
+        noise = self.normal(rows, shape.width, dtype=dtype)
+        self.hidden = (self.states[self.index] * 0.8 + noise).requires_grad_()
+        self.leaves = [self.hidden]
+        if shape.beside:
+            features = self.normal(rows, shape.beside, dtype=dtype).requires_grad_()
+            columns = (self.normal(shape.vocabulary, shape.beside, dtype=dtype) / 16).detach()
+            self.leaves += [features, columns.requires_grad_()]
+        self.targets = torch.randint(shape.vocabulary, (rows,), device=DEVICE)
+        self.step_weights = 0.8 ** (torch.arange(rows, device=DEVICE) % shape.steps).float()
+
+    @staticmethod
+    def normal(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(*size, device=DEVICE, dtype=dtype)
+
+    # ------------------------------------------------------------------ ours
+
+    def batch(self) -> hl.Batch:
+        fields = {"teacher_hidden": self.states, "step_weights": self.step_weights}
+        if self.shape.steps > 1:
+            fields["teacher_index"] = self.index
+        return hl.Batch(self.targets, **fields)
+
+    def head(self) -> hl.Head:
+        return hl.Head(self.weight, beside=(tuple(self.leaves[1:]),) if self.leaves[1:] else ())
+
+    def ours(self, objective: Any, argmax: bool = False) -> Callable[[], list[Tensor]]:
+        """One call for all steps; with `argmax` the verifier's own token is the target."""
+        batch, head = self.batch(), self.head()
+        teacher = hl.Head(self.weight)
+
+        def run() -> list[Tensor]:
+            call = batch
+            if argmax:
+                call = hl.Batch(hl.head_topk(self.states, teacher, 1).ids[:, 0], **batch.fields)
+            out = hl.head_loss(self.hidden, head, call, objective(teacher), PLAIN)
+            return list(torch.autograd.grad(out.loss, self.leaves))
+
+        return run
+
+    # ------------------------------------------------------------------ theirs
+
+    def theirs(self, losses: list[tuple[float, str]]) -> Callable[[], list[Tensor]]:
+        """The verifier's logits once, the draft's of each step, all kept until the backward."""
+        steps, rows = self.shape.steps, len(self.hidden)
+
+        def run() -> list[Tensor]:
+            with torch.no_grad():
+                targets = F.linear(self.states, self.weight)[None]
+            total: Any = 0.0
+            for step in range(steps):
+                logits = F.linear(self.hidden[step::steps], self.weight)
+                if self.shape.beside:
+                    logits = logits + F.linear(*self.leaves[1:])
+                for weight, name in losses:
+                    value = getattr(fused, f"fused_{name}_loss")(logits[None], targets)
+                    total = total + weight * 0.8**step * value.sum() / rows
+            return list(torch.autograd.grad(total, self.leaves))
+
+        return run
+
+
+def eagle(teacher: hl.Head) -> hl.Term:
+    return hl.distillation(teacher_head=teacher).weighted("step_weights")
+
+
+def dspark(teacher: hl.Head) -> hl.Term:
+    return hl.dspark(gamma=None, teacher_head=teacher)
+
+
+def everything(teacher: hl.Head) -> hl.Objective:
+    kinds = ("forward_kl", "reverse_kl", "js", "total_variation")
+    terms = [hl.distillation(divergence=kind, teacher_head=teacher) for kind in kinds]
+    return sum(terms) + hl.nla(teacher_head=teacher) + 0.1 * hl.cross_entropy()
+
+
+def check(shape: Shape) -> dict[str, float]:
+    """Errors of gradients in float32, by the backend that `auto` takes, against float64; ValueError
+    where one is too large."""
+    found: dict[str, float] = {}
+    for name, objective in {"eagle": eagle, "dspark": dspark, "everything": everything}.items():
+        region = Region(shape, torch.float32)
+        mine = region.ours(objective)()
+        region.leaves = [t.detach().double().requires_grad_() for t in region.leaves]
+        region.hidden, region.weight = region.leaves[0], region.weight.double()
+        region.states = region.states.double()
+        exact = region.ours(objective)()
+        found[name] = max(error(a, b) for a, b in zip(mine, exact, strict=True))
+    best = hl.head_topk(region.states.to(DTYPE), hl.Head(region.weight.to(DTYPE)), 1)
+    plain = region.states.to(DTYPE).float() @ region.weight.to(DTYPE).float().t()
+    found["top1"] = float((best.ids[:, 0] != plain.argmax(1)).double().mean())
+    if max(found.values()) > 1e-4:
+        raise ValueError(f"wrong: {found}")
+    return found
+
+
+def gradient_error(shape: Shape) -> dict[str, float]:
+    """Of the hidden gradient in bfloat16, against float64 from the same inputs."""
+    region = Region(shape)
+    calls = {"headloss": region.ours(eagle)}
+    if fused is not None:
+        calls["speculators"] = region.theirs([(1.0, "kl_div")])
+    gradients = {name: run()[0] for name, run in calls.items()}
+    exact = Region(shape)
+    exact.weight, exact.states = exact.weight.double(), exact.states.double()
+    exact.hidden = exact.hidden.detach().double().requires_grad_()
+    exact.leaves = [exact.hidden]
+    (want,) = exact.ours(eagle)()
+    return {name: error(gradient, want) for name, gradient in gradients.items()}
+
+
+def race(name: str, calls: dict[str, Callable[[], list[Tensor]]]) -> list[dict[str, Any]]:
+    """Time and memory of each, in turn."""
+    rows = []
+    for who, run in calls.items():
+        returned = sum(gradient.nbytes for gradient in run())
+        memory = peak_mib(run, returned)
+        rows.append({"loss": name, "by": who, "ms": milliseconds(run, 4), "MiB": memory})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    small = Shape(tokens=24 if quick else 300, steps=3, width=64, vocabulary=500)
+    result: dict[str, Any] = {"check": check(small)}
+    lone = Shape(tokens=40 if quick else 300, steps=1, width=64, vocabulary=500, beside=8)
+    result["check beside"] = check(lone)
+    tokens, vocabulary = (16, 500) if quick else (512, 32000)
+    middle = Shape(tokens=tokens, steps=2, width=1024, vocabulary=vocabulary)
+    result["gradient error"] = gradient_error(middle)
+    print(json.dumps(result), flush=True)
+    shapes = {
+        "eagle": Shape(tokens=8192, steps=7, width=4096, vocabulary=32000),
+        "eagle, 32768": Shape(tokens=32768, steps=7, width=4096, vocabulary=32000),
+        "dspark": Shape(tokens=24576, steps=1, width=4096, vocabulary=151936, beside=256),
+    }
+    if quick:
+        shapes = {"eagle": small, "dspark": lone}
+    result["races"] = []
+    for name, shape in shapes.items():
+        region = Region(shape)
+        calls: dict[str, Callable[[], list[Tensor]]] = {}
+        if name == "dspark":
+            calls = {
+                "headloss": region.ours(dspark),
+                "headloss, argmax": region.ours(dspark, argmax=True),
+            }
+            theirs = [(0.1, "ce"), (0.9, "tv")]
+        else:
+            calls = {"headloss": region.ours(eagle)}
+            theirs = [(1.0, "kl_div")]
+        if fused is not None and "," not in name:
+            calls["speculators"] = region.theirs(theirs)
+        result["races"] += race(name, calls)
+        del region, calls
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
