@@ -110,18 +110,24 @@ class Forward:
         self._likeliest: tuple[Tensor, Tensor] | None = None  # of the verifier's states
         self.steps: list[Tensor] = []  # [1, T, H] draft states of EAGLE-3
 
-    def heads(self, states: Tensor) -> tuple[Head, Head]:
+    def heads(self, dtype: torch.dtype) -> tuple[Head, Head]:
         """Of draft and verifier, in the dtype of the states: autocast's, unlike the weights'."""
-        draft, verifier = (replace(h, weight=h.weight.to(states.dtype)) for h in self._heads)
-        if self.markov is not None:
-            columns = self.markov.weight.to(states.dtype)
-            draft = replace(draft, weight=torch.cat([draft.weight, columns], 1))
+        draft, verifier = (replace(h, weight=h.weight.to(dtype)) for h in self._heads)
         return draft, verifier
+
+    def beside(self, states: Tensor) -> tuple[Tensor, Head]:
+        """[1, n, H] states and the draft's head: a Markov head's features are columns beside it."""
+        draft, _ = self.heads(states.dtype)
+        if self.markov is None:
+            return states, draft
+        width = self.draft.in_features
+        features = (states[..., width:], self.markov.weight.to(states.dtype))
+        return states[..., :width], replace(draft, beside=(features,))
 
     def likeliest(self, states: Tensor) -> Tensor:
         """[1, T] the verifier's likeliest ids, once for all steps of a forward."""
         if self._likeliest is None or self._likeliest[0] is not states:
-            head = self.heads(states)[1]
+            _, head = self.heads(states.dtype)
             with torch.no_grad():
                 self._likeliest = states, head_topk(states, head, 1).ids.squeeze(-1)
         return self._likeliest[1]
@@ -141,7 +147,7 @@ class DraftTokens(Sequence[Tensor]):
             return [self[i] for i in range(len(self))[step]]
         states = self.forward.steps[step]
         with torch.no_grad():
-            return head_topk(states, self.forward.heads(states)[0], 1).ids.squeeze(-1)
+            return head_topk(states, self.forward.heads(states.dtype)[0], 1).ids.squeeze(-1)
 
 
 CURRENT: ContextVar[Forward | None] = ContextVar("headloss_speculators", default=None)
@@ -257,14 +263,13 @@ def _fused(
     theirs: Callable[..., Any], arguments: dict[str, Any], forward: Forward, rows: Rows
 ) -> tuple[Tensor, dict[str, Any]]:
     config = _config(arguments["loss_config"])
-    heads = forward.heads(rows.hidden)
     values = None
     if arguments.get("per_position_loss_weight") == "dpace":  # weights follow from the values
         ones = dict.fromkeys(config, torch.ones_like(rows.read))
         with torch.no_grad():
-            values = _loss(rows, heads, ones, acceptance=False).per_token
+            values = _loss(rows, forward, ones, acceptance=False).per_token
     slopes = _slopes(theirs, arguments, config, rows, values)
-    out = _loss(rows, heads, slopes, acceptance="tv_loss_fn" in arguments)
+    out = _loss(rows, forward, slopes, acceptance="tv_loss_fn" in arguments)
     loss, metrics = _called(theirs, arguments, config, rows, out.per_token)
     return loss + (out.loss - out.loss.detach()), metrics
 
@@ -301,19 +306,18 @@ def _term(name: str, verifier: Head, acceptance: bool) -> Term:
     )
 
 
-def _loss(
-    rows: Rows, heads: tuple[Head, Head], slopes: dict[str, Tensor], acceptance: bool
-) -> Output:
+def _loss(rows: Rows, forward: Forward, slopes: dict[str, Tensor], acceptance: bool) -> Output:
     """sum_t sum_k slope_kt loss_kt over the rows that are read."""
     targets = rows.targets.masked_fill(~rows.read, -100)
     fields: dict[str, Any] = {f"slopes_{n}": slope.float() for n, slope in slopes.items()}
     batch = Batch(targets, totals=Totals(1, 1), teacher_hidden=rows.verifier, **fields)
-    draft, verifier = heads
+    hidden, draft = forward.beside(rows.hidden)
+    _, verifier = forward.heads(hidden.dtype)
     first, *_ = slopes
     objective: Any = sum(_term(name, verifier, acceptance and name == first) for name in slopes)
     observed = [f"{name}/value" for name in slopes] + [f"{first}/acceptance"] * acceptance
     options = Options(per_token=(*observed, "top1"))
-    return head_loss(rows.hidden, draft, batch, objective, options)
+    return head_loss(hidden, draft, batch, objective, options)
 
 
 def _slopes(
