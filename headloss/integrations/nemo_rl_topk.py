@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, distributed, nn
 
+from ..batch.batch import IGNORE
 from .megatron_hidden import hand_on, latest
 from .seams import Seams, part, require_arguments
 from .shared import holders, refuse
@@ -104,12 +105,13 @@ def topk_logprobs(
     whole = ids.shape[1]
     if cp > 1:
         utils = import_module(MODELS)
-        ids = nn.functional.pad(ids, (0, 0, 0, length * cp - whole))
+        ids = nn.functional.pad(ids, (0, 0, 0, length * cp - whole), value=-1)
         rank = distributed.get_rank(context_parallel_group)
         ids = utils._get_tokens_on_this_cp_rank(ids, rank, cp, seq_dim=1)
     names = ("candidate_logps", "entropy") if calculate_entropy else ("candidate_logps",)
     hidden = student_logits[:, : ids.shape[1]]  # a packed sequence has its padding
-    stats = latest().stats(hidden, ids[..., 0], gradients=names, gathered=True, candidate_ids=ids)
+    targets = ids[..., 0].masked_fill(ids[..., 0] < 0, IGNORE)
+    stats = latest().stats(hidden, targets, gradients=names, gathered=True, candidate_ids=ids)
     values: list[Any] = [stats.candidate_logps]
     if calculate_entropy:
         values.append(-stats.entropy)
