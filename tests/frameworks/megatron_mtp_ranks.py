@@ -331,7 +331,7 @@ def bound() -> dict[str, bool]:
     holders.append((other, "_process"))
     with headloss_installed():
         ours = home.process_mtp_loss
-        all_ours = all(getattr(m, n) is ours for m, n in holders) and ours is not theirs
+        all_ours = all(getattr(m, n) is not theirs for m, n in holders)
         same = inspect.signature(ours) == inspect.signature(theirs)
     back = all(getattr(m, n) is theirs for m, n in holders)
     model = model_of(mtp_config(2)).eval()
