@@ -669,18 +669,21 @@ def test_a_class_that_is_gone(framework, monkeypatch) -> None:
 
 def test_a_megatron_layer_without_gtp(monkeypatch) -> None:
     """0.18 has no such size on its layer."""
-    from headloss.integrations import megatron
+    from headloss.integrations import megatron_heads
 
     tensors = "megatron.core.tensor_parallel"
     kind = type("ColumnParallelLinear", (torch.nn.Module,), {})
     place(monkeypatch, tensors, "ColumnParallelLinear", kind)
     linear: Any = kind()
+    linear.weight, linear.bias = torch.nn.Parameter(torch.ones(3, 2)), None
+    linear.tp_group, linear.sequence_parallel = None, False
     linear.disable_grad_reduce = False
     config = SimpleNamespace(defer_embedding_wgrad_compute=False)
-    megatron._refuse(linear, None, config)
+    hidden = torch.ones(1, 1, 2)
+    megatron_heads.check_layer(linear, None, config, hidden)
     linear.gtp_remat_size = 2
     with pytest.raises(ValueError, match="gtp_remat: is not supported here"):
-        megatron._refuse(linear, None, config)
+        megatron_heads.check_layer(linear, None, config, hidden)
 
 
 # ---------------------------------------------------------------------- headloss doctor
