@@ -12,6 +12,8 @@ from transformers import LlamaConfig, Qwen3Config
 
 import headloss.integrations.speculators as adapter
 
+pytest.importorskip("speculators.models", reason="speculators is not installed")
+
 V, V_DRAFT, H, T = 97, 61, 32, 40
 CONFIGS = {
     "eagle3": "Eagle3SpeculatorConfig",
