@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .arguments import brief, plain_numbers
 from .batch.batch import Batch
-from .batch.packing import PackedBatch
+from .batch.packing import PackedBatch, scattered
+from .batch.survey import versions
 from .collectives import inside
 from .engine.autograd import HeadLoss
 from .engine.call import Call, call_and_tensors, call_of
@@ -43,14 +44,14 @@ UNCOMPILED = (
 class Output:
     """What `head_loss` returns; `loss` alone carries a gradient.
 
+    Log-probs, entropies and metrics are made when they are asked for first, since most steps ask
+    for none; with `Options(static=True)` at once.
+
     Attributes:
         loss: the objective, 0-dim, float32 (float64 for float64 inputs).
         terms: each term's reduced value, without its coefficient and without a gradient: to change
             what is trained, change the objective. `out.loss - 0.5 * out.terms["entropy"]` has the
             gradient of `out.loss`; `objective - 0.5 * hl.entropy()` has the other.
-        metrics: measurements by name; empty with `Options(metrics=False)`.
-        logps: [..] log-probs of the targets, 0 where unscored.
-        entropies: [..] entropies in nats, 0 where unscored; None where nothing asked for them.
         plan: what ran.
         per_token: [..] values by the names of `Options(per_token=...)`, without a gradient; 0 where
             unscored, and where a term is restricted.
@@ -58,16 +59,30 @@ class Output:
 
     loss: Tensor
     terms: dict[str, Tensor]
-    logps: Tensor
-    entropies: Tensor | None
     plan: Plan
     per_token: dict[str, Tensor]
+    _stats: Statistics = field(compare=False)
+    _scatter: Callable[[Tensor], Tensor] = field(compare=False)
     _measure: Callable[[], Metrics] = field(compare=False)
 
     @cached_property
+    def logps(self) -> Tensor:
+        """[..] log-probs of the targets, 0 where unscored."""
+        return self._scatter(self._stats.logp)
+
+    @cached_property
+    def entropies(self) -> Tensor | None:
+        """[..] entropies in nats, 0 where unscored; None where nothing asked for them."""
+        entropy = self._stats.entropy
+        return None if entropy is None else self._scatter(entropy)
+
+    @cached_property
     def metrics(self) -> Metrics:
-        """Measurements by name, found when they are asked for first: a step often asks for none."""
-        return self._measure()
+        """Measurements by name; empty with `Options(metrics=False)`. RuntimeError where the batch
+        was changed in place since the call, and they were not read before."""
+        metrics = self._measure()
+        vars(self)["_measure"] = lambda: metrics  # which keeps no batch
+        return metrics
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles hold the metrics themselves."""
@@ -247,16 +262,19 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
     terms = {name: value for (name, _), value in pairs}
     for value in terms.values():
         vars(value)["backward"] = without_gradient
-    entropies = stats.entropy
-    return Output(
+    scored = call.scored
+    output = Output(
         loss=loss,
         terms=terms,
-        logps=call.scored.scatter(stats.logp),
-        entropies=None if entropies is None else call.scored.scatter(entropies),
         plan=call.plan,
         per_token=_per_token(call, weighted.parts, stats) if call.options.per_token else {},
+        _stats=stats,
+        _scatter=partial(scattered, shape=scored.shape, index=scored.index, live=scored.live),
         _measure=measure,
     )
+    if call.options.static:
+        _ = output.logps, output.entropies
+    return output
 
 
 @torch.no_grad()
@@ -272,12 +290,27 @@ def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -
 def _measure_of(
     call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics
 ) -> Callable[[], Metrics]:
-    """A function that finds the metrics: now where that runs a user's code or copies of vectors
-    would not serve, else later."""
-    later = call.packed._owned() if all(part.term.is_own for part in parts) else None
-    batch = call.packed if later is None else later
-    measure = partial(_metrics, parts, batch.on(stats), stats, call.tolerance)
-    return partial(Metrics, measure()) if later is None else measure
+    """A function that finds the metrics: now where that runs a user's code, would keep more than
+    vectors or could not tell that the batch was changed, else later."""
+    measure = partial(_metrics, parts, call.packed.on(stats), stats, call.tolerance)
+    batch, own = call.requirements.batch, all(part.term.is_own for part in parts)
+    read = batch.targets, batch.segments.ids, *batch.fields.values()
+    tensors = [value for value in read if isinstance(value, Tensor)]
+    vectors = not any(more for _, more in call.packed.kinds().values())
+    later = own and vectors and not (call.options.static or batch.segments.group)
+    before = versions(tensors)
+    if not later or before is None:
+        return partial(Metrics, measure())
+
+    def unless_changed() -> Metrics:
+        if versions(tensors) != before:
+            raise RuntimeError(
+                "out.metrics: the batch was changed in place since the call; read metrics before, "
+                "or give the batch a clone"
+            )
+        return measure()
+
+    return unless_changed
 
 
 @torch.no_grad()

@@ -258,22 +258,36 @@ def test_no_metrics():
     assert out.metrics == {} and out.entropies is None
 
 
-def test_metrics_that_are_asked_for_later_are_those_of_the_call():
-    """Also where what the call was given has been overwritten since."""
+@pytest.mark.parametrize("scored", ["all", "some"])
+@pytest.mark.parametrize("changed", ["advantages", "keep", "targets", "segments"])
+def test_metrics_that_are_asked_for_later_are_those_of_the_call(changed, scored):
+    """Or say that what the call was given has been overwritten since."""
     hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
     fields = {"advantages": torch.randn(3), "old_logps": -torch.rand(12), "keep": hidden[:, 0] > 0}
-    ids, targets = torch.arange(3).repeat_interleave(4), torch.arange(12) % 9
-    for labels in (targets, targets.where(targets != 4, -100)):
-        given = {name: value.clone() for name, value in fields.items()} | {"ids": ids.clone()}
-        batch = hl.Batch(
-            labels.clone(), hl.Segments.from_ids(given.pop("ids"), 3), **given  # type: ignore[arg-type]
-        )
-        objective = hl.gspo() + hl.cross_entropy().where("keep")
-        now = hl.head_loss(hidden, hl.Head(weight), batch, objective).metrics.compute()
-        out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
-        for tensor in (*given.values(), batch.segments.ids, batch.targets):
-            tensor.zero_()
-        assert out.metrics.compute() == now and "gspo/ratio" in now
+    targets = torch.arange(12) % 9
+    targets = targets if scored == "all" else targets.where(targets != 4, -100)
+    segments = hl.Segments.from_lengths([4, 4, 4])
+    batch = hl.Batch(targets, segments, **fields)  # type: ignore[arg-type]
+    objective = hl.gspo() + hl.cross_entropy().where("keep")
+    out, again = (hl.head_loss(hidden, hl.Head(weight), batch, objective) for _ in range(2))
+    assert out.metrics.compute() == again.metrics.compute()
+    out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
+    {"targets": targets, "segments": segments.ids, **fields}[changed].zero_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out.metrics: the batch was changed in place since"):
+            _ = out.metrics
+    assert again.metrics["gspo/ratio"] and out.logps.shape == targets.shape
+
+
+def test_metrics_of_inference_are_found_at_once():
+    """Its tensors cannot tell whether they were changed."""
+    hidden, targets = torch.randn(12, 4), torch.arange(12) % 9
+    want = hl.head_loss(hidden, hl.Head(torch.ones(9, 4)), hl.Batch(targets), hl.cross_entropy())
+    with torch.inference_mode():
+        inside = targets.clone()
+        out = hl.head_loss(hidden, hl.Head(torch.ones(9, 4)), hl.Batch(inside), hl.cross_entropy())
+        inside.zero_()
+    assert out.metrics.compute() == want.metrics.compute() and torch.equal(out.logps, want.logps)
 
 
 def test_who_reads_no_metrics_pays_for_none():

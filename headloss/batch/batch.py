@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..arguments import IGNORE, brief, check_dense, check_device, check_integers, is_integers
 from .labels import aligned, goes_on, shifted
@@ -167,6 +168,8 @@ class Batch:
         ([3, 7, -100], [1.0, 2.0, 0.0])
         """
         _check_targets(labels, "labels")
+        if segments is None and align is None and not fields and labels.numel():  # by rows
+            return cls(pad(labels[..., 1:], (0, 1), value=IGNORE))
         segments = _segments_of("labels", labels, segments)
         inside = goes_on(segments.ids, labels.shape)
         return cls(shifted(labels, inside, IGNORE), segments, **aligned(fields, align, inside))
@@ -321,7 +324,7 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
     if segments is None:
         *rows, length = value.shape
         if not rows:
-            return Segments(torch.zeros_like(value, dtype=torch.int64), 1)
+            return Segments(torch.zeros_like(value, dtype=torch.int64), 1, row=length)
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")

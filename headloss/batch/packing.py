@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..arguments import IGNORE
 from ..statistics.softmax import Statistics
@@ -84,9 +85,10 @@ class PackedBatch:
             return getattr(batch, name)[tokens]
         live, value = self.live, self.as_given(name)
         if name in self._per_segment:
+            ids = self.segments.ids
             if live is not None:  # of the segments that are not scored
-                value = torch.cat([value, value.new_zeros(1)])
-            value = value[self.segments.ids.clamp_max(len(value) - 1)]
+                value, ids = pad(value, (0, 1)), ids.clamp_max(len(value))
+            value = value[ids]
         elif self.index is not None:
             value = value[self.index]
         value = outside_inference(value)
@@ -104,18 +106,6 @@ class PackedBatch:
         """The fields by name, with floating vectors in the dtype of the statistics."""
         fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
-
-    def _owned(self) -> PackedBatch | None:
-        """The same tokens in memory of their own, whatever becomes of the caller's; None with
-        fields wider than vectors, with static shapes, and among ranks."""
-        segments = self.segments
-        fields = {n: v for n, v in self._fields.items() if isinstance(v, Tensor)}
-        vectors = all(value.dim() == 1 for value in fields.values())
-        if not vectors or self.live is not None or segments.group is not None:
-            return None
-        of = Segments(segments.ids.clone(), segments.count, counts=segments._local_counts)
-        fields = {**self._fields, **{n: v.clone() for n, v in fields.items()}}
-        return replace(self, targets=self.targets.clone(), segments=of, _fields=fields, _read={})
 
     def on(self, stats: Statistics) -> PackedBatch:
         """The same tokens beside their statistics, where a field is CURRENT."""
@@ -171,7 +161,7 @@ class Packing:
     targets: Tensor  # [T]
     segments: Segments  # sorted
     index: Tensor | None = None  # [T] the position of each token; None: all N in order
-    unscored: Tensor | None = None  # [N - T] the other positions; None: there are none
+    scored: Tensor  # [N] bool, but with static shapes
     live: Tensor | None = None  # [T] bool, with static shapes: which tokens are scored
     lengths: list[int] | None = None  # scored tokens of each segment; None with static shapes
     support: SupportPairs | None = None  # None: all tokens have the whole vocabulary
@@ -190,16 +180,25 @@ class Packing:
         else:
             survey = batch._survey()
             (descents, *_), (*self.lengths, _, unscored), of_support = survey.numbers
+            self.scored, kept = survey.scored, len(ids) - unscored
             counts, restricted = survey.counts, of_support[-1] if of_support else None
-            if (descents or unscored) and len(ids):
-                order = _argsort(survey.bins, count)
-                self.index, self.unscored = order.split([len(ids) - unscored, unscored])
+            if descents:
+                self.index = _argsort(survey.bins, count)[:kept]
+            elif unscored:
+                self.index = places(survey.scored, kept)
+            if self.index is not None:
                 ids = ids[self.index]
         self.segments = Segments(ids.contiguous(), len(counts), batch.segments.group, counts=counts)
         self.targets = outside_inference(self.gather(batch.targets.long()))
         if batch.support is not None and restricted != 0:
             self.support = batch.support.pack(self.index, self.live, restricted)
             self.support.ids = outside_inference(self.support.ids)
+
+    @property
+    def unscored(self) -> Tensor | None:
+        """[N - T] positions that were left out; None: there are none."""
+        left = 0 if self.live is not None else len(self.scored) - len(self)
+        return places(~self.scored, left) if left else None
 
     def __len__(self) -> int:
         return self.targets.shape[0]
@@ -222,21 +221,37 @@ class Packing:
     def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
         """Values of the tokens `rows`, [n, ..], in the caller's shape and in new memory; 0 at all
         other positions."""
-        if self.live is not None:
-            values = values.masked_fill(~as_wide(self.live[rows], values), 0)
-        full = values.new_zeros(*self.shape, *values.shape[1:])
-        flat = full.flatten(0, len(self.shape) - 1)
-        if self.index is None:
-            flat[rows] = values
-        else:
-            flat.index_copy_(0, self.index[rows], values)
-        return full
+        return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
         """[T, ..] from the caller's shape, 0 at what static shapes keep of unscored positions."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
         return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)
+
+
+def scattered(
+    values: Tensor,
+    shape: torch.Size,
+    index: Tensor | None,
+    live: Tensor | None,
+    rows: slice = ALL,
+) -> Tensor:
+    """As `Packing.scatter`, which these are of: a batch need not stay for it."""
+    if live is not None:
+        values = values.masked_fill(~as_wide(live[rows], values), 0)
+    full = values.new_zeros(*shape, *values.shape[1:])
+    flat = full.flatten(0, len(shape) - 1)
+    if index is None:
+        flat[rows] = values
+    else:
+        flat.index_copy_(0, index[rows], values)
+    return full
+
+
+def places(chosen: Tensor, count: int) -> Tensor:
+    """[count] where [N] bool is True, which is so often, in order; without a read of the device."""
+    return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
 def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:

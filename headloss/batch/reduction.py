@@ -194,15 +194,18 @@ class StandardWeight:
     """The weights of the library's own reductions: 1 / total for all tokens, or by their lengths.
     It takes totals that are numbers, too, and then no lengths where it reads none."""
 
-    of: Literal["tokens", "segments", "prompts"]  # whose total
+    of: Literal["tokens", "segments", "prompts", "none"]  # whose total; none: `length` is all of it
     by_length: bool = False  # divided by the length of each token's segment or prompt, too
-    length: float = 1  # the total is multiplied by it
+    length: Number = 1  # the total is multiplied by it
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:
             return (lengths * segments).reciprocal()
-        weight = 1 / (tokens if self.of == "tokens" else segments * self.length)
-        return weight if lengths is None else weight.expand_as(lengths)
+        totals = {"tokens": tokens, "none": self.length}
+        weight = 1 / totals.get(self.of, segments * self.length)
+        if lengths is None:
+            return weight
+        return torch.as_tensor(weight, device=lengths.device).expand_as(lengths)
 
 
 token_mean = Reduction("token_mean", StandardWeight("tokens"))

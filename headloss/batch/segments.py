@@ -55,15 +55,23 @@ class Segments:
         group: distributed.ProcessGroup | None = None,
         *,
         counts: Tensor | None = None,
+        row: int | None = None,
     ) -> None:
         self.ids, self.count, self.group = ids, count, group
-        self._sorted = counts is not None  # by segment; only then are this rank's tokens known
+        # Of ids that were made so that all tokens are in a segment, in order: how many each has, 0
+        # where these differ. None: ids may be any.
+        self._row = row
+        self._packed = counts is not None  # sorted; only then are this rank's tokens known
         self._lengths: Tensor | None = None
         if counts is not None:
             self._local_counts = counts
 
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies do not count how often ids were changed."""
+        return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
@@ -73,10 +81,11 @@ class Segments:
         [0, 0, 1, 1, 1]
         """
         lengths = _vector("lengths", lengths)
-        if bool((lengths < 0).any()):
-            raise ValueError(f"lengths: got a negative length in {lengths.tolist()}, want all >= 0")
-        ids = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-        return cls(ids, len(lengths))
+        sizes = lengths.tolist()  # the one read of the device
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"lengths: got a negative length in {sizes}, want all >= 0")
+        ids = torch.repeat_interleave(lengths, output_size=sum(sizes))
+        return cls(ids, len(lengths), row=0)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
@@ -87,11 +96,12 @@ class Segments:
         [2, 0, 3]
         """
         ends = _vector("cu_seqlens", cu_seqlens)
-        if len(ends) == 0 or int(ends[0]) != 0:
+        if ends[:1].tolist() != [0]:
             raise ValueError(f"cu_seqlens: got {ends.tolist()}, want it to start at 0")
-        if bool((ends.diff() < 0).any()):
+        lengths = ends.diff()
+        if bool((lengths < 0).any()):
             raise ValueError(f"cu_seqlens: got {ends.tolist()}, want it not to decrease")
-        return cls.from_lengths(ends.diff())
+        return cls.from_lengths(lengths)
 
     @classmethod
     def from_ids(
@@ -115,7 +125,16 @@ class Segments:
         """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
         rows, length = check_integer("rows", rows, 0), check_integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
-        return cls(ids, rows)
+        return cls(ids, rows, row=length)
+
+    @property
+    def _ascends(self) -> bool:
+        """Whether all tokens are in a segment, in order, as they were made."""
+        return self._row is not None and not self.ids.is_inference() and self.ids._version == 0
+
+    @property
+    def _sorted(self) -> bool:
+        return self._packed or self._ascends
 
     @property
     def lengths(self) -> Tensor:

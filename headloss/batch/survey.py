@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,36 +36,44 @@ class Survey:
         of_support: Tensor | None,
         tensors: tuple[Tensor, ...],
     ) -> None:
-        self.tensors, self.versions = tensors, _versions(tensors)
+        self.tensors, self.versions = tensors, versions(tensors)
         self.targets, self.segments = targets.reshape(-1), segments
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
-        unscored, count = self.targets == IGNORE, segments.count
-        # [N] the segment of each scored position, S where it is in none; S + 1: not scored.
-        self.bins = segments._bins.masked_fill(unscored, count + 1)
-        counts = count_in(self.bins, count + 2, torch.ones_like(self.bins))
+        self.scored = scored = self.targets != IGNORE  # [N]
+        # [N] the segment of each scored position, S where it is in none; S + 1: not scored. None:
+        # all positions are in a segment, in order.
+        self.bins: Any = None
+        count, descents = segments.count, list[Tensor]()
+        if segments._ascends and segments._row and count:
+            counts = scored.view(count, -1).sum(1)
+        elif segments._ascends:
+            counts = count_in(segments.ids.reshape(-1), count, scored)
+        else:
+            ids = segments.ids.reshape(-1)
+            self.bins = segments._bins.masked_fill(~scored, count + 1)
+            counts = count_in(self.bins, count + 2, torch.ones_like(ids))
+            descents = [(ids[1:] < ids[:-1]).sum()]
         self.counts = counts[:count]  # [S] scored positions of each segment
-        numbers = [self._extremes(unscored), counts]
-        self._copy = HostCopy(torch.cat(numbers if of_support is None else [*numbers, of_support]))
+        numbers = [*descents, *self._extremes(), counts, of_support]
+        self._copy = HostCopy(torch.cat([n.view(-1) for n in numbers if n is not None]))
 
-    def _extremes(self, unscored: Tensor) -> Tensor:
-        """How often a segment's id is followed by a lower one; the smallest target and the largest;
-        of each of id_fields the largest, and at how many scored positions an id stands twice. 0
-        stands for what is not scored."""
-        ids, fields = self.segments.ids.reshape(-1), self.id_fields.values()
-        if not len(ids):
-            return ids.new_zeros(3 + 2 * len(fields), dtype=torch.int64)
-        scored = self.targets.masked_fill(unscored, 0).long()
-        numbers = [(ids[1:] < ids[:-1]).sum(), *scored.aminmax()]
+    def _extremes(self) -> list[Tensor]:
+        """The smallest target and the largest; of each of id_fields the largest, and at how many
+        scored positions an id stands twice. 0 stands for what is not scored."""
+        scored, fields = self.scored, self.id_fields.values()
+        if not len(scored):
+            return [self.targets.new_zeros(2 + 2 * len(fields), dtype=torch.int64)]
+        numbers = list((self.targets * scored).aminmax())
         for field in fields:
-            largest = field.amax(1).masked_fill(unscored, 0).long().amax()
-            numbers += [largest, (_repeated(field) & ~unscored).sum()]
-        return torch.stack(numbers)
+            largest = field.amax(1).masked_fill(~scored, 0).long().amax()
+            numbers += [largest, (_repeated(field) & scored).sum()]
+        return numbers
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether these are the tensors, and can tell when they change; RuntimeError where they
         have."""
         same = list(map(id, self.tensors)) == list(map(id, tensors))
-        if same and self.versions not in (None, _versions(tensors)):
+        if same and self.versions not in (None, versions(tensors)):
             raise RuntimeError(
                 "batch: its targets, segments or stored ids were changed in place since it was "
                 "made; make a new Batch"
@@ -73,9 +82,15 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """On the host: the extremes, how many positions are in each bin, and the support's."""
-        numbers, extremes = self._copy.tolist(), 3 + 2 * len(self.id_fields)
-        counts = extremes + self.segments.count + 2
+        """On the host: how often a segment's id is followed by a lower one, and the extremes; how
+        many positions are in each bin; the support's."""
+        numbers, count = self._copy.tolist(), self.segments.count
+        extremes = 3 + 2 * len(self.id_fields)
+        if self.bins is None:  # no descent, and no position that is in no segment
+            numbers.insert(0, 0)
+            last = extremes + count
+            numbers[last:last] = 0, len(self.scored) - sum(numbers[extremes:last])
+        counts = extremes + count + 2
         return numbers[:extremes], numbers[extremes:counts], numbers[counts:]
 
     @property
@@ -105,12 +120,12 @@ class Survey:
         return self
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
-        position = int((bad & (self.targets != IGNORE)).nonzero()[0])
+        position = int((bad & self.scored).nonzero()[0])
         got = value[position].tolist()
         raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
 
-def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
+def versions(tensors: Sequence[Tensor]) -> list[int] | None:
     """How often each was changed in place; None where one of inference mode cannot tell."""
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 

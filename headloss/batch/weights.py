@@ -42,11 +42,14 @@ def token_weights(
     of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
     of_tokens: Any = None
     if standard is None or standard.by_length:
-        of_tokens = segments.expand(lengths.to(dtype).clamp_min(1))
+        lengths = lengths.to(dtype)
+        if standard is None or scored is not None:  # else each token is one of its segment
+            lengths = lengths.clamp_min(1)
+        of_tokens = segments.expand(lengths)
     weigh = partial(_of_users, reduction) if standard is None else standard
     weights = weigh(of_tokens, *of_all)
     if isinstance(weights, Tensor):
-        weights = weights.to(dtype)
+        weights = weights.to(batch.targets.device, dtype)
     if scored is not None:
         weights = torch.where(scored, weights, scored.new_zeros((), dtype=dtype))
     return weights

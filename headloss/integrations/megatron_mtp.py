@@ -213,7 +213,7 @@ def _run(
         parts = ((c, term.where(_block(0))) for c, term in objective.parts)
         terms = Objective((*parts, *terms.parts))
     batch = Batch(rows(targets, 0), **fields)
-    out = head_loss(hidden, head, batch, terms, options)
+    found = head_loss(hidden, head, batch, terms, options)
     names = [name for name, _, _ in terms.named()][-count:]
 
     def by_block(values: Tensor | None) -> Any:
@@ -221,7 +221,8 @@ def _run(
             return None
         return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
 
-    out = replace(out, logps=by_block(out.logps), entropies=by_block(out.entropies))
+    out = replace(found)  # whose values are by block
+    vars(out).update(logps=by_block(found.logps), entropies=by_block(found.entropies))
     if options.metrics:
         _log(depths, out, names)
     return out, names
@@ -317,7 +318,9 @@ def with_depths(
     value: Any = sum(c * terms[name] for name, c, _ in objective.named())
     loss = value + (out.loss - out.loss.detach())  # whose gradient is that of all rows
     entropies = None if out.entropies is None else out.entropies[0]
-    return replace(out, loss=loss, terms=terms, logps=out.logps[0], entropies=entropies)
+    result = replace(out, loss=loss, terms=terms)
+    vars(result).update(logps=out.logps[0], entropies=entropies)
+    return result
 
 
 def _is_of_tokens(head: Head, batch: Batch, objective: Objective) -> bool:

@@ -37,12 +37,8 @@ def holders(value: Any) -> list[tuple[str, str]]:
 
 def per(denominator: float | Tensor) -> Reduction:
     """A sum over tokens divided by a number that a framework has counted."""
-
-    def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
-        count = torch.as_tensor(denominator, dtype=torch.float64, device=lengths.device)
-        return (1 / count).to(lengths.dtype).expand_as(lengths)
-
-    return Reduction("per_count", weigh)
+    wide = denominator.double() if isinstance(denominator, Tensor) else denominator
+    return Reduction("per_count", StandardWeight("none", length=wide))
 
 
 def raw_cispo(cap: float, level: Any = "token") -> Term:
@@ -99,7 +95,10 @@ def over_count(
                     f"{tokens}; {term.name} over {reduction.name}{where} has a denominator that no "
                     f"count of tokens tells: {instead}"
                 )
-    over = per(1 if count is None else count + (count == 0))
+    if isinstance(count, Tensor) and not count.is_floating_point():
+        over = per(count.clamp_min(1))
+    else:
+        over = per(1 if count is None else count + (count == 0))
     return Objective(
         tuple((c, term.over(over) if _is_token_mean(term) else term) for c, term in objective.parts)
     )
@@ -111,8 +110,8 @@ def _is_token_mean(term: Term) -> bool:
 
 def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
     """Whether its weights depend on totals: a user's reduction is tried with others."""
-    if isinstance(reduction.weigh, StandardWeight):  # all of the library's own do
-        return True
+    if isinstance(reduction.weigh, StandardWeight):
+        return reduction.weigh.of != "none"
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)
     few, many = lengths.new_full((), 3.0), lengths.new_full((), 2.0**40)
     weights = [

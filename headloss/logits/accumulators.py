@@ -67,7 +67,8 @@ class BlockAccumulator:
             elif needs_grad.weights[i]:
                 dtype = weight.dtype if single_block else self.sum_dtype
                 self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
-                self.weights[i][source.vocabulary :] = 0
+                if len(weight) > source.vocabulary:  # padding
+                    self.weights[i][source.vocabulary :] = 0
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,12 +47,13 @@ def reads(
     cuts: bool = False,
 ) -> dict[str, Reads]:
     """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change.
-    Equal terms share an entry of the table, so that one that is made anew in each step is traced
-    once."""
+    Terms that differ in weights alone (reduction, coefficient) share an entry of the table, so that
+    one that is made anew in each step is traced once."""
     by_term = {}
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
     for name, _, term in objective.named():
-        key = fingerprint(term, []), tuple(kinds.items()), how
+        content = replace(term, options=(), reduction=None, own_reduction=None)
+        key = fingerprint(content, []), tuple(kinds.items()), how
         read = (
             term.function if isinstance(term.function, Reads) else None
         )  # of a loss that lives elsewhere

@@ -79,7 +79,9 @@ class WeightedTerm(NamedTuple):
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient."""
         view = without_poison(batch, self.included(batch))
-        times = self.weights * (self.coefficient * upstream)
+        times = self.weights
+        if (factor := self.coefficient * upstream) != 1:
+            times = times * factor
         for field in self.term.weight_fields:  # a number times integers has the default dtype
             times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None

@@ -251,5 +251,8 @@ class Slope(NamedTuple):
         """[n] its values at the tokens' log-probs."""
         if self.constant:
             return torch.zeros_like(logp).add_(self.rate)
-        value = ((logp - self.anchor) * self.sign).exp_().mul_(self.rate)
+        exponent = logp - self.anchor
+        if isinstance(self.sign, Tensor) or self.sign != 1:
+            exponent *= self.sign
+        value = exponent.exp_().mul_(self.rate)
         return value.where((logp >= self.low).logical_and_(logp <= self.high), 0)

@@ -1,0 +1,74 @@
+"""Operations that launch something on a GPU, by the line of the package that asks for them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import headloss
+
+PACKAGE = Path(headloss.__file__).parent
+# A backend, which on a GPU are kernels, and the three products.
+LEFT_OUT = ("kernels/", "head/products.py")
+# Memory without values, other names of a tensor, a check that does not wait.
+NOTHING = "empty new_empty empty_like empty_strided new_empty_strided _unsafe_view detach"
+NOTHING += " _assert_async"
+
+
+class Operations(TorchDispatchMode):
+    """Notes each operation that is neither a view nor memory without values, as the innermost line
+    of the package that it stems from; "autograd" where there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not (name in NOTHING.split() or is_view(func)):
+            place = innermost()
+            if not place.startswith(LEFT_OUT):
+                self.noted.append(f"{place} {name}")
+        return func(*args, **(kwargs or {}))
+
+    def folders(self) -> dict[str, list[str]]:
+        """The operations of each folder, or file, of the package."""
+        found: dict[str, list[str]] = {}
+        for operation in sorted(self.noted):
+            found.setdefault(re.split("[/:. ]", operation)[0], []).append(operation)
+        return found
+
+    def beyond(self, most: dict[str, int]) -> str:
+        """All operations of the folders that have more than these, in lines."""
+        lines = []
+        for folder, operations in self.folders().items():
+            if len(operations) > most.get(folder, 0):
+                lines.append(f"{folder}: {len(operations)} operations, want {most.get(folder, 0)}")
+                lines += [f"    {n} {place}" for place, n in Counter(operations).items()]
+        return "\n".join(lines)
+
+
+def is_view(func) -> bool:
+    """Whether the results share an argument's memory, which stays as it is."""
+    aliases = [value.alias_info for value in func._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def innermost() -> str:
+    """file:line function of the package's innermost frame; of a folder that is left out where any
+    frame lies in it."""
+    frame, place = sys._getframe(2), "autograd"
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            name = path.relative_to(PACKAGE).as_posix()
+            if name.startswith(LEFT_OUT):
+                return name
+            if place == "autograd":
+                place = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return place

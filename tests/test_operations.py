@@ -1,0 +1,56 @@
+"""A small step is bound by its host: no operation comes in addition without being seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from operations import Operations
+from torch import Tensor
+
+import headloss as hl
+from headloss.engine import plan
+
+N, H, V, S = 64, 16, 97, 8
+TARGETS, LABELS = torch.arange(N), torch.arange(N).view(4, -1).clone()
+LABELS[:, :5] = -100  # prompts
+SOME = TARGETS.masked_fill(TARGETS < 5, -100)
+LENGTHS, ADVANTAGES = torch.full((S,), N // S), torch.linspace(-1, 1, S)
+OLD_LOGPS = torch.full((N,), -5.0)
+
+
+def segmented(targets: Tensor) -> hl.Batch:
+    segments = hl.Segments.from_lengths(LENGTHS)
+    return hl.Batch(targets, segments, advantages=ADVANTAGES, old_logps=OLD_LOGPS)
+
+
+# Of autograd: the gradient of the loss, and two that are added to.
+CE = {"autograd": 3, "engine": 1, "head_loss": 1, "losses": 1, "objective": 2, "statistics": 10}
+GRPO = CE | {"losses": 16, "objective": 3, "statistics": 16}
+STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
+    "cross-entropy": (lambda: hl.Batch(TARGETS), hl.cross_entropy(), CE | {"batch": 6}),
+    "prompts": (lambda: hl.Batch.from_labels(LABELS), hl.cross_entropy(), CE | {"batch": 14}),
+    "GRPO": (lambda: segmented(TARGETS), hl.grpo(), GRPO | {"batch": 13}),
+    "GRPO, some": (lambda: segmented(SOME), hl.grpo(), GRPO | {"batch": 20}),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, gradients added to those that are there; no output but the loss is
+    read. Operations of kernels and products do not count."""
+    (make, objective, most), generator = STEPS[step], torch.Generator().manual_seed(0)
+    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)  # small products leave no rows out
+    shapes = (N, H), (V, H)
+    hidden, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
+
+    def run() -> None:
+        batch = make()
+        x = hidden.view(*batch.targets.shape, H)
+        hl.head_loss(x, hl.Head(weight), batch, objective).loss.backward()
+
+    run()  # what terms read is found once
+    with Operations() as found:
+        run()
+    assert not found.beyond(most), "\n" + found.beyond(most)
