@@ -61,7 +61,7 @@ class Marks(TorchDispatchMode):
 def watched(marks: Marks):
     """Put the marks at reads and at the product, which ends the call."""
     plain, read = products.logits, torch.Tensor.tolist
-    product = triton_product._statistics
+    product = triton_product.statistics_of
 
     def reading(tensor):
         first = len(marks.times) < 2
@@ -81,12 +81,12 @@ def watched(marks: Marks):
         return run
 
     torch.Tensor.tolist = reading
-    products.logits, triton_product._statistics = launched(plain), launched(product)
+    products.logits, triton_product.statistics_of = launched(plain), launched(product)
     try:
         yield
     finally:
         torch.Tensor.tolist = read
-        products.logits, triton_product._statistics = plain, product
+        products.logits, triton_product.statistics_of = plain, product
 
 
 def one(call, counted: bool, sync) -> Marks:

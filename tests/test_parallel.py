@@ -57,8 +57,8 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
     if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
         return False
     if cut.data > 1:
-        # A user's own batch-scoped term sees its rank's tokens alone; fipo has an order of tokens.
-        if objective.scope == "batch" or row["case"] == "fipo":
+        # A batch-scoped term of a user sees its rank's tokens alone; fipo and D-PACE have an order.
+        if objective.scope == "batch" or row["case"] in ("fipo", "draft_blocks"):
             return False
         if objective.scope != "token" and schedule in ("one_pass", "static"):
             return False

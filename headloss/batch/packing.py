@@ -183,6 +183,7 @@ class Packing:
             self.scored, kept = survey.scored, len(ids) - unscored
             counts, restricted = survey.counts, of_support[-1] if of_support else None
             if descents:
+                assert survey.bins is not None
                 self.index = _argsort(survey.bins, count)[:kept]
             elif unscored:
                 self.index = places(survey.scored, kept)

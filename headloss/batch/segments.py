@@ -69,7 +69,7 @@ class Segments:
     def __repr__(self) -> str:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Copies do not count how often ids were changed."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 

@@ -42,7 +42,7 @@ class Survey:
         self.scored = scored = self.targets != IGNORE  # [N]
         # [N] the segment of each scored position, S where it is in none; S + 1: not scored. None:
         # all positions are in a segment, in order.
-        self.bins: Any = None
+        self.bins: Tensor | None = None
         count, descents = segments.count, list[Tensor]()
         if segments._ascends and segments._row and count:
             counts = scored.view(count, -1).sum(1)

@@ -196,7 +196,7 @@ def backward(
         return source.gradient(coefficients, result.measured.normalizer).finish(factor)
     if isinstance(source, NarrowLogits) and plan.schedule == "narrow":
         sums = SlabAccumulator(source, call.buffers, at_once=True)
-        source.add_to(sums, inputs, result.tiles, plan, factor)
+        source.add_to(sums, inputs, result.tiles, plan.blocks, plan.skip_rows, factor)
         return sums.finish(factor)
     if isinstance(source, LinearLogits):
         return _in_slabs(call, source, inputs, factor)

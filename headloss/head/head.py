@@ -146,6 +146,8 @@ class Head:
                 raise _misfit(f"lora[{index}].a", lora.a, f"[r, {width}]", self.weight)
             if lora.b.shape[0] != rows:
                 raise _misfit(f"lora[{index}].b", lora.b, f"[{rows}, r]", self.weight)
+        if not isinstance(self.beside, tuple):
+            raise TypeError(f"beside: got {describe(self.beside)}, want ((features, weight2), ..)")
         for index, pair in enumerate(self.beside):
             name = f"beside[{index}]"
             if not isinstance(pair, tuple) or len(pair) != 2:

@@ -51,7 +51,9 @@ def read_module(module: nn.Module) -> Fields:
     _check_unpatched(module)
     if "base_layer" in module._modules:
         return _read_tuner(module)
-    if isinstance(module, nn.Embedding | nn.Linear) and module.weight.dim() == 1:
+    weight = getattr(module, "weight", None)
+    flattened = weight is not None and weight.dim() == 1 and not hasattr(weight, "ds_id")
+    if isinstance(module, nn.Embedding | nn.Linear) and flattened:
         raise ValueError(
             f"weight: got shape {tuple(module.weight.shape)}, a piece of what FSDP1 "
             "(FullyShardedDataParallel) has flattened, want [V, H]: leave the head in the unit of "

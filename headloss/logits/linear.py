@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..batch.segments import Chunk
 from ..head import products
 from ..head.products import GRAIN, PARTS, FixedProducts
 from ..host_copy import HostCopy
@@ -249,7 +250,7 @@ class ExpLogits(LinearLogits):
     ) -> tuple[Measured, HeldTile]:
         x, weight = self.features[0][rows], self.weights[0]
         forward = self._biased(self.context.forward(rows))
-        held: Any = None
+        held: HeldTile = None
         if keep and not self.on_chip:
             held = ExpTile.empty(len(x), len(weight), weight)
         if self.on_chip:
@@ -320,19 +321,20 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # SlabAccumulator
         inputs: BackwardInputs,  # of all tokens
-        tiles: Sequence[Any],  # the sums of each block; none: hidden states take a sweep again
-        plan: Any,
+        tiles: Sequence[HeldTile],  # the sums of each block; none: hidden states take a sweep again
+        blocks: Sequence[Chunk],
+        skip_rows: bool,
         factor: Tensor | None,  # of the weight's gradient
     ) -> None:
         """Put the gradients in their places; rows without one leave the weight's sweep alone."""
         x, weight = self.features[0], self.weights[0]
         for total in sums.hidden.totals.values():
-            for i, block in enumerate(plan.blocks):
+            for i, block in enumerate(blocks):
                 rows = block.rows
                 backward = self._biased(self.context.backward(rows, ALL, inputs.rows(rows)))
                 of_block = x[rows], weight, backward, *tiles[i : i + 1]
                 total[rows] = self.acts.narrow_hidden(*of_block)
-        index = rows_left(inputs.coefficients.live() if plan.skip_rows else None)
+        index = rows_left(inputs.coefficients.live() if skip_rows else None)
         some = self
         if index is not None:
             some, inputs = self.take(index), inputs.rows(index)

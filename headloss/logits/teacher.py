@@ -159,6 +159,7 @@ class DenseTeacher:
         """[M, v] raw logits, to be read, and the row [n] of each token, None: its own. A copy where
         no act takes the logits as they are, or where the student's have more digits."""
         if self.rows is not None:
+            assert isinstance(self.source, LinearLogits)  # tokens share rows of hidden states
             index, places = self.rows.at(rows)
             return self.source.raw(index, columns), places
         if isinstance(self.source, LinearLogits):

@@ -214,8 +214,8 @@ def dspark(
 
         (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma)
 
-    DSpark, as speculators, SpecForge and NeMo Automodel train it (the last two on 2 tv). The loss
-    of its confidence head is one on `out.per_token["dspark/acceptance"]`.
+    DSpark (2026), as speculators, SpecForge and NeMo Automodel train it (the last two on 2 tv). The
+    loss of its confidence head is one on `out.per_token["dspark/acceptance"]`.
 
     Args:
         ce, tv: weights of the two, >= 0.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..batch.packing import MissingField
+from ..head.head import Head, describe
 from ..statistics.divergence import ACCEPTANCE, MIXED, Measure
 from ..statistics.softmax import Statistics
 from .arguments import naming, number, one_of, positive, with_floats
@@ -20,7 +21,6 @@ from .stored import divergence_of_stored
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
-    from ..head.head import Head
 
 Tail = Literal["bucket", "renormalized", "truncated", "clamped", "generalized", "sampled"]
 TAILS: tuple[Tail, ...] = get_args(Tail)
@@ -43,6 +43,10 @@ class Teacher:
     temperature: float
     head: Head | None = field(repr=False)  # a repr would bring its weight from the device
     tail: Tail = "bucket"
+
+    def __post_init__(self) -> None:
+        if self.head is not None and not isinstance(self.head, Head):
+            raise TypeError(f"teacher_head: got {describe(self.head)}, want a headloss.Head")
 
     def _identity(self) -> tuple[Any, ...]:
         head = self.head if self.head is None else tuple(map(_identity, vars(self.head).values()))

@@ -100,10 +100,11 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """What a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
+    recorded = batch._target if isinstance(batch, Recorder) else batch  # a count is no field read
     for source in (term, *term.modifiers):
         if source.observe is not None:
             report = source.observe(term.view(stats, batch), batch)
-            reports |= checked(source.name, report, len(batch), batch.segments.count)
+            reports |= checked(source.name, report, len(batch), recorded.segments.count)
     return reports
 
 
