@@ -293,11 +293,12 @@ def _measure_of(
     """A function that finds the metrics: now where that runs a user's code, would keep more than
     vectors or could not tell that the batch was changed, else later."""
     measure = partial(_metrics, parts, call.packed.on(stats), stats, call.tolerance)
-    batch, own = call.requirements.batch, all(part.term.is_own for part in parts)
+    batch = call.requirements.batch
+    pure = all(part.term.is_own for part in parts)
     read = batch.targets, batch.segments.ids, *batch.fields.values()
     tensors = [value for value in read if isinstance(value, Tensor)]
     vectors = not any(more for _, more in call.packed.kinds().values())
-    later = own and vectors and not (call.options.static or batch.segments.group)
+    later = pure and vectors and not (call.options.static or batch.segments.group)
     before = versions(tensors)
     if not later or before is None:
         return partial(Metrics, measure())

@@ -180,13 +180,13 @@ class Packing:
         else:
             survey = batch._survey()
             (descents, *_), (*self.lengths, _, unscored), of_support = survey.numbers
-            self.scored, kept = survey.scored, len(ids) - unscored
+            self.scored, scored_count = survey.scored, len(ids) - unscored
             counts, restricted = survey.counts, of_support[-1] if of_support else None
             if descents:
                 assert survey.bins is not None
-                self.index = _argsort(survey.bins, count)[:kept]
+                self.index = _argsort(survey.bins, count)[:scored_count]
             elif unscored:
-                self.index = places(survey.scored, kept)
+                self.index = places(survey.scored, scored_count)
             if self.index is not None:
                 ids = ids[self.index]
         self.segments = Segments(ids.contiguous(), len(counts), batch.segments.group, counts=counts)
