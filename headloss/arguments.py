@@ -123,7 +123,7 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
 def with_nearest_name(record: type[R]) -> type[R]:
     """A dataclass whose TypeError for an argument that it does not have offers the nearest."""
-    names = [f.name for f in fields(record)]
+    names = [f.name for f in fields(record)]  # type: ignore[arg-type]
     make = record.__init__  # type: ignore[arg-type]
 
     @functools.wraps(make)
