@@ -5,11 +5,11 @@ float64 is left to the reference.
 
 from __future__ import annotations
 
-from .likeliest import best
 from .chosen import chosen_gradient_, chosen_logits
 from .fixed import fixed_product
 from .given import given_rows
 from .gradient import held_gradient_, held_multiple_, logit_gradient_
+from .likeliest import best
 from .merge import finish
 from .narrow import can_sweep, narrow_hidden, narrow_partials, narrow_weight_
 from .order import dense_order
