@@ -51,7 +51,7 @@ LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
 # On the way to 73,000 and 37,000: lower both as the code falls.
-MOST = {"core tokens": 75_000, "kernels tokens": 37_800, "files on top": 14}
+MOST = {"core tokens": 74_027, "kernels tokens": 37_265, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
