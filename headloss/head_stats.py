@@ -154,14 +154,14 @@ def _named(
 ) -> HeadStats:
     """Of logp, lse and entropy, of candidates' log-probs and the tail's [.., K + 1] if any, and of
     measures in their own order."""
-    logp, lse, entropy, *others = outputs
+    logp, lse, entropy, *divergences = outputs
     stats = HeadStats(logp, lse, entropy, plan=plan)
     if candidates:
-        of_candidates = others.pop(0)
+        of_candidates, *divergences = divergences
         logps, tail = of_candidates[..., :-1], of_candidates[..., -1]
         stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
         stats.candidate_tail = tail if CANDIDATE[1] in names else None
-    by_measure = dict(zip(sorted(measures.values()), others, strict=True))
+    by_measure = dict(zip(sorted(measures.values()), divergences, strict=True))
     stats.divergences = {name: by_measure[measure] for name, measure in measures.items()}
     return stats
 

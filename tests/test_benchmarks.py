@@ -661,7 +661,9 @@ def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture
         assert row["logp_error"] < 1e-4
         if work != "ce":
             assert plain["logp_error"] > 1e-3
-            assert row["wrong_side"] == 0 and row["clipped"] > 0.01
+            assert row["wrong_side"] == 0
+            if not work.startswith("gspo"):  # a handful of sequences: none need be clipped
+                assert row["clipped"] > 0.01
     large = rows["grpo", sizes[-1], "eager"]  # what the clip makes of rounded logits
     assert large["wrong_side"] > 0 and large["error"] > 0.02
     text = tables.read_text()
