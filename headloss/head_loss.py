@@ -281,7 +281,8 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
 def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -> dict[str, Tensor]:
     """[..] what the options name, in their order."""
     names = call.options.per_token
-    values, batch = {"top1": stats.top1}, call.packed.on(stats)
+    values = {"top1": stats.top1}
+    batch = call.packed.on(stats)
     for part in parts:
         values |= part.per_token(stats, batch)
     return {name: call.scored.scatter(values[name]) for name in names}

@@ -158,7 +158,8 @@ def _named(
     stats = HeadStats(logp, lse, entropy, plan=plan)
     if candidates:
         of_candidates, *divergences = divergences
-        logps, tail = of_candidates[..., :-1], of_candidates[..., -1]
+        logps = of_candidates[..., :-1]
+        tail = of_candidates[..., -1]
         stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
         stats.candidate_tail = tail if CANDIDATE[1] in names else None
     by_measure = dict(zip(sorted(measures.values()), divergences, strict=True))

@@ -87,7 +87,8 @@ def head_topk(
             compute_dtype=compute,
         )
         both = (1 + (k > 1)) * source.dtype.itemsize  # the logits, and what top-k makes of them
-        widest, on_gpu = shard.widest, x.is_cuda
+        widest = shard.widest
+        on_gpu = x.is_cuda
         inputs = PlanInputs(tokens=len(x), vocabulary=widest, row_bytes=both, on_gpu=on_gpu)
         tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
         ids, logps = (x.new_empty(len(x), k, dtype=d) for d in (torch.int64, source.dtype))
@@ -98,7 +99,8 @@ def head_topk(
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
     """Merge the best of each tile of columns with the best so far."""
-    forward, shard = source.context.forward(rows), source.context.shard
+    forward = source.context.forward(rows)
+    shard = source.context.shard
     partials: SoftmaxState | None = None
     ids = source.context.targets[rows, None][:, :0]
     best = ids.to(source.dtype)
@@ -107,12 +109,14 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
         if k == 1:  # one reading finds it with the softmax
             state, columns = source.acts.best(raw, forward.transform)
             partials = state if partials is None else merge(partials, state)
-            values, columns = state.max_logit.unsqueeze(1), columns.unsqueeze(1)
+            values = state.max_logit.unsqueeze(1)
+            columns = columns.unsqueeze(1)
         else:
             partials = source.acts.partials(raw, forward, partials)
             # The transform is increasing when its scale is positive, but need not be: rank z.
             values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
-        best, ids = torch.cat([best, values], 1), torch.cat([ids, columns + tile.start], 1)
+        best = torch.cat([best, values], 1)
+        ids = torch.cat([ids, columns + tile.start], 1)
         best, order = best.topk(min(k, best.shape[1]), dim=1)
         ids = ids.gather(1, order)
     assert partials is not None

@@ -112,7 +112,8 @@ class Options:
                 *others, last = map(str, dtypes)
                 want = f"{', '.join(others)} or {last}"
                 raise ValueError(f"{name}: got {getattr(self, name)}, want {want}")
-        x, name = self.gradient_tolerance, "gradient_tolerance"
+        x = self.gradient_tolerance
+        name = "gradient_tolerance"
         check_number(name, x, "a number >= 0", "a finite number >= 0", lambda x: x >= 0)
         if x and self.static:
             raise ValueError(f"{name}: got {x!r} with static=True, which leaves no row out")

@@ -31,13 +31,18 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
-        ctx.call, ctx.used, ctx.rebuild, ctx.read_again = call, False, [], []
+        ctx.call = call
+        ctx.used = False
+        ctx.rebuild = []
+        ctx.read_again = []
         ctx.result = result = forward(call, tensors)
         if result.sums is None:  # autograd sees to it that none of these changes
             ctx.save_for_backward(*call.constants, *tensors)
         if result.coefficients is not None:
             ctx.read_again = call.read_again
-        stats, shares, weighted = result.measured.stats, result.shares, result.weighted
+        stats = result.measured.stats
+        shares = result.shares
+        weighted = result.weighted
         assert weighted is not None and shares is not None
         # In memory of its own: it gets a graph.
         loss = weighted.total(shares, stats).to(call.requirements.wide, copy=True)
@@ -54,14 +59,16 @@ class HeadLoss(torch.autograd.Function):
         call, source, result = take_up(ctx)
         ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
         assert result.weighted is not None
-        scale, coefficients = result.weighted.scale, result.coefficients
+        scale = result.weighted.scale
+        coefficients = result.coefficients
         factor = missing_factor(call.options.upstream, scale, upstream)
         with inside(upstream.device.type, *call.groups):
             if coefficients is None:
                 assert result.sums is not None
                 return None, *result.sums.finish(factor)
             if factor is not None and scale is None:
-                coefficients, factor = coefficients.map(lambda t, f=factor: t * f.to(t.dtype)), None
+                coefficients = coefficients.map(lambda t, f=factor: t * f.to(t.dtype))
+                factor = None
             return None, *backward(call, source, result, coefficients, factor)
 
 
@@ -72,7 +79,8 @@ class HeadStatistics(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, gradients, *tensors):
-        result, scatter = sweep(call, tensors), call.scored.scatter
+        result = sweep(call, tensors)
+        scatter = call.scored.scatter
         stats = result.measured.stats
         named: dict[object, Tensor] = {**stats.tensors(), **stats.extras}
         teachers = call.requirements.teachers
@@ -83,8 +91,11 @@ class HeadStatistics(torch.autograd.Function):
         ctx.mark_non_differentiable(*dead)
         ctx.names = [*outputs]
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.result, ctx.used = call, result._replace(tiles=[]), False
-        ctx.read_again, tiles = call.read_again, list[Tensor]()
+        ctx.call = call
+        ctx.result = result._replace(tiles=[])
+        ctx.used = False
+        ctx.read_again = call.read_again
+        tiles = list[Tensor]()
         ctx.rebuild = [save_tile(tile, tiles) for tile in result.tiles]
         again = (*call.constants, *tensors) if result.sums is None else ()
         ctx.save_for_backward(*tiles, *again)
@@ -114,8 +125,10 @@ def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
                 f"batch.{name}: it, or a tensor whose memory it shares, was changed in place "
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
-    call, saved = ctx.call, iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
-    tiles, result = [rebuild(saved) for rebuild in ctx.rebuild], ctx.result
+    call = ctx.call
+    saved = iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
+    tiles = [rebuild(saved) for rebuild in ctx.rebuild]
+    result = ctx.result
     result = result._replace(tiles=tiles or result.tiles)
     tensors = list(saved)[len(call.constants) :]
     return call, call.open(tensors) if tensors else None, result
@@ -130,7 +143,8 @@ def backward_of_slopes(
     """Gradients from the slopes that a loss outside sends, in the caller's shape, by the names of
     `READ`, `CANDIDATES` and a teacher's measures."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
-    stats, factor = result.measured.stats, None
+    stats = result.measured.stats
+    factor = None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
     beside: dict[object, Tensor] = {n: g for n, g in slopes.items() if n not in READ}
@@ -140,7 +154,8 @@ def backward_of_slopes(
     if call.requirements.rescaled and not call.options.batch_invariant:
         # Its weights are not known here: the largest slope, of any row, stands for them.
         scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
-        coefficients, factor = coefficients.map(lambda t: t * scale), 1 / scale
+        coefficients = coefficients.map(lambda t: t * scale)
+        factor = 1 / scale
     with inside(call.packed.targets.device.type, *call.groups):
         return backward(call, source, result, coefficients, factor)
 
@@ -174,7 +189,8 @@ def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]
         return next
     if not isinstance(tile, tuple):
         return lambda saved: None
-    parts, make = [save_tile(part, tensors) for part in tile], getattr(tile, "_make", tuple)
+    parts = [save_tile(part, tensors) for part in tile]
+    make = getattr(tile, "_make", tuple)
     return lambda saved: make(rebuild(saved) for rebuild in parts)
 
 
@@ -186,7 +202,8 @@ def backward(
     factor: Tensor | None,
 ) -> Gradients:
     """Gradients times `factor`; `source` where the logits are made again."""
-    plan, inputs = call.plan, BackwardInputs(result.measured, coefficients)
+    plan = call.plan
+    inputs = BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":
         return _of_frozen_head(call, result, coefficients, factor)
     assert source is not None
@@ -212,9 +229,12 @@ def _of_frozen_head(
 ) -> Gradients:
     """dlogp/dhidden per token times the objective's slope, plus what the slopes of candidates add
     to it."""
-    sums, prob = result.sums, coefficients.softmax.prob
+    sums = result.sums
+    prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)
-    source, hidden, acts = sums.source, sums.hidden, sums.source.acts
+    source = sums.source
+    hidden = sums.hidden
+    acts = sums.source.acts
     hidden.settle()
     logp = result.measured.stats.logp
     slope = torch.zeros_like(logp) if prob is None else -prob
@@ -225,7 +245,8 @@ def _of_frozen_head(
     for i, total in hidden.totals.items():
         acts.scaled_rows(total, slope, out=total)
         for part in sparse:
-            slopes, targets = coefficients.extras[part.key], source.context.targets
+            slopes = coefficients.extras[part.key]
+            targets = source.context.targets
             values, pairs = part.beside_logp(result.measured, slopes, targets)
             if factor is not None:
                 values = values * factor.to(values.dtype)
@@ -238,12 +259,15 @@ def _in_slabs(
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
     live = inputs.coefficients.live() if call.plan.skip_rows else None
-    index, every_row = rows_left(live), source
+    index = rows_left(live)
+    every_row = source
     if index is not None:  # once, and not for each slab
-        source, inputs = source.take(index), inputs.rows(index)
+        source = source.take(index)
+        inputs = inputs.rows(index)
     # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
     dense = index is not None and call.shard.group is not None
-    count, tile = len(source), call.plan.tile
+    count = len(source)
+    tile = call.plan.tile
     at_once = count <= tile.rows and factor is None and source.additions == 1
     sums = SlabAccumulator(every_row if dense else source, call.buffers, at_once)
     for columns in steps(source.vocabulary, tile.columns):

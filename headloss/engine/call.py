@@ -54,7 +54,9 @@ class Call:
     @property
     def open(self) -> Callable[[Tensors], LogitSource]:
         """Makes the logits of the scored tokens."""
-        required, plan, support = self.requirements, self.plan, self.scored.support
+        required = self.requirements
+        plan = self.plan
+        support = self.scored.support
         if required.given:
             kind = InPlaceLogits if plan.in_place else GivenLogits
             options = {"order": self.scored, "overwrites": required.overwrites}
@@ -85,11 +87,13 @@ class Call:
     @property
     def buffers(self) -> GradientBuffers:
         """The sums of gradients of features and weights."""
-        required, options = self.requirements, self.options
+        required = self.requirements
+        options = self.options
         # Coefficients hold the upstream gradient already.
         final = options.upstream is not None or required.objective.scope == "external"
         direct = final and not required.rescaled
-        dtype, main_grad = options.accumulate_dtype, options.main_grad
+        dtype = options.accumulate_dtype
+        main_grad = options.main_grad
         return GradientBuffers(required.needs_grad, dtype, main_grad, direct)
 
     @property
@@ -115,12 +119,16 @@ class Call:
     def weighted(self) -> WeightedObjective | ExternalLoss:
         """The objective with a weight for each token. Segments that run across ranks add up their
         totals, in a collective."""
-        required, vocabulary = self.requirements, self.shard.vocabulary
-        batch, scored, options = required.batch, required.scored, required.options
+        required = self.requirements
+        vocabulary = self.shard.vocabulary
+        batch = required.batch
+        scored = required.scored
+        options = required.options
         upstream = 1.0 if options.upstream is None else options.upstream
         if required.loss_fn is not None:
             return ExternalLoss(required.loss_fn, scored, vocabulary, upstream)
-        totals, kinds = batch.totals, self.packed.kinds()
+        totals = batch.totals
+        kinds = self.packed.kinds()
         if totals is None:
             more = batch.segments.group is not None or scored.live is not None
             more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())
@@ -177,11 +185,14 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     """The call, and the tensors of its logits: these, or features and weights pairwise, bias."""
-    call, head = call_of(arguments), arguments.head
+    call = call_of(arguments)
+    head = arguments.head
     if head is None:
         return call, [arguments.tensor]
     hidden = arguments.tensor
-    scored, shard, compute_dtype = call.scored, call.shard, call.requirements.compute_dtype
+    scored = call.scored
+    shard = call.shard
+    compute_dtype = call.requirements.compute_dtype
     states = [hidden, *(features for features, _ in head.beside)]
     # Else autograd gets a step more.
     states = [x if x.dim() == 2 else x.flatten(0, -2) for x in states]
@@ -206,7 +217,8 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 def call_of(arguments: Arguments) -> Call:
     """A call that the ranks of its groups agree on. Hidden states may be on the meta device."""
-    a, fields = arguments, None
+    a = arguments
+    fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:
         required, shard, plan = _planned(a)

@@ -95,7 +95,9 @@ def check_eager(verb: str, values: object = None, *others: object) -> None:
 
 def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
     """What autocast computes in, where hidden states and head are what they must be."""
-    hidden, head, options = arguments.tensor, arguments.head, arguments.options
+    hidden = arguments.tensor
+    head = arguments.head
+    options = arguments.options
     batch = arguments.batch
     assert head is not None
     if objective.scope == "external" and options.upstream is not None:
@@ -110,7 +112,8 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
         raise ValueError("sequence_parallel: got a head with columns beside, want a head without")
     compute_dtype = autocast_dtype(hidden)
     head.validate(hidden, token_shape=batch.targets.shape, compute_dtype=compute_dtype)
-    weight, grad = head.weight, options.main_grad
+    weight = head.weight
+    grad = options.main_grad
     if grad is not None and (
         grad.shape != weight.shape
         or grad.dtype != torch.float32
@@ -142,8 +145,11 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
 
 def check_given(arguments: Arguments) -> None:
     """Check logits, and options beside them."""
-    logits, options, transform = arguments.tensor, arguments.options, arguments.transform
-    inplace, temperature = arguments.inplace, transform.temperature
+    logits = arguments.tensor
+    options = arguments.options
+    transform = arguments.transform
+    inplace = arguments.inplace
+    temperature = transform.temperature
     if arguments.batch.support is not None:
         want = "head_loss, or the logits masked"
         raise ValueError(f"support_ids: got them beside given logits, want {want}")
@@ -231,7 +237,8 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
     batch = Batch(targets)
     if isinstance(hidden, Tensor) and hidden.is_floating_point() and not hidden.is_nested:
         check_device("targets", targets, hidden, "that of hidden,")
-        got, want = tuple(targets.shape), tuple(hidden.shape[:-1])
+        got = tuple(targets.shape)
+        want = tuple(hidden.shape[:-1])
         if got != want and not options.sequence_parallel:
             raise ValueError(f"targets: got shape {got}, want hidden's {want}")
     return batch

@@ -51,10 +51,12 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     """What the schedule does before the upstream gradient is known."""
     if call.plan.in_place:
         return in_place(call, tensors)
-    result, schedule = sweep(call, tensors), call.plan.schedule
+    result = sweep(call, tensors)
+    schedule = call.plan.schedule
     if result.shares is not None:
         return result
-    stats, weighted = result.measured.stats, call.weighted()
+    stats = result.measured.stats
+    weighted = call.weighted()
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
     result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
@@ -67,7 +69,9 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Statistics of given logits where they lie, and their gradient if it may overwrite them: in
     one launch where the objective has closed form."""
-    source, packed, schedule = call.open(tensors), call.packed, call.plan.schedule
+    source = call.open(tensors)
+    packed = call.packed
+    schedule = call.plan.schedule
     assert isinstance(source, InPlaceLogits)
     sums: GradientSums | None = None
     if call.in_one_launch:
@@ -88,11 +92,15 @@ def in_place(call: Call, tensors: Tensors) -> ForwardResult:
 def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     """The statistics of all tokens, block by block: in one pass with their gradient, for a frozen
     head with dlogp/dhidden."""
-    source, plan, schedule = call.open(tensors), call.plan, call.plan.schedule
-    blocks, slabs = plan.blocks, [ALL]
+    source = call.open(tensors)
+    plan = call.plan
+    schedule = call.plan.schedule
+    blocks = plan.blocks
+    slabs = [ALL]
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
-    parts, tiles = list[Measured](), list[HeldTile]()
+    parts = list[Measured]()
+    tiles = list[HeldTile]()
     sums: Accumulator | None = None
     shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None
@@ -109,7 +117,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
                 weighted = weighted or call.weighted()  # while the first product runs
-                stats, chunk = measured.stats, block if several else None
+                stats = measured.stats
+                chunk = block if several else None
                 coefficients = weighted.coefficients(stats, call.packed, chunk)
                 if call.tolerance is not None:
                     coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
@@ -150,7 +159,8 @@ def of_tiles(
     call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
 ) -> Accumulator:
     """The sums of what was held, block by block."""
-    sums, blocks = call.accumulator(source), call.plan.blocks
+    sums = call.accumulator(source)
+    blocks = call.plan.blocks
     inputs = BackwardInputs(result.measured, coefficients)
     for block in blocks:
         part = inputs if len(blocks) == 1 else inputs.rows(block.rows)

@@ -19,10 +19,13 @@ from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
 # For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
-CPU_BUDGET, GPU_BUDGET, GPU_SHARE = 256 * MIB, 1200 * MIB, 64
+CPU_BUDGET = 256 * MIB
+GPU_BUDGET = 1200 * MIB
+GPU_SHARE = 64
 # Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
 # waiting longer, and takes a CPU more operations, than leaving them out can save.
-SKIP_WORTH, CPU_SKIP_WORTH = 2 * 10**11, 1 << 24
+SKIP_WORTH = 2 * 10**11
+CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
 SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
 TEACHER_BYTES = 660 << 20  # the same beside a teacher
@@ -121,7 +124,9 @@ class Plan:
 
 def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     """Choose a schedule; ValueError where an explicit one cannot serve the call."""
-    p, size, least = inputs, options.memory_budget, inputs.token_bytes
+    p = inputs
+    size = options.memory_budget
+    least = inputs.token_bytes
     if size is not None and size < least and p.tokens and not p.in_place:
         want = f"want at least {least}, the logits of one token, which are taken instead"
         warnings.warn(f"memory_budget: got {size} bytes, {want}", stacklevel=2)
@@ -134,7 +139,8 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks, budget[0])
     if not (p.hidden_gradient or p.weight_gradient):
-        schedule, reason = "statistics", "nothing requires a gradient"
+        schedule = "statistics"
+        reason = "nothing requires a gradient"
     if schedule == "held":  # a teacher measures all tokens before it differentiates any
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
@@ -189,7 +195,9 @@ def _choose(
     p: PlanInputs, options: Options, chunks: Sequence[Chunk] | None, budget: int
 ) -> tuple[Schedule, str]:
     """A schedule, and why it is this one."""
-    named, size, most = options.schedule, p.tokens * p.token_bytes, options.chunk_tokens
+    named = options.schedule
+    size = p.tokens * p.token_bytes
+    most = options.chunk_tokens
     tiles_size = (
         f"the {'softmax terms' if p.exp_tiles else 'logits'} of all tokens take "
         f"{size / MIB:.1f} MiB"
@@ -251,7 +259,8 @@ def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
         return options.memory_budget, "asked for"
     if not (p.on_gpu and p.memory):
         return GPU_BUDGET if p.on_gpu else CPU_BUDGET, "by default"
-    share, whose = p.memory // GPU_SHARE, "smallest GPU of the group" if p.sharded else "GPU"
+    share = p.memory // GPU_SHARE
+    whose = "smallest GPU of the group" if p.sharded else "GPU"
     return share, f"one part in {GPU_SHARE} of the {whose}'s memory, {p.memory / MIB:.0f} MiB"
 
 
@@ -268,7 +277,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
     if p.narrow or p.in_place:
         return Tile(rows, p.vocabulary)
-    elements, explicit = rows * p.vocabulary, options.chunk_tokens is not None
+    elements = rows * p.vocabulary
+    explicit = options.chunk_tokens is not None
     if options.batch_invariant:
         # A width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
         # logits give their statistics over all columns at once.
@@ -323,7 +333,8 @@ def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
 
 def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     """Chunks that respect the objective's scope, or None where there are none."""
-    lengths, unit = p.lengths or [], p.segments_per_unit
+    lengths = p.lengths or []
+    unit = p.segments_per_unit
     single = [Chunk(0, p.tokens, 0, len(lengths))] if p.tokens or p.grouped else []
     if p.in_place:  # nothing is held
         return single
@@ -333,13 +344,17 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
         return None
     if p.tokens <= rows or p.scope == "batch" or not lengths:
         return single if p.tokens <= max(rows, limit) else None
-    chunks, start, stop, first = list[Chunk](), 0, 0, 0
+    chunks = list[Chunk]()
+    start = 0
+    stop = 0
+    first = 0
     for at in range(0, len(lengths), unit):  # may not be cut apart
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None
         if stop > start and stop + tokens - start > rows:
             chunks.append(Chunk(start, stop, first, at))
-            start, first = stop, at
+            start = stop
+            first = at
         stop += tokens
     return [*chunks, Chunk(start, stop, first, len(lengths))]

@@ -63,7 +63,10 @@ class Requirements:
 
 def requirements_of(arguments: Arguments) -> Requirements:
     """The requirements of a call; ValueError or TypeError for a wrong argument."""
-    a, batch, options, head = arguments, arguments.batch, arguments.options, arguments.head
+    a = arguments
+    batch = arguments.batch
+    options = arguments.options
+    head = arguments.head
     objective = Objective.of(a.terms)
     compute_dtype = _checked(a, objective)
     dtype = compute_dtype or a.tensor.dtype
@@ -119,7 +122,8 @@ def requirements_of(arguments: Arguments) -> Requirements:
 
 def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     """The dtype that autocast computes in, where the arguments are what they must be."""
-    batch, head = a.batch, a.head
+    batch = a.batch
+    head = a.head
     if a.verb == "plan":  # of hidden states and a head without values
         checks.check_eager(a.verb, getattr(batch, "targets", None))
     else:
@@ -138,7 +142,8 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
 
 def _backend(a: Arguments, dtype: torch.dtype) -> str:
     """The backend's name; ValueError where none can serve the options."""
-    options, device = a.options, a.tensor.device
+    options = a.options
+    device = a.tensor.device
     backend = kernels.choose(options.backend, device, dtype)
     if options.batch_invariant and a.head is not None and backend != "triton":
         raise ValueError(
@@ -154,7 +159,8 @@ def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     into = enabled and tensor.requires_grad
     if head is None:
         return NeedsGrad((into,))
-    lora, bias = head.lora, head.bias
+    lora = head.lora
+    bias = head.bias
     weights = (head.weight, *(x.b for x in lora), *(w for _, w in head.beside))
     of_lora = (into or (enabled and x.a.requires_grad) for x in lora)
     return NeedsGrad(
@@ -198,10 +204,16 @@ def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Trans
 
 def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> PlanInputs:
     """The planner's record of a call on this rank's slice of the vocabulary."""
-    tensor, head, scored = a.tensor, a.head, required.scored
-    objective, options, needs = required.objective, required.options, required.needs
-    kinds, size = required.batch.kinds(required.wide), required.dtype.itemsize
-    tolerance, support = options.gradient_tolerance > 0, scored.support
+    tensor = a.tensor
+    head = a.head
+    scored = required.scored
+    objective = required.objective
+    options = required.options
+    needs = required.needs
+    kinds = required.batch.kinds(required.wide)
+    size = required.dtype.itemsize
+    tolerance = options.gradient_tolerance > 0
+    support = scored.support
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
     # that is measured beside the statistics but the last.
     teachers = objective.teachers

@@ -215,7 +215,8 @@ class Head:
         Differentiable. It materialises the logits: for tests and small inputs.
         """
         self.validate(hidden)
-        dtype, rows = sum_dtype(hidden.dtype), slice(self.vocabulary)
+        dtype = sum_dtype(hidden.dtype)
+        rows = slice(self.vocabulary)
         z = hidden.new_zeros((), dtype=dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for features, weight in self.factors(hidden.reshape(-1, hidden.shape[-1])):
@@ -374,5 +375,6 @@ def _check_floating(name: str, value: object, want: str) -> None:
 def _misfit(
     name: str, value: Tensor, want: str, other: Tensor, what: str = "a weight"
 ) -> ValueError:
-    got, shape = tuple(value.shape), tuple(other.shape)
+    got = tuple(value.shape)
+    shape = tuple(other.shape)
     return ValueError(f"{name}: got shape {got}, want {want} for {what} of shape {shape}")

@@ -50,7 +50,8 @@ class BlockAccumulator:
         blocks: Sequence[Chunk],
         single_block: bool,
     ) -> None:
-        needs_grad, main_grad = buffers.needs_grad, buffers.main_grad
+        needs_grad = buffers.needs_grad
+        main_grad = buffers.main_grad
         self.source = source
         self.hidden = HiddenGradient(source, needs_grad.features, blocks)
         self.main_grad = main_grad if needs_grad.weights[0] else None
@@ -86,7 +87,8 @@ class BlockAccumulator:
         if pairs is None and not len(dlogits):
             return
         for i, total in self.totals.items():
-            features, fresh = self.source.features[i], i in self.fresh
+            features = self.source.features[i]
+            fresh = i in self.fresh
             if len(dlogits):
                 x = features[rows] if scaled is None else scaled
                 products.add_weight_gradient_(total, dlogits, x, fresh)
@@ -106,7 +108,8 @@ class BlockAccumulator:
 
     def finish(self, factor: Tensor | None) -> Gradients:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
-        source, scaled = self.source, self.source.acts.scaled
+        source = self.source
+        scaled = self.source.acts.scaled
         of_weights = factor if self.by_factor else None
         gradients: Gradients = [None] * (2 * len(source.features) + 1)
         self.hidden.settle()
@@ -199,9 +202,11 @@ class HiddenGradient:
     def __init__(
         self, source: LinearLogits, needs_grad: Sequence[bool], blocks: Sequence[Chunk]
     ) -> None:
-        self.source, self.group = source, source.context.shard.group
+        self.source = source
+        self.group = source.context.shard.group
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
-        self.blocks, self.totals = iter(blocks), dict[int, Tensor]()
+        self.blocks = iter(blocks)
+        self.totals = dict[int, Tensor]()
         for i in self.wanted if len(blocks) != 1 else ():  # else it is that of the block
             features = source.features[i]
             self.totals[i] = features.new_empty(features.shape)  # in rows, whatever their layout
@@ -217,11 +222,15 @@ class HiddenGradient:
 
     def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
         """All rows of a block from those of the gradient, 0 where there is none."""
-        source, features, weight = self.source, self.source.features[i], self.source.weights[i]
+        source = self.source
+        features = self.source.features[i]
+        weight = self.source.weights[i]
         dlogits, rows, _, multiple, memory, pairs = gradient
-        dtype, n = features.dtype, block.stop - block.start
+        dtype = features.dtype
+        n = block.stop - block.start
         if self.group is not None:  # the weight gradient has not read the scaled features yet
-            dtype, memory = source.dtype, None
+            dtype = source.dtype
+            memory = None
         part = source.products.input_gradient(dlogits, weight, dtype, memory)
         places = rows - block.start if isinstance(rows, Tensor) else None
         if self.group is None and i in self.totals:

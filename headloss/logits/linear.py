@@ -55,21 +55,25 @@ class RowContext(NamedTuple):
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
-        targets, transform = self.targets[index], self.transform.rows(index)
+        targets = self.targets[index]
+        transform = self.transform.rows(index)
         beside = tuple(part.take(index) for part in self.beside)
         return self._replace(targets=targets, transform=transform, beside=beside)
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """What the statistics of a tile are taken by, beside its logits."""
-        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        first = self.shard.first + (columns.start or 0)
+        transform = self.transform.rows(rows)
         return Forward(self.targets[rows], first, transform, self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
         """What the gradient of a tile is taken by, beside its logits."""
-        (stats, normalizer), (coefficients, extras, _) = inputs.measured, inputs.coefficients
-        first, transform = self.shard.first + (columns.start or 0), self.transform.rows(rows)
+        stats, normalizer = inputs.measured
+        coefficients, extras, _ = inputs.coefficients
+        first = self.shard.first + (columns.start or 0)
+        transform = self.transform.rows(rows)
         arguments = self.targets[rows], first, transform, normalizer
         logits = isinstance(inputs.tile, Tensor) and not extras  # `part_gradient_` takes any
         all_columns = self.all_columns and columns is ALL and logits
@@ -98,7 +102,8 @@ class LogitSource:
     additions: int = 1  # in which the weight gradient of a block of tokens comes
 
     def __init__(self, context: RowContext) -> None:
-        self.context, self.acts = context, context.acts
+        self.context = context
+        self.acts = context.acts
         self.vocabulary: int = context.shard.size  # columns of this slice
         self.beside = context.beside
 
@@ -119,7 +124,8 @@ class LogitSource:
         states: list[State] = [None] * len(self.beside)
         for columns in tiles:
             raw = tile = None  # before the next one is made
-            raw, forward = self.raw(rows, columns), self.context.forward(rows, columns)
+            raw = self.raw(rows, columns)
+            forward = self.context.forward(rows, columns)
             tile = LogitTile(raw, forward.first, self.acts)
             states = [p.add(rows, tile, s) for p, s in zip(self.beside, states, strict=True)]
             partials = self.acts.partials(raw, forward, partials)
@@ -128,7 +134,8 @@ class LogitSource:
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[State] = ()) -> Measured:
         """With what is measured in addition to the statistics, and what its gradient takes."""
-        extras, normalizer = measured.stats.extras, measured.normalizer
+        extras = measured.stats.extras
+        normalizer = measured.normalizer
         if PEAK in self.context.needs:
             extras[PEAK] = normalizer.max_logit.clone()
         for part, state in zip(self.beside, states, strict=True):
@@ -138,16 +145,19 @@ class LogitSource:
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         """dL/draw of a tile's rows that carry a gradient."""
         raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
-        places, index = rows, rows_left(inputs.live)
+        places = rows
+        index = rows_left(inputs.live)
         if index is not None:
-            raw, places = compact_(raw, index), index + (rows.start or 0)
+            raw = compact_(raw, index)
+            places = index + (rows.start or 0)
             inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
         return LogitGradient(self.gradient_(raw, places, columns, inputs), places, columns)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
-        tile, slopes = (rows, columns, inputs.measured), inputs.coefficients.extras
+        tile = (rows, columns, inputs.measured)
+        slopes = inputs.coefficients.extras
         pairs = [(part, part.slopes(slopes)) for part in self.beside]
         parts = [(part, of_part) for part, of_part in pairs if of_part is not None]
         if not parts:
@@ -176,13 +186,15 @@ class LinearLogits(LogitSource):
         super().__init__(context)
         self.products: products.Products = context.fixed or products
         *pairs, self.full_bias = tensors
-        self.features, self.full_weights = pairs[::2], pairs[1::2]
+        self.features = pairs[::2]
+        self.full_weights = pairs[1::2]
         self.logits_dtype, scored = logits_dtype, slice(self.vocabulary)
         self.weights = [weight[scored] for weight in self.full_weights]  # other rows are padding
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
-        x, plain = self.features[0], not (logits_dtype or context.transform.softcap)
+        x = self.features[0]
+        plain = not (logits_dtype or context.transform.softcap)
         plain = plain and not (self.weights[1:] or context.beside)
         self.fused = measured and plain and self.acts.can_fuse(x, self.weights[0])
         if self.fused:
@@ -203,7 +215,9 @@ class LinearLogits(LogitSource):
     ) -> tuple[Measured, HeldTile]:
         if not self.fused:
             return super().statistics(rows, tiles, keep)
-        x, width, raw = self.features[0][rows], self.vocabulary, None
+        x = self.features[0][rows]
+        width = self.vocabulary
+        raw = None
         if keep:
             raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
         forward = self._biased(self.context.forward(rows))
@@ -214,7 +228,9 @@ class LinearLogits(LogitSource):
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
         # Both models' logits are in memory for some of the tokens at once.
-        v, count, dtype = len(self.weights[0][columns]), rows.stop - rows.start, self.gradient_dtype
+        v = len(self.weights[0][columns])
+        count = rows.stop - rows.start
+        dtype = self.gradient_dtype
         width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
         gradient = self.features[0].new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
@@ -248,7 +264,8 @@ class ExpLogits(LinearLogits):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, HeldTile]:
-        x, weight = self.features[0][rows], self.weights[0]
+        x = self.features[0][rows]
+        weight = self.weights[0]
         forward = self._biased(self.context.forward(rows))
         held: HeldTile = None
         if keep and not self.on_chip:
@@ -273,7 +290,8 @@ class ExpLogits(LinearLogits):
         if inputs.tile is not None:
             return self._of_terms(rows, inputs, backward)
         # The product that would make the logits again makes their gradient.
-        x, weight = self.features[0][rows], self.weights[0][columns]
+        x = self.features[0][rows]
+        weight = self.weights[0][columns]
         gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
         if chosen := self._chosen(rows, columns, inputs):
             self.acts.chosen_gradient_(gradient, chosen, backward)
@@ -283,16 +301,22 @@ class ExpLogits(LinearLogits):
         """The candidates' columns, where they carry a gradient; nothing else is beside."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
-        (part,), logps = self.beside, inputs.measured.stats.extras[CANDIDATES]
+        (part,) = self.beside
+        logps = inputs.measured.stats.extras[CANDIDATES]
         return Chosen(part.columns(rows, columns), logps[:, :-1], slopes[:, :-1])
 
     def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
-        acts, x, held, live = self.acts, self.features[0][rows], inputs.tile, inputs.live
+        acts = self.acts
+        x = self.features[0][rows]
+        held = inputs.tile
+        live = inputs.live
         order = None if live is None else acts.dense_order(live, int(DENSE_SHARE * len(live)))
-        count_copy, chosen = order and HostCopy(order.count), self._chosen(rows, ALL, inputs)
-        c, cap = backward.coefficients, backward.transform.softcap
+        count_copy = order and HostCopy(order.count)
+        chosen = self._chosen(rows, ALL, inputs)
+        c = backward.coefficients
+        cap = backward.transform.softcap
         multiple: Tensor | None = None
         features: Tensor | None = None
         if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
@@ -303,12 +327,15 @@ class ExpLogits(LinearLogits):
         if chosen:
             options = {"multiples": multiple, "order": order}
             acts.chosen_gradient_(held.exp_logits, chosen, backward, **options)
-        values, places = held.exp_logits, rows
+        values = held.exp_logits
+        places = rows
         if order and count_copy and (count := count_copy.tolist()[0]) < len(x):
-            values, places = values[:count], order.rows[:count] + (rows.start or 0)
+            values = values[:count]
+            places = order.rows[:count] + (rows.start or 0)
             if features is not None:
                 assert multiple is not None
-                multiple, features = multiple[:count], features[:count]
+                multiple = multiple[:count]
+                features = features[:count]
         return LogitGradient(values, places, ALL, multiple, features)
 
 
@@ -327,7 +354,8 @@ class NarrowLogits(ExpLogits):
         factor: Tensor | None,  # of the weight's gradient
     ) -> None:
         """Put the gradients in their places; rows without one leave the weight's sweep alone."""
-        x, weight = self.features[0], self.weights[0]
+        x = self.features[0]
+        weight = self.weights[0]
         for total in sums.hidden.totals.values():
             for i, block in enumerate(blocks):
                 rows = block.rows
@@ -337,7 +365,8 @@ class NarrowLogits(ExpLogits):
         index = rows_left(inputs.coefficients.live() if skip_rows else None)
         some = self
         if index is not None:
-            some, inputs = self.take(index), inputs.rows(index)
+            some = self.take(index)
+            inputs = inputs.rows(index)
         outs = sums.totals.get(0), sums.bias
         if len(some) and outs != (None, None):
             backward = self._biased(some.context.backward(ALL, ALL, inputs))

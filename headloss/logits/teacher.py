@@ -40,7 +40,9 @@ def measuring(
     """What a source has to know, with dense teachers, each with what terms read of it, stored
     top-k, candidates and sum p^2; the batch's fields are checked first. `wide`: dtype of
     statistics; `keeps_tiles`: of the plan."""
-    transform, needs, shard = context.transform, context.needs, context.shard
+    transform = context.transform
+    needs = context.needs
+    shard = context.shard
     stored = [t for t, _ in teachers if t.source(batch) == "topk"]
     beside: list[DenseTeacher | Candidates | SquaredSum] = [
         DenseTeacher(t, measures, context, batch, wide, keeps_tiles)
@@ -78,7 +80,10 @@ class DenseTeacher:
         wide: torch.dtype,
         keeps: bool,
     ) -> None:
-        self.key, self.measures, self.shard, self.wide = teacher, measures, context.shard, wide
+        self.key = teacher
+        self.measures = measures
+        self.shard = context.shard
+        self.wide = wide
         self.more = tuple(((teacher, measure), ()) for measure in measures)
         self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
@@ -91,7 +96,8 @@ class DenseTeacher:
         else:
             self.source = _of_hidden(context, batch, teacher, wide)
             if "teacher_index" in batch:
-                count, static = len(self.source.features[0]), batch.live is not None
+                count = len(self.source.features[0])
+                static = batch.live is not None
                 self.rows = SharedRows.of(batch.teacher_index, count, static)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
@@ -164,7 +170,8 @@ class DenseTeacher:
             return self.source.raw(index, columns), places
         if isinstance(self.source, LinearLogits):
             return self.source.raw(rows, columns), None
-        tile, dtype = self.source.read(rows, columns), self.wide
+        tile = self.source.read(rows, columns)
+        dtype = self.wide
         if dtype == torch.float64 or tile.dtype not in READABLE:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
@@ -177,7 +184,8 @@ class DenseTeacher:
         self, rows: Rows, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
         """What pulls slopes of the measures back to a tile."""
-        (first, raw, places), self.raw = self.raw or (0, None, None), None
+        first, raw, places = self.raw or (0, None, None)
+        self.raw = None
         if raw is None:
             raw, places = self._teacher(rows, columns)
         elif isinstance(rows, Tensor):
@@ -199,7 +207,8 @@ def _of_hidden(
     assert teacher.head is not None
     if teacher.head.beside:
         raise ValueError("teacher_head: got a head with columns beside, want a head without")
-    shard, head = context.shard, local_head(teacher.head)
+    shard = context.shard
+    head = local_head(teacher.head)
     states = _wide_field("teacher_hidden", batch, head.weight.shape[1], "the teacher head's width")
     if head.vocab_group is None and head.vocabulary != shard.vocabulary:
         raise ValueError(

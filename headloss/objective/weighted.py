@@ -69,7 +69,8 @@ class WeightedTerm(NamedTuple):
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[] float64, what these tokens add to the term's reduced value."""
-        losses, weights = self.losses(stats, batch), self.weights
+        losses = self.losses(stats, batch)
+        weights = self.weights
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
         if isinstance(weights, Tensor):
@@ -89,7 +90,8 @@ class WeightedTerm(NamedTuple):
 
     def per_token(self, stats: Statistics, batch: PackedBatch) -> dict[str, Tensor]:
         """[T] what the term reports of tokens, 0 where it is restricted, by "term/metric"."""
-        included, values = self.included(batch), dict[str, Tensor]()
+        included = self.included(batch)
+        values = dict[str, Tensor]()
         for name, o in observed(self.term, stats, batch).items():
             if o.per == "token":
                 value = o.values if included is None else torch.where(included, o.values, 0)
@@ -102,7 +104,9 @@ class WeightedTerm(NamedTuple):
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for name, o in observed(self.term, stats, batch).items():
             reports[o.per][f"{self.name}/{name}"] = o
-        live, included, present = batch.live, self.included(batch), None
+        live = batch.live
+        included = self.included(batch)
+        present = None
         if reports["segment"]:
             present = batch.segments.lengths > 0
             if live is not None:
@@ -161,7 +165,8 @@ class WeightedObjective:
         coefficients."""
         parts = self.parts
         if chunk is not None:
-            batch, parts = batch.slice(chunk), tuple([p.rows(chunk.rows) for p in parts])
+            batch = batch.slice(chunk)
+            parts = tuple([p.rows(chunk.rows) for p in parts])
         slopes: dict[object, Tensor] = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
@@ -194,7 +199,8 @@ class WeightedObjective:
         softmax = vjp(slopes, stats, self.vocabulary)
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         stacked = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
-        coefficients, factor = Coefficients(softmax, extras, stacked), self.upstream
+        coefficients = Coefficients(softmax, extras, stacked)
+        factor = self.upstream
         return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
 
     @property

@@ -28,7 +28,9 @@ from torch import Tensor
 STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
 # What is measured beside them, and its key in `Statistics.extras`. There candidates have
 # [T, K + 1] log-probs, of which the rest's is the last.
-CANDIDATES, COLLISION, PEAK = "candidates", "sum_p_squared", "peak"
+CANDIDATES = "candidates"
+COLLISION = "sum_p_squared"
+PEAK = "peak"
 BESIDE = {
     "candidate_logps": CANDIDATES,
     "candidate_tail": CANDIDATES,
@@ -243,7 +245,8 @@ class Slope(NamedTuple):
     @property
     def constant(self) -> bool:
         """Whether it is the same for all statistics."""
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
         return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
