@@ -533,21 +533,3 @@ def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
         (gradient,) = torch.autograd.grad(3.0 * out.loss, leaf)
         gradients.append(gradient)
     torch.testing.assert_close(*gradients)
-
-
-def test_a_product_leaves_raw_logits():
-    """And its statistics are the same bits as without."""
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float16
-    x, weight = torch.randn(70, 72, device=DEVICE).to(dtype), torch.randn(328, 72, device=DEVICE)
-    weight, bias = (weight / 8).to(dtype), torch.randn(328, device=DEVICE)
-    transform = Transform(scale=0.7, temperature=1.5, bias=bias)
-    targets = torch.randint(328, (70,), device=DEVICE)
-    forward = Forward(targets, 0, transform, frozenset({"logp", "entropy"}))
-    raw = torch.full((70, 340), math.nan, device=DEVICE)[:, :328]
-    found = triton_divergence.product_statistics(x, weight, forward, 328, raw=raw)
-    plain = triton_divergence.product_statistics(x, weight, forward, 328)
-    pairs = zip(found.stats.tensors().values(), plain.stats.tensors().values(), strict=True)
-    for mine, theirs in pairs:
-        assert torch.equal(mine, theirs)
-    assert error(raw, x.double() @ weight.double().t() + bias.double()) <= 1e-6
-    assert raw._base[:, 328:].isnan().all()

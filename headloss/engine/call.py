@@ -67,10 +67,6 @@ class Call:
             context=self.context,
             compute_dtype=required.compute_dtype,
             logits_dtype=self.options.logits_dtype,
-            # A product measures logits of float16, whose gradient is written in float16.
-            measured=required.rescaled
-            and required.backend == "triton"
-            and self.shard.group is None,
         )
         return (
             linear if support is None else lambda tensors: SupportLogits(linear(tensors), support)

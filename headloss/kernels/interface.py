@@ -280,9 +280,8 @@ class Kernels(Acts, Protocol):
         forward: Forward,
         vocabulary: int,
         held: ExpTile | None = None,
-        raw: Tensor | None = None,
     ) -> Measured:
-        """`product_partials` of all columns, and `softmax.finish`; raw [n, v] takes raw logits."""
+        """`product_partials` of all columns, and `softmax.finish`."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""

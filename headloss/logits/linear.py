@@ -181,7 +181,6 @@ class LinearLogits(LogitSource):
         *,
         compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
         logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
-        measured: bool = False,  # the product measures statistics where it can
     ) -> None:
         super().__init__(context)
         self.products: products.Products = context.fixed or products
@@ -194,12 +193,6 @@ class LinearLogits(LogitSource):
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         x = self.features[0]
-        plain = not (logits_dtype or context.transform.softcap)
-        plain = plain and not (self.weights[1:] or context.beside)
-        self.fused = measured and plain and self.acts.can_fuse(x, self.weights[0])
-        if self.fused:
-            needs = context.needs | {"top1"}  # the gradient asks for the largest logit
-            self.context = context._replace(needs=needs)
         self.dtype = products.sum_dtype(x.dtype)
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
@@ -209,20 +202,6 @@ class LinearLogits(LogitSource):
         LogitSource.__init__(some, self.context.take(index))
         some.features = [features[index] for features in self.features]
         return some
-
-    def statistics(
-        self, rows: slice, tiles: Sequence[slice], keep: bool
-    ) -> tuple[Measured, HeldTile]:
-        if not self.fused:
-            return super().statistics(rows, tiles, keep)
-        x = self.features[0][rows]
-        width = self.vocabulary
-        raw = None
-        if keep:
-            raw = x.new_empty(x.shape[0], 16 * -(-width // 16), dtype=self.dtype)[:, :width]
-        forward = self._biased(self.context.forward(rows))
-        arguments = x, self.weights[0], forward, self.context.shard.vocabulary
-        return self.completed(rows, self.acts.product_statistics(*arguments, raw=raw)), raw
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):

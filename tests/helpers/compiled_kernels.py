@@ -146,11 +146,6 @@ class Form:
         yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
         yield "product", lambda: acts.product_partials(x, w, forward)
         yield "slab", lambda: acts.product_gradient(x, w, backward)
-        uncapped = forward._replace(transform=replace(self.biased, softcap=None))
-        yield (
-            "raw product",
-            lambda: acts.product_statistics(x, w, uncapped, V, raw=some(N, V)),
-        )
 
     def narrow(self) -> Iterator[tuple[str, Call]]:
         width = 200 if self.full else 64

@@ -87,12 +87,9 @@ def product_partials(
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None,
-    raw: Tensor | None = None,
-) -> Measured:  # fmt: skip
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None
+) -> Measured:
     found = product_partials(x, w, forward, held)
-    if raw is not None:
-        raw.copy_(_product(x, w, forward.transform.bias))
     return Measured(*stats.finish(found, vocabulary, forward.needs))
 
 

@@ -198,7 +198,7 @@ def load_for_sums(pointers, first, block, n):
 
 @gluon.jit
 def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constexpr):
-    """Statistics: sums over a tile's columns; exp logits or raw logits are written."""
+    """Statistics: sums over a tile's columns; exp logits are written."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, shift, column = loaded
@@ -225,11 +225,6 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
     left, right = halves(z)
     parts = halves(left) + halves(right)
     for i in gl.static_range(4):
-        if held is not None:
-            if held.dtype == gl.float32:  # but for the target's, which is masked
-                one, other = halves(parts[i])
-                write(one, held, out, first, block, WHO, 2 * i)
-                write(other, held, out, first, block, WHO, 2 * i + 1)
         below = parts[i] * scale - log2_shift
         e = gl.exp2(below)
         if i == 0:
@@ -237,8 +232,7 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
         else:
             mass, entropy_sum = mass + e, entropy_sum + e * below
         if held is not None:
-            if held.dtype != gl.float32:
-                write(e, held, out, first, block, WHO, i)
+            write(e, held, out, first, block, WHO, i)
     gl.store(sumexps + place, gl.sum(mass, 1), mask=inside)
     if entropy_sums is not None:
         gl.store(entropy_sums + place, gl.sum(entropy_sum, 1) * LN2, mask=inside)
@@ -248,7 +242,7 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
 def overlapping_product_kernel(
     x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
 ):
-    """As product_kernel, but that `held` may also be raw logits, in float32."""
+    """As product_kernel."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
     parts = parts_of(of.epilogue)  # [blocks, pitch] each
     entropy_sums, logit_sums, max_logits = None, None, None
@@ -306,10 +300,7 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
 LOADED = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
 LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
 STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
-WIDE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32)
-STORED_WIDE = TileShape((tiles.ROWS // 2, tiles.WIDTH // 8), WIDE)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
 launch_product = launchers(overlapping_product_kernel, LOADED, **OPTIONS)
 launch_held = launchers(overlapping_product_kernel, LOADED | {"held": STORED}, **OPTIONS)
-launch_raw = launchers(overlapping_product_kernel, LOADED | {"held": STORED_WIDE}, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=LOADED | {"to": STORED}, **OPTIONS)

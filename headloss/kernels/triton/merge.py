@@ -23,7 +23,7 @@ from ..interface import Measured
 from .chosen import TOKENS, shift_column, shifts_kernel
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, TileShape, cdiv
-from .records import LogitScaling, Matrix
+from .records import LogitScaling
 
 FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
 ROWS = 16  # tokens of a program
@@ -49,7 +49,6 @@ class Epilogue(NamedTuple):
     stride: int  # from one of the parts to the next: blocks * pitch
     z: LogitScaling
     flags: Flags
-    raw: Matrix | None  # where raw logits go, in float32 and without a soft cap
 
 
 class ProductStatistics(NamedTuple):
@@ -167,10 +166,6 @@ def finish_kernel(
     target = tl.load(more + rows, mask=inside, other=0.0)
 
     column = shift_column(of.epilogue, rows, inside)
-    if of.epilogue.raw is not None:
-        outer = per_row(tl.zeros_like(shift) + of.z.outer, of.z, rows, inside)
-        raw = of.epilogue.raw.data + rows * of.epilogue.raw.stride
-        tl.store(raw + column, shift / tl.where(outer == 0, 1.0, outer), mask=inside)
     far = inside & ((sumexp_m1 < FAR) == 0)
     if of.held_stride is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
@@ -203,12 +198,8 @@ def finish_kernel(
     max_logit = shift
     above = sumexp_m1
     if TOP1:  # the same sums for the largest logit; untouched where the shift is it
-        max_of_others = tl.max(max_tile, 0)
-        max_logit = tl.maximum(max_of_others, shift)
+        max_logit = tl.maximum(tl.max(max_tile, 0), shift)
         log_scale = shift - max_logit
-        if of.epilogue.raw is not None:  # their largest is `summed_again`'s but for a rounding
-            max_logit = tl.where(far, max_of_others, max_logit)
-            log_scale = tl.where(far, 0.0, log_scale)
         scale = exp(log_scale)
         mass = 1 + sumexp_m1
         above = tl.where(log_scale == 0, sumexp_m1, mass * scale - 1)

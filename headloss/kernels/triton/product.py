@@ -31,7 +31,7 @@ from .chosen import TOKENS, shift_column, target_gradient_
 from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
-from .records import LogitScaling, gradient_inputs, matrix_of, programs_on, scaling
+from .records import LogitScaling, gradient_inputs, programs_on, scaling
 from .tiles import (
     BM,
     BN,
@@ -71,10 +71,6 @@ def sum_tile(z, m, block, held, of, n, v):
     width = v - block * BN
     columns = tl.arange(0, BN)
     z = biased(z, of.z, block * BN + columns, v)
-    if of.raw is not None:
-        raw = of.raw.data + rows.to(tl.int64) * of.raw.stride + block * BN
-        in_tile = inside[:, None] & (columns < width)[None, :]
-        tl.store(raw[:, None] + columns[None, :], z, mask=in_tile)
     if not of.z.same:
         z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
@@ -171,10 +167,9 @@ def product_statistics(
     forward: Forward,
     vocabulary: int,
     held: ExpTile | None = None,
-    raw: Tensor | None = None,
 ) -> Measured:
     check_operands(x, w)
-    return measured(statistics_of(x, w, forward, vocabulary, held, raw), forward.needs)
+    return measured(statistics_of(x, w, forward, vocabulary, held), forward.needs)
 
 
 def statistics_of(
@@ -183,7 +178,6 @@ def statistics_of(
     forward: Forward,
     vocabulary: int | None,
     held: ExpTile | None = None,
-    raw: Tensor | None = None,
     sweep: tuple[int, Any] | None = None,
 ) -> Sequence[Tensor]:
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
@@ -199,23 +193,15 @@ def statistics_of(
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
         blocks, product = sweep or (cdiv(v, WIDTH), None)
-        share = bias_of(x)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
         shift = out.new_empty(n) if held is None else held.shift
         exp_logits = None if held is None else held.exp_logits
         stride = None if exp_logits is None else exp_logits.stride(0)
         z = scaling(transform)
-        unbiased = scaling(transform, share)
-        to = None
-        if raw is not None:
-            unbiased = z._replace(restore=1 + share)
-            to = matrix_of(raw)
+        unbiased = scaling(transform, bias_of(x))
         run = product_of(unbiased, x.device, holds=exp_logits is not None)
-        if raw is not None and run is not launch_product:  # written tile by tile, as exp logits are
-            run = in_gluon().launch_raw
-            exp_logits = raw
         run = run if product is None else (run[0], product, run[2])
-        epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags, to)
+        epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags)
         stop = tl.constexpr(vocabulary is None)
         of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
         programs = programs_on(x.device)
