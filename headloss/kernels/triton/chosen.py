@@ -7,8 +7,6 @@ token.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +26,7 @@ from .formulas import (
     under_cap_at,
 )
 from .launch import Launcher, cdiv
-from .records import GradientInputs, Matrix, check_tile, gradient_inputs, matrix_of, scaling
+from .records import Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
 ROWS = 128  # of a program that sets targets
 COLUMNS = 8
@@ -97,22 +95,9 @@ def logits_kernel(
     tl.store(out + row * count + k, tl.where(here, logit, 0.0), mask=k < count)
 
 
-class Put(NamedTuple):
-    """What `gradient_kernel` takes."""
-
-    to: Matrix  # [n, v]
-    a: GradientInputs
-    columns: Matrix  # [n, K], as the next two
-    logps: Matrix
-    slopes: Matrix | None  # beside the targets' coefficients
-    multiples: Tensor | None = None  # [n], of the rows of `to`
-    order: Order | None = None
-    raw: Tensor | None = None  # [n] logits, where one column is chosen
-
-
 @triton.jit(do_not_specialize=["from_column", "first", "n"])
 def gradient_kernel(
-    of,  # Put
+    a,  # GradientInputs
     from_column,  # the number of the first column
     first,
     n,
@@ -121,37 +106,38 @@ def gradient_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    a = of.a
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if of.order is not None:
-        n = tl.load(of.order.count)
+    if a.order is not None:
+        n = tl.load(a.order.count)
     row = tl.where(place < n, place, 0)
-    if of.order is not None:
-        row = tl.load(of.order.rows + row)
+    if a.order is not None:
+        row = tl.load(a.order.rows + row)
     k = tl.arange(0, BLOCK)[None, :]
     inside = (place < n)[:, None] & (k < count)
     at = row[:, None]
-    column = tl.load(of.columns.data + at * of.columns.stride + k, mask=inside, other=-1)
+    column = tl.load(a.columns.data + at * a.columns.stride + k, mask=inside, other=-1)
     column -= from_column
     here = inside & (column >= 0) & (column < v)
-    log_p = tl.load(of.logps.data + at * of.logps.stride + k, mask=here, other=0.0)
+    log_p = tl.load(a.column_logps.data + at * a.column_logps.stride + k, mask=here, other=0.0)
     slope = coefficient(a.c.target, at)
-    if of.slopes is not None:
-        chosen_slope = tl.load(of.slopes.data + at * of.slopes.stride + k, mask=here, other=0.0)
+    if a.column_slopes is not None:
+        chosen_slope = tl.load(
+            a.column_slopes.data + at * a.column_slopes.stride + k, mask=here, other=0.0
+        )
         slope = chosen_slope + tl.where(column == tl.load(a.targets + at) - first, slope, 0.0)
     g = gradient_from_logp(log_p, slope, coefficients(a.c, at), a.c)
     if a.z.inner is not None:
-        if of.raw is not None:
-            g = under_cap(g, tl.load(of.raw + at, mask=here, other=0.0), a.z)
+        if a.column_raw is not None:
+            g = under_cap(g, tl.load(a.column_raw + at, mask=here, other=0.0), a.z)
         else:
             z = tl.load(a.normalizer.max_logit + at) + (log_p + tl.load(a.normalizer.log_sum + at))
             g = under_cap_at(g, z, per_row(a.z.outer, a.z, at))
     g *= per_row(a.z.factor, a.z, at)
-    if of.multiples is not None:
-        multiple = tl.load(of.multiples + place, mask=place < n, other=0.0)[:, None]
+    if a.multiples is not None:
+        multiple = tl.load(a.multiples + place, mask=place < n, other=0.0)[:, None]
         g = tl.where(multiple == 0, 0.0, g / tl.where(multiple == 0, 1.0, multiple))
-    out = of.to.data + place[:, None] * of.to.stride + column
-    tl.store(out, g.to(of.to.data.dtype.element_ty), mask=here)
+    out = a.to.data + place[:, None] * a.to.stride + column
+    tl.store(out, g.to(a.to.data.dtype.element_ty), mask=here)
 
 
 launch_logits = Launcher(logits_kernel, num_warps=4)
@@ -182,9 +168,12 @@ def chosen_gradient_(
     n, count = chosen.columns.shape
     v = tile.shape[1]
     if n:
-        of = Put(to, gradient_inputs(backward), *map(matrix_of, chosen), multiples, order)
+        names = ("columns", "column_logps", "column_slopes")
+        operands = {"to": to, "order": order, "multiples": multiples}
+        operands |= zip(names, map(matrix_of, chosen), strict=True)
+        a = gradient_inputs(backward, **operands)
         block = triton.next_power_of_2(count)
-        launch_gradient(n, of, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
+        launch_gradient(n, a, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 
 
 def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> None:
@@ -196,5 +185,7 @@ def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> 
     if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)
-    of = Put(matrix_of(tile), a, Matrix(a.targets, 1), Matrix(a.logps, 1), None, raw=raw)
-    launch_targets(cdiv(n, ROWS), of, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)
+    columns = Matrix(a.targets, 1)
+    logps = Matrix(a.logps, 1)
+    a = a._replace(to=matrix_of(tile), columns=columns, column_logps=logps, column_raw=raw)
+    launch_targets(cdiv(n, ROWS), a, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)

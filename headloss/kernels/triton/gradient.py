@@ -10,8 +10,6 @@ products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,51 +33,40 @@ from .formulas import (
     under_cap_at,
 )
 from .launch import Launcher, cdiv
-from .records import GradientInputs, Matrix, gradient_inputs, matrix_of
+from .records import Matrix, gradient_inputs, matrix_of
 
 LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
 
 
-class Gradient(NamedTuple):
-    """What the kernel takes."""
-
-    tile: Matrix  # raw logits, or exp logits
-    to: Matrix
-    order: Order | None
-    a: GradientInputs
-    shifts: Tensor | None  # [n] of exp logits
-
-
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
-    of,  # Gradient
+    a,  # GradientInputs
     first,
     v,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    a = of.a
     programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
     end = tl.minimum(v, begin + SPAN)
     row = place
-    if of.order is not None:
-        if place >= tl.load(of.order.count):
+    if a.order is not None:
+        if place >= tl.load(a.order.count):
             return
-        row = tl.load(of.order.rows + place)
-    x = of.tile.data + row * of.tile.stride
-    out = of.to.data + place * of.to.stride
+        row = tl.load(a.order.rows + place)
+    x = a.tile.data + row * a.tile.stride
+    out = a.to.data + place * a.to.stride
     outer, factor, normalizer, at, target_gradient = token_of(a, row)
     max_logit, log_sum = normalizer
     target = tl.load(a.targets + row) - first
-    if of.shifts is not None:
-        offset = (max_logit - tl.load(of.shifts + row)) + log_sum
+    if a.shifts is not None:
+        offset = (max_logit - tl.load(a.shifts + row)) + log_sum
         if a.logps is not None:
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
-    if of.shifts is not None and a.z.inner is None:
+    if a.shifts is not None and a.z.inner is None:
         # e (level + slope log2 e); the target's element is written afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
@@ -105,7 +92,7 @@ def gradient_kernel(
             columns = start + tl.arange(0, BLOCK)
             inside = columns < end
             value = tl.load(x + columns, mask=inside, other=0.0)
-            if of.shifts is not None:
+            if a.shifts is not None:
                 p = value * tl.exp(-offset)
                 log_p = tl.where(value > 0, log(value.to(tl.float32)) - offset, FLOOR)
             else:
@@ -115,7 +102,7 @@ def gradient_kernel(
             if a.logps is not None:
                 g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
-                if of.shifts is not None:
+                if a.shifts is not None:
                     if a.logps is not None:  # its term may be 0, which no longer tells its z
                         log_p = tl.where(columns == target, target_log_p, log_p)
                     g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
@@ -138,63 +125,50 @@ def logit_gradient_(
     n, v = raw.shape
     out = records.narrowed(raw, backward)
     if n:
-        of = Gradient(matrix_of(raw), matrix_of(out), order, gradient_inputs(backward), shifts)
+        operands = {"tile": matrix_of(raw), "to": matrix_of(out), "order": order, "shifts": shifts}
+        a = gradient_inputs(backward, **operands)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
-        launch_gradient(n * cdiv(v, span), of, backward.first, v, **options)
+        launch_gradient(n * cdiv(v, span), a, backward.first, v, **options)
     return out
 
 
 SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
 
 
-class Multiple(NamedTuple):
-    """What the kernel takes."""
-
-    exp_logits: Matrix  # [n, v]
-    a: GradientInputs
-    shifts: Tensor  # [n]
-    order: Order | None
-    x: Matrix | None  # [n, H]
-    features: Tensor | None  # [n, H]
-    multiples: Tensor  # [n]
-    least: Tensor | None  # [n]
-
-
 @triton.jit(do_not_specialize=["first"])
-def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
+def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
-    a = of.a
     row = place
-    if of.order is not None:
-        row = tl.load(of.order.rows + place)
-        if place >= tl.load(of.order.count):
+    if a.order is not None:
+        row = tl.load(a.order.rows + place)
+        if place >= tl.load(a.order.count):
             return
     max_logit, log_sum = normalizer_of(a.normalizer, row)
     multiple = tl.load(a.c.prob + row)
-    multiple *= tl.exp((tl.load(of.shifts + row) - max_logit) - log_sum)
+    multiple *= tl.exp((tl.load(a.shifts + row) - max_logit) - log_sum)
     at_target = coefficient(a.c.target, row)
     log_p = tl.load(a.logps + row)
     of_token = coefficients(a.c, row)
     target_value = gradient_from_logp(log_p, at_target, of_token, a.c)
-    if of.least is not None:
-        floor = tl.load(of.least + row) * SMALLEST
+    if a.least is not None:
+        floor = tl.load(a.least + row) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     if a.c.target is not None:
         floor = tl.abs(at_target) * SMALLEST
         multiple = tl.where(tl.abs(multiple) < floor, floor, multiple)
     divisor = tl.where(multiple == 0, 1.0, multiple)
     target_value = tl.where(multiple == 0, 0.0, target_value / divisor)
-    exp_logits = of.exp_logits.data + row * of.exp_logits.stride
+    exp_logits = a.tile.data + row * a.tile.stride
     target_value = target_value.to(exp_logits.dtype.element_ty)
     column = tl.load(a.targets + row) - first
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
     else:  # from a place that nobody writes to but to set this same target
-        to = of.exp_logits.data + place * of.exp_logits.stride
+        to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             inside = columns < v
@@ -202,10 +176,10 @@ def multiple_rows_kernel(of, first, v, h, BLOCK: tl.constexpr):
             value = tl.where(columns == column, target_value, value)
             tl.store(to + columns, value, mask=inside)
     factor = multiple * per_row(a.z.factor, a.z, row)
-    tl.store(of.multiples + place, factor)
-    if of.x is not None:
-        x = of.x.data + row * of.x.stride
-        features = of.features + place * h
+    tl.store(a.multiples + place, factor)
+    if a.x is not None:
+        x = a.x.data + row * a.x.stride
+        features = a.features + place * h
         for start in range(0, h, BLOCK):
             at = start + tl.arange(0, BLOCK)
             value = tl.load(x + at, mask=at < h, other=0.0).to(tl.float32) * factor
@@ -232,10 +206,17 @@ def held_multiple_(
         rows = Matrix(x, x.stride(0))
         features = x.new_empty(n, h := x.shape[1])
     if n:
-        a = gradient_inputs(backward)
-        tile = matrix_of(held.exp_logits)
-        of = Multiple(tile, a, held.shift, order, rows, features, multiples, least)
-        launch_rows(n, of, backward.first, v, h, BLOCK=2048)
+        a = gradient_inputs(
+            backward,
+            tile=matrix_of(held.exp_logits),
+            order=order,
+            shifts=held.shift,
+            multiples=multiples,
+            x=rows,
+            features=features,
+            least=least,
+        )
+        launch_rows(n, a, backward.first, v, h, BLOCK=2048)
     return multiples, features
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
-from ..interface import Backward, partials_of
+from ..interface import Backward, Order, partials_of
 from ..transform import Transform
 
 BLOCK = 4096  # columns a program works on at once, at most
@@ -53,13 +53,25 @@ class LogitScaling(NamedTuple):
 
 
 class GradientInputs(NamedTuple):
-    """What the gradient takes of each token."""
+    """A `Backward` as kernels read it, and the operands of those that write its gradient."""
 
     targets: Tensor | None  # [n], as all vectors
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: SoftmaxCoefficients
-    logps: Tensor | None  # of the targets; None: their elements are as others
+    logps: Tensor | None  # of the targets; None: their elements have no slope of their own
+    to: Matrix | None = None  # [n, v] the gradient
+    order: Order | None = None  # the rows of `to`
+    tile: Matrix | None = None  # [n, v] raw logits, or exp logits
+    shifts: Tensor | None = None  # [n] of exp logits
+    multiples: Tensor | None = None  # [n] of the rows of `to`, by which they are to be multiplied
+    columns: Matrix | None = None  # [n, K] the chosen ones, with their log-probs and slopes
+    column_logps: Matrix | None = None
+    column_slopes: Matrix | None = None  # None: the target's alone, from its coefficient
+    column_raw: Tensor | None = None  # [n] raw logits, where one column is chosen
+    x: Matrix | None = None  # [n, H] hidden states
+    features: Tensor | None = None  # [n, H] their rows times the multiples
+    least: Tensor | None = None  # [n] size below which a multiple must not be far
 
 
 class BlockedColumns(NamedTuple):
@@ -113,9 +125,9 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
 NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
 
 
-def gradient_inputs(backward: Backward) -> GradientInputs:
+def gradient_inputs(backward: Backward, **operands: Any) -> GradientInputs:
     targets, _, transform, normalizer, c, logps, *_ = backward
-    return GradientInputs(targets, scaling(transform), normalizer, in_rows(c), logps)
+    return GradientInputs(targets, scaling(transform), normalizer, in_rows(c), logps, **operands)
 
 
 def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
