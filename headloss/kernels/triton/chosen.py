@@ -168,10 +168,9 @@ def chosen_gradient_(
     n, count = chosen.columns.shape
     v = tile.shape[1]
     if n:
-        names = ("columns", "column_logps", "column_slopes")
-        operands = {"to": to, "order": order, "multiples": multiples}
-        operands |= zip(names, map(matrix_of, chosen), strict=True)
-        a = gradient_inputs(backward, **operands)
+        columns, logps, slopes = map(matrix_of, chosen)
+        a = gradient_inputs(backward)._replace(to=to, order=order, multiples=multiples)
+        a = a._replace(columns=columns, column_logps=logps, column_slopes=slopes)
         block = triton.next_power_of_2(count)
         launch_gradient(n, a, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 

@@ -125,8 +125,8 @@ def logit_gradient_(
     n, v = raw.shape
     out = records.narrowed(raw, backward)
     if n:
-        operands = {"tile": matrix_of(raw), "to": matrix_of(out), "order": order, "shifts": shifts}
-        a = gradient_inputs(backward, **operands)
+        a = gradient_inputs(backward)
+        a = a._replace(tile=matrix_of(raw), to=matrix_of(out), order=order, shifts=shifts)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
         span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
@@ -206,8 +206,7 @@ def held_multiple_(
         rows = Matrix(x, x.stride(0))
         features = x.new_empty(n, h := x.shape[1])
     if n:
-        a = gradient_inputs(
-            backward,
+        a = gradient_inputs(backward)._replace(
             tile=matrix_of(held.exp_logits),
             order=order,
             shifts=held.shift,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -125,9 +125,9 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
 NO_INPUTS = GradientInputs(None, None, None, SoftmaxCoefficients(), None)
 
 
-def gradient_inputs(backward: Backward, **operands: Any) -> GradientInputs:
+def gradient_inputs(backward: Backward) -> GradientInputs:
     targets, _, transform, normalizer, c, logps, *_ = backward
-    return GradientInputs(targets, scaling(transform), normalizer, in_rows(c), logps, **operands)
+    return GradientInputs(targets, scaling(transform), normalizer, in_rows(c), logps)
 
 
 def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
