@@ -90,6 +90,83 @@ def test_recommender_learns_by_either_loss(
     assert values[0][-1] > 0.1 and values[0][-1] > values[1][-1]
 
 
+def small_verifier():
+    """The example, and a frozen random model of 24 tokens, of which a draft has 20."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    example = load(ROOT / "examples" / "draft_model.py")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_attention_heads=4, **sizes))
+    with torch.no_grad():  # far from uniform, and mostly by the token before
+        model.lm_head.weight.mul_(15)
+        model.model.embed_tokens.weight.mul_(100)
+    return example, example.Verifier(model, torch.arange(20))
+
+
+def test_a_draft_trains_on_what_it_sees_when_it_drafts() -> None:
+    """Each unrolled step is the one of a loop that has only the tokens before; and the loss is its
+    formula through logits."""
+    example, verifier = small_verifier()
+    draft, steps, start = example.Draft(32), 3, 5
+    ids = torch.randint(2, 20, (2, 12))
+    scored = torch.rand(2, 12) < 0.7
+    layers, states = verifier.states(ids)
+    tokens = verifier.embed(ids)
+    drafted = example.unrolled(draft, layers, tokens, steps)
+    hidden, past = draft.fuse(layers[:, : start + 1]), []
+    hidden = draft.step(hidden, tokens[:, 1 : start + 2], 0, past)[:, -1:]
+    for step in range(steps):
+        if step:
+            at = start + 1 + step
+            hidden = draft.step(hidden, tokens[:, at : at + 1], start + step, past)
+        assert torch.allclose(hidden[:, 0], drafted[:, start + 1 + step, step], atol=1e-5)
+
+    p = (drafted @ verifier.head.weight.T).double().log_softmax(-1)
+    q = (states @ verifier.head.weight.T).double().log_softmax(-1)[:, :, None].expand_as(p)
+    share = (-3 * torch.minimum(p.exp(), q.exp()).sum(-1)).exp()
+    distance = (p.exp() - q.exp()).abs().sum(-1) / 2
+    values = share * (q.exp() * (q - p)).sum(-1) + (1 - share) * distance
+    row, step = torch.arange(12)[:, None], torch.arange(steps)
+    there = scored[..., None] & (row >= step + 1) & (row - step - 1 < 12 - steps)
+    want = (values * 0.8**step)[there].sum() / there.sum()
+    out = example.loss(draft, verifier, ids, scored, steps)
+    assert float(out.loss.detach()) == pytest.approx(float(want.detach()), rel=1e-5)
+
+
+def test_drafted_tokens_have_the_verifiers_law() -> None:
+    example, _ = small_verifier()
+    p, q = torch.tensor([[0.7, 0.1, 0.2]]), torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.1, 0.8]])
+    first, second = torch.zeros(3), torch.zeros(3)
+    for _ in range(4000):
+        token, *more = example.accept(p[0].multinomial(1), p, q).tolist()
+        first[token] += 1
+        second[more] += 1
+    assert torch.allclose(first / 4000, q[0], atol=0.03)
+    assert torch.allclose(second / second.sum(), q[1], atol=0.03)
+    accepted = torch.minimum(p[0], q[0]).sum()
+    assert float(second.sum() / 4000) == pytest.approx(float(accepted), abs=0.03)
+
+
+def test_a_trained_draft_is_accepted_more_often() -> None:
+    example, verifier = small_verifier()
+    draft = example.Draft(32)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-2)
+    prompts = list(torch.randint(2, 20, (16, 6)))
+    before, most = example.accepted_length(draft, verifier, prompts, 3)
+    acceptances = []
+    for _ in range(30):
+        ids = torch.randint(2, 20, (32, 14))
+        out = example.loss(draft, verifier, ids, torch.ones_like(ids, dtype=torch.bool), 3)
+        acceptances.append(float(out.metrics["lk_hybrid/acceptance"]))
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    after, _ = example.accepted_length(draft, verifier, prompts, 3)
+    assert acceptances[-1] > acceptances[0] + 0.3
+    assert before + 0.5 < after < most and 3 < most <= 4
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parallel_learns(ranks: int) -> None:
     printed = script_on(ranks, str(ROOT / "examples" / "parallel.py"))
