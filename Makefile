@@ -140,5 +140,5 @@ demo: $(STAMP)  ## train a small model by SFT, then by GSPO, and report
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python examples/demo.py $(ARGS)
 
 clean:  ## remove .venv and every cache
-	rm -rf .venv .venv-dist .venv-frameworks .venv-release .frameworks .mutants .pytest_cache .ruff_cache .hypothesis build dist site site-pictures
+	rm -rf .venv .venv-dist .venv-frameworks .venv-release .frameworks .mutants .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -263,13 +263,13 @@ def run_calls(arguments: argparse.Namespace, seconds: float) -> Row:
 
 
 def run_ranks(arguments: argparse.Namespace) -> list[Row]:
-    """Races on two GPUs, see parallel.py."""
+    """Races on two GPUs, see studies/parallel.py."""
     if arguments.device != "cuda" or torch.cuda.device_count() < 2:
         return [{"name": "two ranks", "left out": "needs two GPUs"}]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "ranks.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += [str(Path(__file__).with_name("parallel.py")), "--out", str(output)]
+        command += [str(Path(__file__).parent / "studies" / "parallel.py"), "--out", str(output)]
         command += ["--against", str(arguments.against), "--repeats", str(arguments.pairs)]
         subprocess.run(command, check=False, env=with_this_tree(), timeout=300)
         if not output.exists():

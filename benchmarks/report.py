@@ -246,7 +246,7 @@ def small(results: dict) -> str:
 
 
 def invariance(rows: list[Row]) -> str:
-    """What `Options(batch_invariant=True)` costs, from the rows of benchmarks/invariance.py."""
+    """The cost of `Options(batch_invariant=True)`: rows of studies/invariance.py."""
     head = ("head", "N", "ms", "with the option", "ratio", "differ", "with the option")
     lines = [head, ("---",) + ("---:",) * 6]
     for row in rows:

@@ -1,4 +1,4 @@
-"""docs/losses.md: every loss of the frameworks, in headloss. `python docs/losses.py` rewrites it.
+"""docs/losses.md: every loss of the frameworks, in headloss. `python docs losses` rewrites it.
 
 The rows stand in docs/frameworks, one file for each framework:
 
@@ -43,7 +43,7 @@ NAMES = {
 HEAD = """\
 # The losses of the frameworks, in headloss
 
-Made by `python docs/losses.py` from [docs/frameworks](frameworks). A row names a loss of a
+Made by `python docs losses` from [docs/frameworks](frameworks). A row names a loss of a
 framework, the headloss expression that has its value and its gradient, and the test that compares
 the two in float64; `hl` is `import headloss as hl`. Numbers in an expression stand for the
 framework's own options. Tests under `tests/frameworks` call the framework's own functions and run

@@ -1,4 +1,4 @@
-"""Runs the notebooks and stores what their cells print: `python docs/notebooks.py`.
+"""Runs the notebooks and stores what their cells print: `python docs notebooks`.
 
 A notebook here is JSON whose cells run as one program. Nothing but the standard library is needed,
 so that the tests can compare the outputs that are stored with those of today.

@@ -1,4 +1,4 @@
-"""The generated parts of README.md and the pages: `python docs/readme.py` rewrites them in place.
+"""The generated parts of README.md and the pages: `python docs readme` rewrites them in place.
 
 `PLACES` says which file holds which parts. A part stands between `<!-- name -->` and
 `<!-- /name -->`. Tables of terms come from docstrings, bytes from the planner, and measurements
@@ -18,10 +18,11 @@ from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.losses.catalogue import modifier_table, table
 from headloss.options import Options
 
-sys.path.insert(0, str(Path(__file__).parent))  # where this file is loaded by its path
-import studies
-
 ROOT = Path(__file__).parents[1]
+for folder in ("docs", "benchmarks", "benchmarks/studies"):
+    sys.path.insert(0, str(ROOT / folder))
+import study_tables  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 MEMORY = RESULTS / "cpu_memory.json"
 TRUTH = RESULTS / "gradient_truth.json"
@@ -64,7 +65,7 @@ def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
 
 
 def cpu_memory() -> str:
-    """The results of benchmarks/cpu_memory.py."""
+    """The results of benchmarks/studies/cpu_memory.py."""
     found = json.loads(MEMORY.read_text())
     rows = [
         ("contestant", "peak extra memory", "of which returned gradients", "loss"),
@@ -79,7 +80,6 @@ def cpu_memory() -> str:
 
 def speed() -> str:
     """The rows of the table of goals, from `benchmarks/run.py --table`."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import goals
 
     return goals(json.loads((RESULTS / "table.json").read_text()))
@@ -87,7 +87,6 @@ def speed() -> str:
 
 def problem() -> str:
     """The numbers of the README's picture."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import PROBLEM
 
     found = json.loads((RESULTS / "full.json").read_text())["rows"]
@@ -108,7 +107,6 @@ def _time_and_memory(row: dict) -> str:
 
 def few() -> str:
     """Four of these rows, beside each peer's best."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import few
 
     return few(json.loads((RESULTS / "table.json").read_text()))
@@ -116,7 +114,6 @@ def few() -> str:
 
 def errors() -> str:
     """How far log-probs are off in these rows."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import log_prob_errors
 
     return log_prob_errors(json.loads((RESULTS / "table.json").read_text()))
@@ -124,7 +121,6 @@ def errors() -> str:
 
 def behind() -> str:
     """Who is ahead in these rows."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import behind
 
     return behind(json.loads((RESULTS / "table.json").read_text()))
@@ -132,7 +128,6 @@ def behind() -> str:
 
 def losing() -> str:
     """The same in a paragraph."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import losing
 
     return losing(json.loads((RESULTS / "table.json").read_text()))
@@ -161,15 +156,13 @@ def losing_large() -> str:
 
 def small() -> str:
     """Calls of few tokens, from the same file."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from report import small
 
     return small(json.loads((RESULTS / "table.json").read_text()))
 
 
 def claim() -> str:
-    """What benchmarks/gradient_truth.py found, in a sentence."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    """What benchmarks/studies/gradient_truth.py found, in a sentence."""
     from gradient_truth import claim
 
     return claim(json.loads(TRUTH.read_text()))
@@ -177,14 +170,13 @@ def claim() -> str:
 
 def truth() -> str:
     """The error of each contestant's gradient, GRPO."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     from gradient_truth import summary
 
     return summary(json.loads(TRUTH.read_text()))
 
 
 def support() -> str:
-    """What benchmarks/support.py found, in a sentence."""
+    """What benchmarks/studies/support.py found, in a sentence."""
     found = json.loads((RESULTS / "support.json").read_text())
     sizes, row, dense = found["sizes"], found["uniform"], found["dense"]
     return (
@@ -197,8 +189,7 @@ def support() -> str:
 
 
 def invariance() -> str:
-    """The table of benchmarks/invariance.py."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    """The table of benchmarks/studies/invariance.py."""
     from report import invariance
 
     found = json.loads((RESULTS / "invariance.json").read_text())
@@ -268,7 +259,7 @@ def _few_steps(bench: Any, found: dict) -> str:
             best = min(row["ms"] for row in group)
             cells = (bench._cell(of.get(name), best) for name in DEFAULTS)
             rows.append((f"{model}, {work}", *cells))
-    rows.append(studies.replay_row(DEFAULTS))
+    rows.append(study_tables.replay_row(DEFAULTS))
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nBeside *Transformers* headloss takes {min(less):.0f} to "
@@ -297,15 +288,13 @@ def _of_steps(show: Callable[[Any, dict], str]) -> str:
         return (
             "Not measured yet: `python3 benchmarks/steps.py --json benchmarks/results/steps.json`."
         )
-    sys.path.insert(0, str(ROOT / "benchmarks"))
     import steps
 
     return show(steps, json.loads(STEPS.read_text()))
 
 
 def scaling() -> str:
-    """The table of benchmarks/parallel.py, times alone."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    """The table of benchmarks/studies/parallel.py, times alone."""
     import parallel
 
     results = json.loads((RESULTS / "parallel.json").read_text())
@@ -338,10 +327,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "small": small,
     "scaling": scaling,
     "cpu-memory": cpu_memory,
-    "clip-sides": studies.clip_sides,
-    "training": studies.training,
-    "sampling": studies.sampling,
-    "replay": studies.replay,
+    "clip-sides": study_tables.clip_sides,
+    "training": study_tables.training,
+    "sampling": study_tables.sampling,
+    "replay": study_tables.replay,
 }
 
 PLACES: dict[str, tuple[str, ...]] = {

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
-import torch
-from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import against
 import cases
 import contestants
 import measure
 import oracle
+import pytest
 import report
 import run
+import torch
 import works
 from plain import SCALING
+from torch import Tensor
 
 CPU = torch.device("cpu")
 TINY = works.Setting(tokens=40, width=12, vocabulary=61, dtype=torch.float32, segments=9)

@@ -9,13 +9,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-import torch
-from torch import Tensor
-from worlds import script_on
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import against
 import candidates
 import cases
@@ -25,6 +18,7 @@ import measure
 import oracle
 import parallel
 import parallel_timeline
+import pytest
 import ranks
 import report
 import run
@@ -33,7 +27,10 @@ import step_cases
 import steps
 import support
 import tolerance
+import torch
 import works
+from torch import Tensor
+from worlds import script_on
 
 CPU = torch.device("cpu")
 TINY = works.Setting(
@@ -343,7 +340,7 @@ def test_small_calls_tell_the_host_time() -> None:
 
 def test_parallel(tmp_path: Path) -> None:
     """Checks and rows of a small world, merged into a file and a table."""
-    script, path = Path(run.__file__).with_name("parallel.py"), tmp_path / "parallel.json"
+    script, path = Path(run.__file__).parent / "studies" / "parallel.py", tmp_path / "parallel.json"
     printed = script_on(2, str(script), "--quick", "--repeats=1", f"--out={path}")
     assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", printed)
     found = json.loads(path.read_text())
@@ -749,7 +746,7 @@ def test_tolerance_draws_curves(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.slow
 def test_invariance_keeps_its_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "invariance.json"
-    script = Path(measure.__file__).with_name("invariance.py")  # it asks for the interpreter
+    script = Path(measure.__file__).parent / "studies" / "invariance.py"
     command = [sys.executable, str(script), "--quick", "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
     rows = json.loads(output.read_text())["rows"]

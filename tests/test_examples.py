@@ -179,7 +179,7 @@ def test_parallel_learns(ranks: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_cpu_memory_contestants(capsys: pytest.CaptureFixture[str]) -> None:
     """On sizes of no interest: every contestant runs, and those of the same work agree."""
-    benchmark = load(ROOT / "benchmarks" / "cpu_memory.py")
+    benchmark = load(ROOT / "benchmarks" / "studies" / "cpu_memory.py")
     losses: dict[str, list[float]] = {}
     for name in benchmark.CONTESTANTS:
         sizes = ["--tokens=64", "--hidden=16", "--vocab=200"]

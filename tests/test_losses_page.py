@@ -29,7 +29,7 @@ def names_in(file: str) -> set[str]:
 
 
 def test_page_is_current() -> None:
-    assert losses.PAGE.read_text() == losses.page(), "run `python docs/losses.py`"
+    assert losses.PAGE.read_text() == losses.page(), "run `python docs losses`"
 
 
 @pytest.mark.parametrize("framework", losses.FRAMEWORKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,11 +11,9 @@ import pytest
 pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from named_lines import GAP, name_lines
 
 from headloss.__main__ import main
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-from named_lines import GAP, name_lines
 
 SIZES = ["--tokens", "4096", "--hidden", "64", "--vocab", "1000", "--device", "cuda"]
 

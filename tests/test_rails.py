@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import against
 import contestants
+import pytest
 import rails
 import run
 import works

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("trl", reason="the runs are of its trainers")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import replay
 import step_cases
 from blank_plots import blank_plots  # noqa: F401

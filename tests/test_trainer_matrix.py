@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import trainers
 from accelerate.commands.config.config_args import load_config_from_file
 from trainer_cases import CHOICES, Case, as_row, pairwise

@@ -1,22 +1,19 @@
-"""What clip_sides.py, stacks.py and spelling.py of benchmarks/ measure by: loss, clip and task."""
+"""Losses, clip and task of the training studies: clip_sides.py, stacks.py and spelling.py."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
+import clip_sides
 import pytest
+import spelling
+import stacks
 import torch
 
 import headloss as hl
-
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-import clip_sides
-import spelling
-import stacks
 
 B, C, V, H = 6, 5, 11, 4
 CPU = torch.device("cpu")

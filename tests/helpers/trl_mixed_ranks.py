@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from transformers import AutoModelForCausalLM
 from trl_case import load, saved
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "studies"))
 import trainer_cases
 import trainer_runs
 from trainer_cases import SMALL, Case

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import distributed
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "studies"))
 import trainer_cases
 import trainer_runs
 from trainer_cases import SMALL, Case, Size

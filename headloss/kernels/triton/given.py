@@ -27,7 +27,7 @@ from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: the numbers to tune on a device (benchmarks/given.py)."""
+    """How a launch is cut: the numbers to tune on a device (benchmarks/studies/given.py)."""
 
     warps: int  # of a block
     turns: int = 16  # rows of a block, one after another

@@ -48,7 +48,7 @@ WIDEST = 256  # hidden width
 PARTS = 16  # of the vocabulary
 
 
-class Shape(NamedTuple):  # the numbers to tune on a device (benchmarks/narrow.py)
+class Shape(NamedTuple):  # the numbers to tune on a device (benchmarks/studies/narrow.py)
     rows: int  # of a tile
     width: int
     warps: int

@@ -1,8 +1,10 @@
 """`Options(gradient_tolerance=x)`: the time it saves, its error, and what a model learns under it.
 
-    python benchmarks/tolerance.py time --output time.json       # on one GPU, a minute
-    python benchmarks/tolerance.py curves --output curves.json --plot curves.png
-    python benchmarks/tolerance.py time --quick                  # on a CPU; so curves --quick
+Page: docs/concepts.md.
+
+    python benchmarks/studies/tolerance.py time --output time.json       # on one GPU, a minute
+    python benchmarks/studies/tolerance.py curves --output curves.json --plot curves.png
+    python benchmarks/studies/tolerance.py time --quick  # on a CPU; so curves --quick
 
 `time`: GRPO on tokens as a trained model has them, 60 % with p(y) > 0.99 (1 - p log-uniform) and
 the others trained-looking; eight answers to a question, whose advantages are all 0 where all are
@@ -22,6 +24,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from measure import Stretch, make_limit, synchronize

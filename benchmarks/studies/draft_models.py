@@ -1,7 +1,9 @@
 """Losses of draft models, against speculators' fused losses on logits that both models make.
 
-    python benchmarks/draft_models.py --output drafts.json    # on one GPU, about two minutes
-    python benchmarks/draft_models.py --quick                 # small, on a CPU
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/draft_models.py --output drafts.json  # on one GPU, about two minutes
+    python benchmarks/studies/draft_models.py --quick                 # small, on a CPU
 
 Correctness first: every measure, shared rows, a larger vocabulary and columns beside the head,
 against float64. Then the time of forward and backward, the error of the hidden gradient, and the

@@ -1,7 +1,9 @@
 """What replay of a sampler's sets costs: in generation, in a GRPO step, beside the whole softmax.
 
-    python benchmarks/replay.py --device cuda --json benchmarks/results/replay.json    # minutes
-    python benchmarks/replay.py --quick --device cpu                                   # seconds
+Page: docs/replay.md.
+
+    python benchmarks/studies/replay.py --device cuda --json benchmarks/results/replay.json
+    python benchmarks/studies/replay.py --quick --device cpu  # seconds
 
 Three parts, in one model of known shapes whose predictions look trained:
 
@@ -28,6 +30,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from measure import Stretch, synchronize

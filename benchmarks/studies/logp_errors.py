@@ -1,6 +1,8 @@
 """Signed errors of log-probs against float64, on the same hidden states: what a mean keeps.
 
-    python benchmarks/logp_errors.py [--device cpu --quick] [--output FILE.json]
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/logp_errors.py [--device cpu --quick] [--output FILE.json]
 
 The model, hidden states and targets are those of `gradient_truth.py`. Of each way to log-probs, the
 mean error of a target's logit, of log-sum-exp and of their difference, the log-prob; how far apart
@@ -18,6 +20,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from gradient_truth import BLOCK, FULL, QUICK, Bench

@@ -1,8 +1,10 @@
 """Which tokens and sequences the clip stops, as each head sees it, against a float64 head.
 
-    python benchmarks/clip_sides.py --json benchmarks/results/clip_sides.json   # minutes, a GPU
-    python benchmarks/clip_sides.py --quick --device cpu                        # seconds
-    python benchmarks/clip_sides.py --from benchmarks/results/clip_sides.json \\
+Page: docs/does-it-matter.md.
+
+    python benchmarks/studies/clip_sides.py --json benchmarks/results/clip_sides.json
+    python benchmarks/studies/clip_sides.py --quick --device cpu                        # seconds
+    python benchmarks/studies/clip_sides.py --from benchmarks/results/clip_sides.json \\
         --markdown benchmarks/results/clip_sides.md --plot benchmarks/results/clip_sides.png
 
 Models that spell words backward (`spelling`), with largest logits of 20 to 60, sample groups of
@@ -27,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import report
 import spelling

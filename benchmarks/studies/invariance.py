@@ -1,7 +1,9 @@
 """What `Options(batch_invariant=True)` costs, and that it keeps its word.
 
-    python benchmarks/invariance.py --output invariance.json     # on one GPU, two minutes
-    python benchmarks/invariance.py --quick                      # in Triton's interpreter
+Page: docs/concepts.md.
+
+    python benchmarks/studies/invariance.py --output invariance.json     # on one GPU, two minutes
+    python benchmarks/studies/invariance.py --quick                      # in Triton's interpreter
 
 For each kind of head: cross-entropy, forward and backward, with and without the option, round by
 round; and of how many tokens the log-prob, the entropy or the row of the hidden gradient differs in
@@ -18,6 +20,8 @@ import statistics
 import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 

@@ -1,6 +1,8 @@
 """Peak memory of one forward and backward on a CPU: headloss beside eager PyTorch.
 
-    python benchmarks/cpu_memory.py --output benchmarks/results/cpu_memory.json
+Page: benchmarks/README.md.
+
+    python benchmarks/studies/cpu_memory.py --output benchmarks/results/cpu_memory.json
 
 Each contestant runs in a process of its own on the same inputs, T tokens of width H on a vocabulary
 of V. What is shown is the peak resident set beyond what was resident before the call (Linux). It

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from ranks import Ranks, covered

@@ -1,7 +1,9 @@
 """The softmax over K ids a token, against the dense call on the same inputs.
 
-    python benchmarks/support.py --output support.json     # on one GPU, about a minute
-    python benchmarks/support.py --quick                   # small, on a CPU
+Page: docs/support.md.
+
+    python benchmarks/studies/support.py --output support.json     # on one GPU, about a minute
+    python benchmarks/studies/support.py --quick                   # small, on a CPU
 
 For each way to draw the ids: correctness first (log-probs, hidden and weight gradients of a few
 tokens and columns, against float64), then the time of forward and backward beside that of the

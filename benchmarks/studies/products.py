@@ -1,7 +1,9 @@
 """The logits product by three kernels: the vendor's, the plain one with an act in its epilogue, and
 the one whose epilogue overlaps with the next tile's product.
 
-    python benchmarks/products.py --output products.json
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/products.py --output products.json
 
 n tokens of a block, H hidden width, V vocabulary; bfloat16, milliseconds, medians of calls in turn.
 """
@@ -13,8 +15,11 @@ import contextlib
 import functools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import run
 import torch

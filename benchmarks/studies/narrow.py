@@ -1,7 +1,9 @@
 """The sweeps of a narrow head: correctness, tile shapes, and time of each.
 
-    python benchmarks/narrow.py --output narrow.json            # on one GPU, minutes
-    python benchmarks/narrow.py --tune --widths 64 128 256      # tile shapes
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/narrow.py --output narrow.json            # on one GPU, minutes
+    python benchmarks/studies/narrow.py --tune --widths 64 128 256      # tile shapes
 
 Correctness first, of a few tokens and columns against float64: log-probs, the hidden gradient and
 the weight's. Then the time of the forward sweep with and without the sums of the hidden gradient,

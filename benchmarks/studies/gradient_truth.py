@@ -1,8 +1,10 @@
 """The gradient that a model gets from each contestant, against a float64 head on the same backbone.
 
-    python benchmarks/gradient_truth.py --output benchmarks/results/gradient_truth.json \\
+Page: benchmarks/README.md.
+
+    python benchmarks/studies/gradient_truth.py --output benchmarks/results/gradient_truth.json \\
         --markdown benchmarks/results/gradient_truth.md --plot benchmarks/results/gradient_truth.png
-    python benchmarks/gradient_truth.py --quick --device cpu    # seconds, tiny shapes
+    python benchmarks/studies/gradient_truth.py --quick --device cpu    # seconds, tiny shapes
 
 A random backbone of Qwen2's shape gives the hidden states, once, in bfloat16. The weight of the
 head is scaled until the largest logit has the wanted size, and every token's target is sampled from
@@ -32,6 +34,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import contestants
 import measure

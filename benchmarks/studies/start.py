@@ -1,7 +1,9 @@
 """The start of a call: what the host does before the first large product is launched.
 
-    python3 benchmarks/start.py
-    torchrun --nproc-per-node 2 benchmarks/start.py
+Page: benchmarks/NOTES.md.
+
+    python3 benchmarks/studies/start.py
+    torchrun --nproc-per-node 2 benchmarks/studies/start.py
 
 Medians over many calls, each cut off where its first product is launched and begun on an idle GPU,
 in microseconds of the host: from the call to its read of the device, the wait there, and from there
@@ -17,6 +19,9 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from torch import distributed

@@ -1,7 +1,9 @@
 """GRPO with a term over K candidates a token, against GRPO alone on the same inputs.
 
-    python benchmarks/candidates.py --output candidates.json     # on one GPU, about a minute
-    python benchmarks/candidates.py --quick                      # small, on a CPU
+Page: docs/candidates.md.
+
+    python benchmarks/studies/candidates.py --output candidates.json  # on one GPU, about a minute
+    python benchmarks/studies/candidates.py --quick                      # small, on a CPU
 
 For each K, with and without the rest of the mass: correctness first (candidates' log-probs, hidden
 and weight gradients of a few tokens and columns, against float64), then the time of forward and
@@ -13,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from draws import columns_of

@@ -1,7 +1,9 @@
 """Scaling over the GPUs of one host: vocabulary shards, segments across ranks, FSDP2.
 
-    torchrun --nproc-per-node 2 benchmarks/parallel.py --out benchmarks/results/parallel.json
-    python benchmarks/parallel.py --merge OTHER.json --out benchmarks/results/parallel.json
+Page: docs/across-devices.md, benchmarks/README.md.
+
+    torchrun --nproc-per-node 2 benchmarks/studies/parallel.py --out parallel.json
+    python benchmarks/studies/parallel.py --merge OTHER.json --out parallel.json
 
 Checks against a float64 oracle come first (`--check`: these alone); no time is taken where one of
 them fails. Times are the slowest rank's. One rank's time, to compare with, is measured in the same
@@ -34,6 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import against
 import torch

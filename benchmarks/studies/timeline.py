@@ -1,6 +1,8 @@
 """Where the time of a call goes: kernels by kind, and the gaps in which the GPU had nothing to do.
 
-    python3 benchmarks/timeline.py grpo wide "headloss, 2200 MiB"
+Page: benchmarks/NOTES.md.
+
+    python3 benchmarks/studies/timeline.py grpo wide "headloss, 2200 MiB"
 
 One call, forward and backward, after warm ones; times in ms on the GPU's own clock.
 """
@@ -13,6 +15,8 @@ import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from cases import NARROW, WIDE

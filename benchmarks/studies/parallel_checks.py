@@ -7,11 +7,15 @@ headloss.testing). T tokens, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from ranks import Ranks

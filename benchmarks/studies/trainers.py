@@ -1,8 +1,10 @@
 """Trainers on two processes, step for step beside stock TRL: wrappers, precisions, adapters.
 
-    torchrun --nproc-per-node 2 benchmarks/trainers.py            # minutes, on two GPUs
-    CUDA_VISIBLE_DEVICES=0 python benchmarks/trainers.py --one-process
-    python benchmarks/trainers.py --table
+Page: docs/train.md.
+
+    torchrun --nproc-per-node 2 benchmarks/studies/trainers.py            # minutes, on two GPUs
+    CUDA_VISIBLE_DEVICES=0 python benchmarks/studies/trainers.py --one-process
+    python benchmarks/studies/trainers.py --table
     ... --quick                                                   # tiny models, on the CPU
 
 All configurations (`trainer_cases.matrix`) run in one pair of processes, each on fresh models:
@@ -27,6 +29,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+
 import torch
 import trainer_cases
 from ranks import share_a_gpu
@@ -36,7 +40,7 @@ from trainer_cases import LARGE, SMALL, Case, Size, as_row, matrix, save_model
 from trainer_runs import apart, compare, failures, quiet, run
 
 NARROW = 16384  # where two processes share a GPU and send weights over sockets
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 HEADINGS = {
     "loss_apart": "losses",
     "grad_norm_apart": "gradient norms",

@@ -1,6 +1,8 @@
 """Ways to sum the hidden gradient over ranks beside its products: what a GPU makes of them.
 
-    torchrun --nproc-per-node 4 benchmarks/parallel_products.py --slice 16032
+Page: benchmarks/NOTES.md.
+
+    torchrun --nproc-per-node 4 benchmarks/studies/parallel_products.py --slice 16032
 
 Each way takes what one rank of a vocabulary group has at the end of a call: the gradient of its
 logits, from which come dX [T, H], summed over the ranks and rounded, and dW. Prints milliseconds of
@@ -15,8 +17,12 @@ import contextlib
 import itertools
 import os
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from ranks import Ranks

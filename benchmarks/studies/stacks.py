@@ -1,9 +1,11 @@
 """Does an exact head change training? GRPO and GSPO by three stacks, with the same seeds.
 
-    python benchmarks/stacks.py --json benchmarks/results/stacks.json     # at most an hour of a GPU
-    python benchmarks/stacks.py --study sampling --json benchmarks/results/replay_curves.json
-    python benchmarks/stacks.py --quick                                   # a small model, on a CPU
-    python benchmarks/stacks.py --from benchmarks/results/stacks.json --markdown ... --plot ...
+Page: docs/does-it-matter.md.
+
+    python benchmarks/studies/stacks.py --json benchmarks/results/stacks.json  # an hour
+    python benchmarks/studies/stacks.py --study sampling --json replay_curves.json
+    python benchmarks/studies/stacks.py --quick  # a small model, on a CPU
+    python benchmarks/studies/stacks.py --from benchmarks/results/stacks.json --plot ...
 
 *exactness*: stock TRL in bf16, stock TRL with `cast_lm_head_to_fp32`, and headloss, four updates
 for each generation. *sampling*: a sampler with top-k and top-p. Its kept ids are replayed, or
@@ -33,6 +35,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import clip_sides
 import datasets

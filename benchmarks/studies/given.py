@@ -1,8 +1,10 @@
 """Given logits, loss and gradient in place, against a copy of them.
 
-    python benchmarks/given.py                 # on one GPU, about five minutes
-    python benchmarks/given.py --quick         # small, in Triton's interpreter
-    python benchmarks/given.py --calls         # whole calls alone, or --kernels
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/given.py                 # on one GPU, about five minutes
+    python benchmarks/studies/given.py --quick         # small, in Triton's interpreter
+    python benchmarks/studies/given.py --calls         # whole calls alone, or --kernels
 
 For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
 with the share of the copy's bandwidth (bytes of one read and one write over its time); the
@@ -19,6 +21,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 

@@ -1,7 +1,9 @@
 """A rank that fails in the middle of a call: how the other one ends, and how long after.
 
-    python benchmarks/failing.py --output benchmarks/results/failing.json      # NCCL
-    python benchmarks/failing.py --backend gloo                                # on the CPU
+Page: benchmarks/NOTES.md.
+
+    python benchmarks/studies/failing.py --output benchmarks/results/failing.json      # NCCL
+    python benchmarks/studies/failing.py --backend gloo                                # on the CPU
 
 Two processes share the vocabulary, or segments that run across them. The second one's term raises,
 or it is killed, in its second call. No launcher looks after them: one would end the first process
@@ -24,6 +26,8 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
 
 import torch
 from ranks import share_a_gpu
