@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -71,8 +72,20 @@ def test_what_nothing_was_measured_on_is_left_out() -> None:
     assert logged.take() == {"b": 2.0, "c": 3.0}
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One for each call whose metrics were found."""
+    calls: list[int] = []
+    module = sys.modules["headloss.head_loss"]
+    find = module._metrics
+    monkeypatch.setattr(module, "_metrics", lambda *args: calls.append(1) or find(*args))
+    return calls
+
+
 @pytest.mark.parametrize("how", ["apply", "callback", "Trainer", "off"])
-def test_a_trainer_of_transformers_logs_terms(how: str, tmp_path: Any) -> None:
+def test_a_trainer_of_transformers_logs_terms(
+    how: str, tmp_path: Any, measured: list[int]
+) -> None:
     """Without a callback to add, in training and in evaluations; other callbacks see them too."""
     transformers = pytest.importorskip("transformers")
     from test_head_models import tiny
@@ -102,6 +115,8 @@ def test_a_trainer_of_transformers_logs_terms(how: str, tmp_path: Any) -> None:
     )  # fmt: skip
     assert made.args.gradient_accumulation_steps == 2
     made.train()
+    # Of both micro-batches of the two steps that are logged.
+    assert len(measured) == (0 if how == "off" else 4)
     evaluated = made.evaluate()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
     assert len(logs) == 2
@@ -111,7 +126,7 @@ def test_a_trainer_of_transformers_logs_terms(how: str, tmp_path: Any) -> None:
     for entry in logs:
         terms = entry["headloss/cross_entropy"] + 1e-3 * entry["headloss/z_loss"]
         assert entry["loss"] == pytest.approx(terms, rel=2e-5)
-        assert entry["headloss/tokens"] > 0
+        assert entry["headloss/segments"] == 4 and entry["headloss/tokens"] > 0  # of one step
     last = made.state.log_history[-1]
     terms = last["eval_headloss/cross_entropy"] + 1e-3 * last["eval_headloss/z_loss"]
     assert evaluated["eval_loss"] == pytest.approx(terms, rel=0.1)  # which weighs batches by rows
@@ -121,7 +136,7 @@ def test_a_trainer_of_transformers_logs_terms(how: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("switch", [True, False])
-def test_a_trainer_logs_terms_over_the_interval(switch: bool) -> None:
+def test_a_trainer_logs_terms_over_the_interval(switch: bool, measured: list[int]) -> None:
     """Two micro-batches a step, an entry every two steps: terms add up to the logged loss."""
     pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
     from test_trl_sft_dpo import sft
@@ -137,7 +152,7 @@ def test_a_trainer_logs_terms_over_the_interval(switch: bool) -> None:
 
     options = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     logs, _ = train(sft(Adding, logging_steps=2, max_steps=4, **options))
-    assert len(logs) == 2
+    assert len(logs) == 2 and len(measured) == 4 * switch
     for entry in logs:
         assert any(name.startswith("headloss/") for name in entry) is switch
         if switch:

@@ -54,3 +54,30 @@ def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with Operations() as found:
         run()
     assert not found.beyond(most), "\n" + found.beyond(most)
+
+
+HEAD_OF_STOCK = 6  # its product, shift, copy, log-softmax, loss and division
+FORWARD = {"engine": 1, "head_loss": 1, "losses": 1, "objective": 3, "statistics": 11, "batch": 18}
+
+
+def test_operations_of_apply() -> None:
+    """The forward of a model by `apply`, prompts masked, with `num_items_in_batch`: at most 29
+    operations beyond the stock forward; no metric is found."""
+    pytest.importorskip("transformers")
+    from test_head_models import tiny
+
+    from headloss.integrations.transformers import apply
+
+    model, ids, found = tiny("llama").train(), TARGETS.view(4, -1) % 20, list[Operations]()
+    labels, count = ids.masked_fill(LABELS == -100, -100), torch.tensor(44)
+    for applied in (False, True):
+        if applied:
+            apply(model)
+        model(ids, labels=labels, num_items_in_batch=count)
+        with Operations() as operations:
+            model(ids, labels=labels, num_items_in_batch=count)
+        found.append(operations)
+    stock, ours = found
+    most = FORWARD | {"integrations": len(stock.noted) - HEAD_OF_STOCK}
+    assert not ours.beyond(most), "\n" + ours.beyond(most)
+    assert len(ours.noted) <= len(stock.noted) + 29

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -242,6 +243,31 @@ def test_padding_of_labels_predicts_nothing() -> None:
     assert batch.targets.tolist() == [-100, -100, 3, -100, -100, 6, -100, -100, -100, -100]
     assert batch.w.tolist() == [0, 0, 3, 0, 0, 6, 0, 0, 0, 0]
     hl.head_loss(torch.ones(10, 2), hl.Head(torch.ones(10, 2)), batch, hl.cross_entropy())
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5), (3, 1), (2, 3, 4), (2, 0), (0, 4)])
+def test_labels_by_rows(shape: tuple[int, ...]) -> None:
+    """Rows shift as segments of these ids do, whatever lies beside the labels."""
+    labels = torch.arange(math.prod(shape)).view(shape)
+    fields = {
+        "w": labels.double(),
+        "kept": labels % 2 == 0,
+        "candidate_ids": torch.stack([labels, labels + 1], -1),
+    }
+    count = math.prod(shape[:-1])
+    ids = torch.arange(count).view(*shape[:-1], 1).expand(shape)
+    want = hl.Batch.from_labels(labels, Segments.from_ids(ids, count), align="labels", **fields)
+    got = hl.Batch.from_labels(labels, align="labels", **fields)
+    assert got.segments._ascends and got.segments.count == count
+    for name in ("targets", *fields):
+        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("segments", [Segments.rows(2, 3), Segments.from_lengths([4, 2])])
+def test_a_batch_elsewhere_knows_the_order_of_its_segments(segments: Segments) -> None:
+    batch = hl.Batch(torch.arange(6).view(segments.ids.shape), segments).to("cpu")
+    assert batch.segments._ascends and batch.segments._row == segments._row
+    assert batch._survey().bins is None
 
 
 def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):

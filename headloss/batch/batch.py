@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..arguments import IGNORE, brief, check_dense, check_device, check_integers, is_integers
-from .labels import aligned, goes_on, shifted
+from .labels import Shift, aligned, goes_on, next_in_row, next_inside
 from .reduction import Totals
 from .segments import Segments, check_integer
 from .support import SupportIds
@@ -168,11 +168,12 @@ class Batch:
         ([3, 7, -100], [1.0, 2.0, 0.0])
         """
         _check_targets(labels, "labels")
-        if segments is None and align is None and not fields and labels.numel():  # by rows
-            return cls(pad(labels[..., 1:], (0, 1), value=IGNORE))
-        segments = _segments_of("labels", labels, segments)
-        inside = goes_on(segments.ids, labels.shape)
-        return cls(shifted(labels, inside, IGNORE), segments, **aligned(fields, align, inside))
+        shift: Shift = partial(next_in_row, dim=labels.dim() - 1)
+        if segments is not None:
+            segments = _segments_of("labels", labels, segments)
+            shift = partial(next_inside, inside=goes_on(segments.ids, labels.shape))
+        fields = aligned(fields, align, labels.shape, shift)
+        return cls(shift(labels, fill=IGNORE), segments, **fields)
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
         """The same tokens with some fields added, replaced or (None) left out, their values beside
@@ -212,7 +213,8 @@ class Batch:
         if self.support is not None:
             fields["support_ids"] = moved(self.support.value)
         segments = self.segments
-        segments = Segments(moved(segments.ids), segments.count, segments.group)
+        row = segments._row if segments._ascends else None
+        segments = Segments(moved(segments.ids), segments.count, segments.group, row=row)
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, object]:

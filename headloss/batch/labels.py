@@ -5,15 +5,17 @@ Shapes: [..] is that of the labels, [.., K] has K values for each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..arguments import check_dense
 
 ALIGN = ("labels", "targets")
+Shift = Callable[..., Tensor]  # of a value [..] or [.., K], with `fill` where nothing follows
 
 
 def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
@@ -24,7 +26,15 @@ def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
     return inside.reshape(shape)
 
 
-def shifted(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
+def next_in_row(value: Tensor, dim: int, fill: float = 0) -> Tensor:
+    """The value [.., L] or [.., L, K] of the next position along L, a dimension; last `fill`."""
+    if not value.numel():
+        return value
+    after = (0, 0) * (value.dim() - 1 - dim)
+    return pad(value.narrow(dim, 1, value.shape[dim] - 1), (*after, 0, 1), value=fill)
+
+
+def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
     """The value [..] or [.., K] of the next position, where that is `inside` [..]; else `fill`."""
     outside = inside.to(value.device).logical_not().flatten()
     moved = value.flatten(0, inside.dim() - 1).roll(-1, 0)
@@ -37,8 +47,11 @@ def is_beside(value: object, shape: torch.Size) -> bool:
     return isinstance(value, Tensor) and value.shape[: len(shape)] == shape
 
 
-def aligned(fields: Mapping[str, Any], align: object, inside: Tensor) -> dict[str, Any]:
-    """Fields beside the targets, of fields beside labels or targets: see `Batch.from_labels`.
+def aligned(
+    fields: Mapping[str, Any], align: object, shape: torch.Size, shift: Shift
+) -> dict[str, Any]:
+    """Fields beside the targets, of fields beside labels of a shape or targets: see
+    `Batch.from_labels`. `shift` takes a field to the position before.
 
     Raises:
         ValueError: a field of the labels' shape of which `align` does not say how it lies; an
@@ -53,7 +66,7 @@ def aligned(fields: Mapping[str, Any], align: object, inside: Tensor) -> dict[st
     result = dict(fields)
     for name, value in fields.items():
         pair = isinstance(value, tuple)  # of ids and offsets, for each position
-        if not (pair or is_beside(value, inside.shape)) or name == "prompts":
+        if not (pair or is_beside(value, shape)) or name == "prompts":
             continue
         if pair and ways.get(name) == "labels":
             raise ValueError(
@@ -67,5 +80,5 @@ def aligned(fields: Mapping[str, Any], align: object, inside: Tensor) -> dict[st
             )
         if isinstance(value, Tensor) and ways[name] == "labels":
             check_dense(name, value)
-            result[name] = shifted(value, inside)
+            result[name] = shift(value)
     return result

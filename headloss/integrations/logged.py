@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,15 @@ class Logged:
     """Sums since the last `take`.
 
     A term's value is its sum over the micro-batches of a step, averaged over steps and ranks, as
-    `Trainer` has it of the loss: terms times their coefficients add up to the logged loss. A mean
-    of metrics is that over all tokens, a sum is averaged over the steps.
+    `Trainer` has it of the loss: terms times their coefficients add up to the logged loss. Metrics
+    are those of the calls that brought some (`in_log`): a mean is over all their tokens, a sum is
+    averaged over their steps.
     """
 
     def __init__(self) -> None:
         self._packed: dict[Kinds, tuple[Tensor, Tensor]] = {}
         self._terms: set[str] = set()
-        self._steps = 0.0
+        self._steps = self._measured = 0.0
         self.ranks: int | None = 1
 
     def add(
@@ -42,7 +44,7 @@ class Logged:
 
         Args:
             terms: [] each; a metric of the same name is left out.
-            metrics: of the same call.
+            metrics: of the same call; none where it was not measured.
             parts: the micro-batches of a step.
             ranks: those whose shares of a term add up to its value; None: `take` knows.
         """
@@ -56,6 +58,7 @@ class Logged:
         self._packed[kinds] = sums, extremes
         self._terms |= values.keys()
         self._steps += 1 / parts
+        self._measured += 1 / parts if metrics else 0
         self.ranks = ranks
 
     def take(
@@ -74,11 +77,21 @@ class Logged:
         found = metrics.compute()
         steps = self._steps if steps is None else steps
         share = processes / (ranks or self.ranks or 1)
+        measured = steps * self._measured / self._steps if self._steps else 0.0
         for name, measurement in metrics.items():
             if isinstance(measurement, Sum):
-                found[name] /= steps * (share if name in self._terms else 1)
+                found[name] /= steps * share if name in self._terms else measured
         self.__init__()
         return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def in_log(args: Any, state: Any) -> bool:
+    """Whether `Trainer` logs the optimizer step that is under way, by its arguments: metrics of
+    other steps are not measured. By epochs any step may be the last."""
+    step = state.global_step + 1
+    if args.logging_strategy == "steps":
+        return bool(step % state.logging_steps == 0 or (step == 1 and args.logging_first_step))
+    return bool(args.logging_strategy == "epoch")
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:

@@ -8,13 +8,14 @@ B rows of L positions, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ..batch.batch import Batch
 from ..head.head import Head
-from ..head_loss import head_loss
+from ..head_loss import Output, head_loss
 from ..losses import Objective, Term, cross_entropy
 from ..statistics.metrics import Metrics
 from .seams import announce, check_signature, part, require_arguments, watch_of
@@ -50,7 +51,11 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         watch_of(PACKAGE).start()  # Automodel takes its own loss where a forward does not fit
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)
-        self.metrics: Metrics | None = None
+        self.output: Output | None = None
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return None if self.output is None else self.output.metrics
 
     def forward(
         self,
@@ -84,7 +89,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         )
         head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
         out = head_loss(hidden_states, head, batch, objective)
-        self.metrics = out.metrics
+        self.output = replace(out, loss=out.loss.detach())  # metrics are found on demand
         return out.loss
 
 

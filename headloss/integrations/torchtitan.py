@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial
 from ..batch.batch import IGNORE, Batch
 from ..batch.segments import Segments
 from ..head.head import Head
-from ..head_loss import head_loss
+from ..head_loss import Output, head_loss
 from ..losses import Objective, cross_entropy
 from ..options import Options
 from ..statistics.metrics import Metrics
@@ -86,8 +86,12 @@ class HeadLossWrapper(ChunkedLossWrapper):
         objective = cross_entropy() if config.objective is None else config.objective
         self.objective, self.options = Objective.of(objective), config.options
         self.several = of_depths and config.objective is None  # predictions in a call
-        self.metrics: Metrics | None = None
+        self.output: Output | None = None
         self.held: WeakSet[_Held] = WeakSet()
+
+    @property
+    def metrics(self) -> Metrics | None:
+        return None if self.output is None else self.output.metrics
 
     def __call__(
         self,
@@ -115,7 +119,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         def forward(hidden: Tensor) -> Tensor:
             restore()
             out = head_loss(hidden, head_of(module), batch, objective, options)
-            self.metrics = out.metrics
+            self.output = replace(out, loss=out.loss.detach())  # metrics are found on demand
             return out.loss
 
         def restore() -> None:

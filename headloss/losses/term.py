@@ -32,6 +32,7 @@ from .teacher import BesideTeacher, Teacher
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
+LIBRARY = __name__.partition(".")[0]
 Function = Callable[[Statistics, "PackedBatch"], Tensor]
 Observer = Callable[[Statistics, "PackedBatch"], dict[str, Observed]]
 
@@ -112,11 +113,11 @@ class Term(_Arithmetic):
 
     @property
     def is_own(self) -> bool:
-        """Whether its function is one of this package, whose functions do nothing else."""
+        """True of a function of the library, which does nothing else."""
         function: Any = self.function
         while isinstance(function, functools.partial):
             function = function.func
-        return str(getattr(function, "__module__", "")).startswith(f"{__package__}.")
+        return str(getattr(function, "__module__", "")).startswith(f"{LIBRARY}.")
 
     def __repr__(self) -> str:
         """The code that makes it."""

@@ -74,8 +74,8 @@ def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
     assert got.batch is not None
     for name, value in fields.items():
         assert torch.equal(got.batch.fields[name], value), name  # type: ignore[arg-type]
-    assert isinstance(got.metrics, Metrics)
-    assert got.metrics.all_reduce()["tokens"].value == 24
+    assert isinstance(got.result.metrics, Metrics)
+    assert got.result.metrics.all_reduce()["tokens"].value == 24
     for name in ("loss", "log_probs", "entropy"):
         a, b = getattr(found, name), getattr(expected, name)
         assert a.dtype == b.dtype == torch.float32

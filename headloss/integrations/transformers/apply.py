@@ -133,6 +133,7 @@ class Applied:
         output: of `head_loss` in the last call, its loss without a gradient; None before.
         log_terms: whether a `Trainer` logs each term and metric, as "headloss/NAME".
         logged: those of training and of evaluation since the last entry; None without `Trainer`.
+        in_log: whether the step under way is logged, so that its metrics are measured.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Applied:
         self.output: Output | None = None
         self.log_terms = True
         self.logged: dict[bool, Logged] | None = None
+        self.in_log = True
         self.step: Step | None = None  # that the next calls are parts of
         self.call: Call | None = None
         self.running = 0  # forwards of the model, so that its backbone's are within
@@ -176,7 +178,8 @@ class Applied:
         if self.logged is not None and self.log_terms:
             parts, ranks = (1, None if counted else 1) if step is None else (step.parts, step.ranks)
             logged = self.logged.setdefault(self.model.training, Logged())
-            logged.add(out.terms, out.metrics, parts, ranks)
+            measured = self.in_log or not self.model.training
+            logged.add(out.terms, self.output.metrics if measured else {}, parts, ranks)
 
     def remove(self) -> None:
         """As `remove(model)`."""

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from ...batch.batch import IGNORE, Batch
-from ...batch.labels import is_beside
+from ...batch.labels import is_beside, next_in_row
 from ...losses import Objective
 from ..documents import TOLD_BY, documents_of, starts_of
 from ..shared import needs_segments
@@ -31,11 +31,10 @@ def batch_of(
     """
     labels, targets, fields = call["labels"], call["shift_labels"], dict(fields)
     if targets is None:
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        targets = next_in_row(labels, dim=1, fill=IGNORE)
         for name, value in fields.items():
             if is_beside(value, labels.shape):
-                last = (0, 0) * (value.dim() - 2) + (0, 1)
-                fields[name] = nn.functional.pad(value[:, 1:], last)
+                fields[name] = next_in_row(value, dim=1)
     targets, segments = targets.to(device), fields.pop("segments", None)
     if segments is None and needs_segments(objective):
         if call["shift_labels"] is not None:

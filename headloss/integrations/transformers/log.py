@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers import trainer as trainers
 
+from ..logged import in_log
 from .apply import Applied, applied_to
 
 
@@ -15,7 +16,8 @@ class TermLog(TrainerCallback):
 
     `apply` puts it among the default callbacks of Transformers, before those that report: each
     `Trainer` that is built later has one. It does nothing for a model that `apply` was not called
-    on, and where `Applied.log_terms` is False.
+    on, and where `Applied.log_terms` is False. Terms are averaged over all steps, metrics are those
+    of the steps that `logging_steps` logs.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -26,6 +28,12 @@ class TermLog(TrainerCallback):
     ) -> None:
         self.step = state.global_step
         self._begin(model)
+
+    def on_step_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
+    ) -> None:
+        if (applied := _applied(model)) is not None:
+            applied.in_log = in_log(args, state)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **_: Any

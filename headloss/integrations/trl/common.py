@@ -1,16 +1,17 @@
-"""What the trainers share: refusals by name, metrics."""
+"""Refusals by name and metrics of all trainers."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...losses import Term, term
-from ...statistics.metrics import Metrics, Observed
-from ..logged import PROBE, Logged
+from ...head_loss import Output
+from ...losses import term
+from ...statistics.metrics import Metrics
+from ..logged import PROBE, Logged, in_log
 from ..seams import TESTED, check_signature, release
 
 CHECKED = "each function of it that headloss takes the place of"
@@ -41,7 +42,7 @@ def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
 
 
 def refuse_common(trainer: Any, stock: str, context: bool = False) -> None:
-    """What no trainer here supports; `context` parallelism one does."""
+    """Refuse what no trainer here supports, `context` parallelism where it is not."""
     args, accelerator = trainer.args, trainer.accelerator
     peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -60,19 +61,26 @@ def mode(trainer: Any) -> str:
 
 
 def record(
-    trainer: Any, request: Any, parts: int, ranks: int = 1, further: Metrics | None = None
+    trainer: Any,
+    request: Any,
+    parts: int,
+    ranks: int = 1,
+    further: Callable[[], Metrics] | None = None,
 ) -> None:
-    """Add the terms and metrics of a `Request` to those of the next entry of the log.
+    """Add the terms of a `Request`, and its metrics where the step is logged, to the next entry.
 
     Args:
         parts: the micro-batches of a step.
         ranks: those whose shares of a term add up to its value.
-        further: metrics beside those of the request.
+        further: gives metrics beside those of the request.
     """
-    assert request.metrics is not None, "there has been no forward"
+    assert request.result is not None, "there has been no forward"
     if getattr(trainer, "log_terms", True):
+        training, metrics = mode(trainer) == "train", Metrics()
+        if not training or in_log(trainer.args, trainer.state):
+            metrics = request.result.metrics | ({} if further is None else further())
         logged = vars(trainer).setdefault("logged", {}).setdefault(mode(trainer), Logged())
-        logged.add(request.terms, request.metrics | (further or {}), parts, ranks)
+        logged.add(request.result.terms, metrics, parts, ranks)
 
 
 def append_logged(trainer: Any) -> None:
@@ -98,34 +106,16 @@ class Logs:
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 
-class Probe:
-    """Keeps statistics of each token that TRL's metrics need and the loss does not.
+@term(name=PROBE)
+def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
+    """Worth nothing, without a gradient; has statistics measured that TRL's metrics need and the
+    loss does not: `of_probe` reads them."""
+    for name in names:
+        getattr(stats, name)
+    return torch.zeros_like(stats.logp)
 
-    `term` is worth nothing and has no gradient: add it to an objective, and after the call
-    `scatter(name, shape)` gives the statistic in the targets' shape.
-    """
 
-    def __init__(self, *names: str) -> None:
-        self.names = names
-        self._kept: dict[str, Tensor] = {}
-        self._index: Tensor | None = None
-
-    @property
-    def term(self) -> Term:
-        def nothing(stats, batch):
-            return torch.zeros_like(stats.logp)
-
-        return term(nothing, name=PROBE, observe=self._keep)()
-
-    def _keep(self, stats, batch) -> dict[str, Observed]:
-        self._kept = {name: getattr(stats, name) for name in self.names}
-        self._index = batch.index
-        return {}
-
-    def scatter(self, name: str, shape: torch.Size) -> Tensor:
-        """[..], 0 where unscored."""
-        values = self._kept[name]
-        if self._index is None:
-            return values.reshape(shape)
-        whole = values.new_zeros(math.prod(shape))
-        return whole.index_copy_(0, self._index, values).view(shape)
+def of_probe(result: Output | None, name: str) -> Tensor:
+    """[..] a statistic of a result whose objective holds `probe`, 0 where unscored."""
+    assert result is not None, "there has been no forward"
+    return result._scatter(getattr(result._stats, name))

@@ -16,7 +16,7 @@ from ...losses.preference_pairs import Pairwise
 from ...options import Options
 from ..sharding import is_fsdp2
 from ..steps import CountsSteps
-from .common import Logs, Probe, record, refuse, refuse_common, require
+from .common import Logs, of_probe, probe, record, refuse, refuse_common, require
 from .forward import Measured, Request, Unrounded, installed
 
 TERMS = {"sigmoid": losses.dpo, "ipo": losses.ipo}
@@ -72,7 +72,7 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
             reference = self.model if self.ref_model is None else self.ref_model
             chosen, rejected = self.compute_ref_log_probs(reference, inputs)
             inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        batch, probe = preference_batch(inputs), Probe("top1", "mean_logit")
+        batch = preference_batch(inputs)
         forward = {name: x for name, x in inputs.items() if name not in NOT_MODEL_INPUTS}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
@@ -80,15 +80,16 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         totals = self.step_totals if self.model.training else None
         in_step = self.over_the_step(objective, batch, totals)
         objective = objective if in_step is None else in_step
-        request = Request(batch=batch, objective=objective + probe.term, options=self.options)
+        measured = objective + probe(names=("top1", "mean_logit"))
+        request = Request(batch=batch, objective=measured, options=self.options)
         found: Any = request.of(model, **forward)
         loss = found.loss + of_empty_pairs(objective, batch).to(found.loss.dtype)
         if batch.totals is not None and self.divides(None):
             loss = loss * self.parts
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * found.aux_loss
-        found.is_top1 = probe.scatter("top1", batch.targets.shape).bool()
-        found.mean_logits = probe.scatter("mean_logit", batch.targets.shape)
+        found.is_top1 = of_probe(request.result, "top1").bool()
+        found.mean_logits = of_probe(request.result, "mean_logit")
         with torch.no_grad():
             self._measure(Measured(found), inputs)
             record(self, request, self.parts, 1 if in_step is None else self.ranks)

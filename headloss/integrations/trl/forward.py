@@ -37,7 +37,6 @@ from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...options import Options
-from ...statistics.metrics import Metrics
 from ..families import learn
 from ..seams import announce, check_signature
 from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head
@@ -60,7 +59,8 @@ class Request:
 
     Attributes:
         found: the forward's output before a wrapper had it; None before the forward.
-        metrics, terms: of `head_loss`; None and nothing before the forward.
+        result: of `head_loss`, its loss without a gradient; None before the forward. Metrics are
+            found on demand.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class Request:
         self.objective = entropy() if objective is None else objective
         self.options = Options() if options is None else options
         self.found: HeadOutput | None = None
-        self.metrics: Metrics | None = None
-        self.terms: dict[str, Tensor] = {}
+        self.result: Output | None = None
 
     def of(self, model: Any, **inputs: Any) -> HeadOutput:
         """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
@@ -216,7 +215,7 @@ class Path:
 
 
 def _output(out: Output, batch: Batch, request: Request) -> HeadOutput:
-    request.metrics, request.terms = out.metrics, out.terms
+    request.result = replace(out, loss=out.loss.detach())
     return HeadOutput(
         loss=out.loss,
         log_probs=out.logps,

@@ -103,7 +103,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         loss = found.loss + self.further_loss(found, inputs)
         assert found.log_probs is not None
         scored = completion_mask(inputs).bool()
-        further = sampling_metrics(found.log_probs, scored, inputs)
+        further = functools.partial(sampling_metrics, found.log_probs, scored, inputs)
         training = mode(self) == "train"
         parts = self.current_gradient_accumulation_steps if training else 1
         record(self, request, parts, further=further)

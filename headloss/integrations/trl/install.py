@@ -24,7 +24,7 @@ from ...head_loss import head_loss
 from ...head_stats import head_stats
 from ..seams import announce
 from ..shared import per
-from .common import CHECKED, Probe, require
+from .common import CHECKED, of_probe, probe, require
 from .install_check import check_divergence, check_log_probs
 
 SEAMS = ((utils, "_ChunkedLogProbFunction"), (distillation_trainer, "_chunked_divergence_loss"))
@@ -138,11 +138,10 @@ class LogProbs:
         asked = {name: at for name, at in names.items() if name in outputs}
         found: dict[str, Tensor] = {}
         if asked:
-            probe = Probe(*asked.values())
             with torch.no_grad():
                 head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
-                head_loss(hidden, head, Batch(targets), probe.term)
-            found = {name: probe.scatter(at, targets.shape) for name, at in asked.items()}
+                out = head_loss(hidden, head, Batch(targets), probe(names=tuple(asked.values())))
+            found = {name: of_probe(out, at) for name, at in asked.items()}
         squares, top1 = found.get("log_sum_sq_probs"), found.get("is_top1")
         return (
             logp,

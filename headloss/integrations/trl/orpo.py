@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl.experimental.cpo import cpo_trainer
 from trl.experimental.orpo import orpo_trainer
 
 from ...batch.batch import IGNORE, Batch
+from ...batch.labels import next_in_row
 from ...head.head import Head
 from ...head_stats import head_stats
 from ...options import Options
@@ -112,7 +113,7 @@ class WithoutLogits:
 
 def _shifted(labels: Tensor) -> Tensor:
     """[.., L] the label after each token; the last position is there for its mean logit alone."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    return next_in_row(labels, dim=1, fill=IGNORE)
 
 
 class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):

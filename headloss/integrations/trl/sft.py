@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl.trainer import sft_trainer
 
 from ...batch.batch import IGNORE, Batch
+from ...batch.labels import next_in_row
 from ...batch.reduction import Totals
 from ...batch.segments import Segments
 from ...losses import Objective, Term, cross_entropy
@@ -16,7 +17,7 @@ from ...options import Options
 from ..documents import documents_of
 from ..shared import needs_segments, over_count
 from ..steps import CountsSteps
-from .common import Logs, Probe, record, refuse, refuse_common, require
+from .common import Logs, of_probe, probe, record, refuse, refuse_common, require
 from .forward import Measured, Request, installed
 
 
@@ -65,7 +66,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: int | Tensor | None = None,
     ) -> Any:
-        objective, probe = Objective.of(self.objective(inputs)), Probe("top1")
+        objective = Objective.of(self.objective(inputs))
         if self.shards is None:
             totals = self.step_totals if self.model.training else None
             batch = self._batch(inputs, objective)
@@ -77,7 +78,8 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         forward = {name: value for name, value in inputs.items() if name not in labels}
         if self.aux_loss_enabled:
             forward["output_router_logits"] = True
-        request = Request(batch=batch, objective=objective + probe.term, options=self.options)
+        measured = objective + probe(names=("top1",))
+        request = Request(batch=batch, objective=measured, options=self.options)
         found: Any = request.of(model, **forward)
         loss = found.loss
         if divides and batch.totals is not None:
@@ -85,10 +87,10 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         if self.aux_loss_enabled:
             parts = 1 if divides else self.parts
             loss = loss + self.router_aux_loss_coef * found.aux_loss / parts
-        found.is_top1 = probe.scatter("top1", batch.targets.shape)
+        found.is_top1 = of_probe(request.result, "top1")
         with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
-            measured: Any = Measured(found)
-            super().compute_loss(measured, inputs, num_items_in_batch=num_items_in_batch)
+            model_of: Any = Measured(found)
+            super().compute_loss(model_of, inputs, num_items_in_batch=num_items_in_batch)
             ranks = self.ranks if batch.totals is not None else 1
             record(self, request, self.parts, ranks)
             return (loss, model(**forward)) if return_outputs else loss
@@ -101,7 +103,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         """[B, L - 1]; the documents of packed rows are segments where a term asks for them. Under
         context parallelism [B, L], to be sharded as the tokens are."""
         labels, segments = inputs["labels"], None
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        targets = next_in_row(labels, dim=1, fill=IGNORE)
         if needs_segments(objective):
             segments = documents_of(inputs, targets)
         if self.get_cp_size() > 1:
