@@ -132,6 +132,8 @@ class Door:
         gradients: tuple[str, ...] = ("logp", "entropy"),
         vocab_size: int | None = None,
         gathered: bool = False,
+        teacher: Any = None,
+        divergences: tuple[str, ...] = (),
         **fields: Any,
     ) -> HeadStats:
         """Statistics of what the model returned in place of logits.
@@ -143,10 +145,11 @@ class Door:
             gradients, vocab_size: as of `head_stats` and `Head`.
             gathered: whether `hidden` has whole rows under sequence parallelism too, or a part of
                 what was handed on.
+            teacher, divergences: as of `head_stats`.
             fields: of the batch, [b, s, ..]; `support_ids` as pairs go over [s, b].
 
         Returns:
-            [b, s] each; candidates [b, s, K].
+            [b, s] each, divergences too; candidates [b, s, K].
 
         Raises:
             ValueError: `hidden` is not what the layer handed on.
@@ -161,14 +164,16 @@ class Door:
             temperature = temperature.t()
         beside = {n: x.transpose(0, 1) if _lies(x, targets) else x for n, x in fields.items()}
         batch = Batch(targets.t().contiguous(), **beside)
+        measured = {"teacher": teacher, "divergences": divergences}
         stats = self._stats(
-            hidden.transpose(0, 1), batch, gradients, temperature, vocab_size, gathered
+            hidden.transpose(0, 1), batch, gradients, temperature, vocab_size, gathered, **measured
         )
         logp, lse, entropy = (statistic.t().contiguous() for statistic in stats)
         candidates = stats.candidate_logps
         if candidates is not None:
             candidates = candidates.transpose(0, 1).contiguous()
-        return HeadStats(logp, lse, entropy, candidates, plan=stats.plan)
+        by_name = {name: value.t().contiguous() for name, value in stats.divergences.items()}
+        return HeadStats(logp, lse, entropy, candidates, plan=stats.plan, divergences=by_name)
 
     def _stats(
         self,
@@ -178,6 +183,7 @@ class Door:
         temperature: float | Tensor = 1.0,
         vocab_size: int | None = None,
         gathered: bool = False,
+        **measured: Any,
     ) -> HeadStats:
         hidden = hidden.to(self._dtype)  # what Float16Module made float32 loses nothing
         check_layer(self.layer, None, self.config, hidden, self._tied, handed_on=True)
@@ -187,7 +193,7 @@ class Door:
         head = replace(head, logit_scale=1.0)  # MuP's comes after the layer: hidden states have it
         if gathered:
             options = replace(options, sequence_parallel=False)
-        return head_stats(hidden, head, batch, options, gradients)
+        return head_stats(hidden, head, batch, options, gradients, **measured)
 
     def _hand_on(self, hidden: Tensor, weight: Any, gather: Any, more: dict[str, Any]) -> Any:
         detached = isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter)

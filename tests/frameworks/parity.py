@@ -104,7 +104,8 @@ def ours(
     bound = bind(Objective.of(objective), packed, totals or hl.Totals.of(batch), 1, torch.float64)
     found = bound.coefficients(stats, packed, None)
     assert found.softmax.target is not None
-    return [bound.total(found.values, stats), found.softmax.target]
+    assert found.shares is not None
+    return [bound.total(found.shares, stats), found.softmax.target]
 
 
 def compare(

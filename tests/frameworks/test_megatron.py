@@ -64,4 +64,4 @@ def test_refusals(world: World) -> None:
     assert "output_processor_context['segments']: is missing" in found["context"]
     assert "hooks of output_layer: is not supported" in found["hooks"]
     assert "Megatron-FSDP: is not supported" in found["fsdp"]
-    assert found["layer"] == "TypeError: output_layer: got Linear, want ColumnParallelLinear"
+    assert "output_layer: got Linear without tp_group, sequence_parallel" in found["layer"]

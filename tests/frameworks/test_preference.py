@@ -47,7 +47,7 @@ class Pairs:
             objective = hl.losses.Objective.of(objective)
             bound = bind(objective, packed, hl.Totals.of(batch), 1, torch.float64)
             found = bound.coefficients(stats, packed, None)
-            got = (bound.total(found.values, stats), found.softmax.target)
+            got = (bound.total(found.shares, stats), found.softmax.target)
             for a, b in zip(got, (want, gradient[self.mask]), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
