@@ -1,4 +1,4 @@
-"""Terms: what they are, and those that the library has. Nothing here uses logits."""
+"""Loss terms of the library and the decorator `term`, which defines new terms without logits."""
 
 from .covariance import clip_cov, kl_cov
 from .distillation import distillation, on_policy_distillation, sdar

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def with_floats(function: Callable[P, T]) -> Callable[P, T]:
-    """`function` with a `plain_number` for each option that is a number of another kind."""
+    """Wrap `function` so that numeric options of any type arrive as plain Python numbers."""
 
     @functools.wraps(function)
     def made(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -28,7 +28,7 @@ def with_floats(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Put the name of a term or modifier before the message of an error about its options."""
+    """Prefix the message of an error about options with the name of the term or modifier."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -38,7 +38,7 @@ def naming(name: str) -> Iterator[None]:
 def check_names(
     taken: Collection[inspect.Parameter], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    """TypeError for options by position, or of names that a term does not take."""
+    """Raise TypeError for positional options and for option names that the term does not accept."""
     names = [p.name for p in taken if p.kind is not inspect.Parameter.VAR_KEYWORD]
     if args:
         want = f"want them by name: {', '.join(names)}" if names else "want none"
@@ -50,12 +50,12 @@ def check_names(
 
 
 def call_text(name: str, options: Iterable[tuple[str, Any]]) -> str:
-    """A call as code: `gspo(epsilon_low=0.1)`."""
+    """Return a call as source code, for example `gspo(epsilon_low=0.1)`."""
     return f"{name}({', '.join(f'{option}={brief(value)}' for option, value in options)})"
 
 
 def number(want: str, accept: Callable[[float], bool], **options: object) -> None:
-    """Each option must be a finite number that `accept`s.
+    """Check that each option is a finite number that `accept`s.
 
     >>> number("> 0", lambda x: x > 0, beta=-1)
     Traceback (most recent call last):
@@ -67,19 +67,19 @@ def number(want: str, accept: Callable[[float], bool], **options: object) -> Non
 
 
 def non_negative(**options: object) -> None:
-    """Each option must be a number >= 0."""
+    """Check that each option is a number >= 0."""
     number(">= 0", lambda x: x >= 0, **options)
 
 
 def positive(**options: object) -> None:
-    """Each option must be a number > 0."""
+    """Check that each option is a number > 0."""
     number("> 0", lambda x: x > 0, **options)
 
 
 def bounds(
     want: str, accept: Callable[[float], bool], minimum: float | None, maximum: float | None
 ) -> tuple[float, float]:
-    """The options `min` and `max`, each None (no bound) or a number that `accept`s, in order."""
+    """Return the bounds; `min` <= `max`, each None (no bound) or a number that `accept`s."""
     limits = {"min": minimum, "max": maximum}
     number(want, accept, **{name: x for name, x in limits.items() if x is not None})
     if minimum is not None and maximum is not None and minimum > maximum:
@@ -88,7 +88,7 @@ def bounds(
 
 
 def one_of(choices: tuple[str, ...], **options: object) -> None:
-    """Each option must be one of the names in `choices`."""
+    """Check that each option is one of the names in `choices`."""
     for option, value in options.items():
         if not (isinstance(value, str) and value in choices):
             names = ", ".join(map(repr, choices))
@@ -96,14 +96,14 @@ def one_of(choices: tuple[str, ...], **options: object) -> None:
 
 
 def flags(**options: object) -> None:
-    """Each option must be True or False."""
+    """Check that each option is True or False."""
     for option, value in options.items():
         if not isinstance(value, bool):
             raise TypeError(f"{option}: got {value!r}, want True or False")
 
 
 def counts(**options: object) -> None:
-    """Each option must be an integer >= 1."""
+    """Check that each option is an integer >= 1."""
     for option, value in options.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{option}: got {value!r}, want an integer >= 1")

@@ -1,4 +1,4 @@
-"""The tables of docs/terms.md, made from the terms' signatures, docstrings and traces."""
+"""Generator of the tables in docs/terms.md, from the terms' signatures, docstrings and traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .teacher import SampleExtras
 from .term import Term
 from .trial import trace
 
-# Of the names that `losses` exports, those that make no term by themselves.
+# Names exported by `losses` that are not factories of a term.
 _OTHERS = {"Term", "Objective", "Modifier", "term", "teacher", "draft_weights", "kl_shaped"}
 _OTHERS |= {"rlsd_shaped", "rejection_mask", "second_moment_mask"}
 _OTHERS |= {"value_loss", "bradley_terry", "classification"}
@@ -39,7 +39,7 @@ MODIFIERS: tuple[Callable[..., Modifier], ...] = (
 
 
 def table() -> str:
-    """Every term as a row of Markdown: name, equation, options, inputs, reduction, other names."""
+    """Return a Markdown table with one row per term: name, equation, options, inputs, reduction."""
     rows = [
         (
             f"`{f.__name__}`",
@@ -56,7 +56,7 @@ def table() -> str:
 
 
 def modifier_table() -> str:
-    """Every modifier as a row of Markdown: the method, its factor, options, inputs."""
+    """Return a Markdown table with one row per modifier: method, factor, options and inputs."""
     rows = [
         (
             f"`.{f.__name__}`",
@@ -71,7 +71,7 @@ def modifier_table() -> str:
 
 
 def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """(framework, name there) of a term, as its docstring lists them:
+    """Return the pairs (framework, name in the framework) that a term's docstring lists, e.g.:
 
     Also called: verl vanilla, TRL dapo.
     """
@@ -81,20 +81,20 @@ def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
 
 
 def _listed(function: Callable[..., Any], head: str) -> str:
-    """What a docstring says after `head`, up to a full stop at the end of a line."""
+    """Return the text of a docstring after `head`, up to a full stop at the end of a line."""
     _, _, rest = (inspect.getdoc(function) or "").partition(head)
     return " ".join(rest.partition(".\n")[0].split()).rstrip(".")
 
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A table."""
+    """Return a Markdown table of the columns `head` and the cells `rows`."""
     lines = [head, tuple("---" for _ in head), *rows]
-    # A bar inside a cell would end it.
+    # A vertical bar inside a cell would end the cell.
     return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
 
 
 def _equation(function: Callable[..., Any]) -> str:
-    """The paragraph of a docstring below its summary."""
+    """Return the equation of a docstring: the paragraph below the summary line."""
     paragraphs = (inspect.getdoc(function) or "").split("\n\n")
     if len(paragraphs) < 2:
         raise ValueError(f"{function.__name__}: its docstring has no equation below the summary")
@@ -107,7 +107,7 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _options(function: Callable[..., Any], keyword: bool | None = None) -> str:
-    """All options, or those that are given by keyword alone, or the others."""
+    """Return the options: all of them, those by keyword alone (True), or by position (False)."""
     shown = (
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in _parameters(function)
@@ -120,15 +120,15 @@ def _reduction(function: Callable[..., Term]) -> str:
     reduction = function().reduction
     if reduction is not None:
         return reduction.name
-    # It depends on an option: the docstring says how.
+    # The default reduction depends on an option: the docstring names it.
     return _listed(function, "Default reduction: ")
 
 
-# ---------------------------------------------------------------------- what a term reads
+# --------------------------------------------------------------------- inputs of a term
 
 
 def _inputs_of_term(function: Callable[..., Term]) -> str:
-    """The fields that a term reads, with those that a switch adds."""
+    """Return the fields that a term reads, including the fields that a boolean option adds."""
     shown = _fields(function, {})
     if function().teacher is not None:
         of_teacher = " or ".join(_names(names) for names in TEACHER_INPUTS.values())
@@ -156,7 +156,7 @@ def _names(names: Any) -> str:
 
 
 def _reads(function: Callable[..., Term], options: dict[str, Any]) -> dict[str, list[str] | None]:
-    """The fields that a term reads; for each, what it reads in its absence, None if it raises."""
+    """Map each field that a term reads to its substitutes; None if the term raises without it."""
     stats, batch = sample()
     term = function(**options)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
@@ -178,7 +178,7 @@ def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, A
 
 
 def _modified(modifier: Callable[..., Modifier]) -> Term:
-    """A term that reads no field, modified."""
+    """Return the term `z_loss`, which reads no field, with the modifier applied."""
     required = {
         "corrected": {},
         "second_moment_masked": {},
@@ -190,7 +190,7 @@ def _modified(modifier: Callable[..., Modifier]) -> Term:
 
 
 def sample() -> tuple[Statistics, PackedBatch]:
-    """Four made-up tokens in two segments, with every field that a term of the library reads."""
+    """Return four made-up tokens in two segments, with every field that a library term reads."""
 
     def vector(start: float) -> Tensor:
         return torch.linspace(start, start - 0.3, 4)

@@ -1,8 +1,8 @@
-"""Policy terms that treat the tokens apart whose log-prob and advantage are large together.
+"""Policy terms that single out tokens by the covariance of log-prob and advantage.
 
 T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]. The
-covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp); means are over all tokens of the
-call.
+covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp). The means are over all scored
+tokens of the call.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 def _count(batch: PackedBatch, like: Tensor) -> Tensor:
-    """Scored tokens, [] float64."""
+    """Return the number of scored tokens, a [] float64 tensor."""
     if batch.live is None:
         return like.new_full((), len(batch), dtype=torch.float64)
     return batch.live.sum(dtype=torch.float64)
 
 
 def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """c, [T]; -inf at a token that is not scored (static shapes)."""
+    """Return the covariance c, [T]; with static shapes, -inf at an unscored token."""
     logp, count = stats.logp.detach(), _count(batch, stats.logp).clamp_min(1)
 
     def centred(values: Tensor) -> Tensor:
@@ -48,7 +48,10 @@ def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def _first(order: Tensor, share: float, count: Tensor) -> Tensor:
-    """[T] bool: the first `share` of all tokens, one at least, in ascending order; no read."""
+    """Mark the first `share` of all tokens in ascending order, at least one token: [T] bool.
+
+    The shapes are static, so that the device is not read.
+    """
     rank = order.argsort(stable=True).argsort()
     return rank < (share * count).floor().clamp_min(1)
 
@@ -96,17 +99,17 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Term:
-    """The clipped surrogate without a few tokens of high covariance, which would cost entropy.
+    """Clipped surrogate without a few drawn tokens of high covariance, which would lower entropy.
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) [not drawn]
 
-    Drawn are, of the tokens with low < c < high that the clip does not hold, the max(1, share T)
-    with the smallest `draws`. Cui et al. 2025, arXiv:2505.22617. The log of r is clamped to
-    [-20, 20].
+    Candidates are the tokens with low < c < high whose gradient the clip does not remove. The
+    max(1, share T) candidates with the smallest `draws` are drawn. Cui et al. 2025,
+    arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
-        share: of all tokens, that are dropped at most, in (0, 1].
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
+        share: largest share of all tokens that is dropped, in (0, 1].
         low, high: bounds of the covariance, low < high.
 
     Inputs: advantages, old_logps, draws (random numbers, new in every step). Default reduction:
@@ -151,15 +154,15 @@ def _observe_kl(stats: Statistics, batch: PackedBatch, *, share: float) -> dict[
 
 @factory
 def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
-    """The unclipped surrogate, with a penalty on the tokens of highest covariance alone.
+    """Unclipped surrogate with a penalty on the log-ratio of the tokens of highest covariance.
 
         -r A + coefficient |logp - old| [among the max(1, share T) largest c]
 
-    Cui et al. 2025, arXiv:2505.22617. The log of r is clamped to [-20, 20].
+    Cui et al. 2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        share: of all tokens, that are held, in (0, 1].
-        coefficient: of the penalty, >= 0.
+        share: share of all tokens that gets the penalty, in (0, 1].
+        coefficient: weight of the penalty, >= 0.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl kl_cov.

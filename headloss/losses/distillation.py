@@ -1,4 +1,4 @@
-"""Distillation from a teacher's full distribution, or from its top k.
+"""Distillation from a teacher's full distribution, or from the teacher's stored top k.
 
 T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
 """
@@ -33,7 +33,7 @@ def distillation(
     teacher_head: Head | None = None,
     tail: Tail = "bucket",
 ) -> Term:
-    """Divergence between the teacher's distribution q and the student's p.
+    """Divergence between the teacher's distribution q and the student's distribution p.
 
     l_t = KL(q || p), KL(p || q) or beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1-beta) p
 
@@ -45,35 +45,39 @@ def distillation(
         divergence: "forward_kl" = KL(q || p), "reverse_kl" = KL(p || q), "js", "skew_forward_kl" =
             KL(q || beta q + (1 - beta) p), "skew_reverse_kl" = KL(p || beta p + (1 - beta) q) or
             "total_variation" = sum |p - q| / 2.
-        beta: weight of the teacher in "js", and of the first side in the skewed ones' mixture (0.1
-            in their paper), between 0 and 1.
-        temperature: of both sides, in place of the heads' own; there is no T^2 factor.
+        beta: weight of the teacher in "js", and of the first distribution in the mixture of the
+            skewed divergences (0.1 in the paper of Ko et al.), between 0 and 1.
+        temperature: temperature of teacher and student, in place of the heads' temperatures. The
+            loss has no factor of the squared temperature.
         teacher_head: the teacher's head, for `teacher_hidden`.
-        tail: what becomes of the mass outside of a top-k teacher's K outcomes: "bucket", one more
-            outcome; "renormalized", both sides are distributions over the K; "truncated", the sum
-            over these alone, which is no divergence and may be negative; "clamped", that sum where
-            it is above 0, else 0 and without a gradient, as verl has it; "generalized", the
-            divergence of two measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k +
-            q_k for "reverse_kl", likewise for "forward_kl", the truncated sum for "js", and no
-            other. It is never negative, and 0 with a gradient of 0 where p = q on the K: Ma et al.
-            2026 (MOPD), arXiv:2606.30406, equation 5; "sampled", of "reverse_kl" alone: the
-            truncated sum, and where the target y, which the student sampled, is not stored, sg(1 +
-            log p_y - log q_y) log p_y, an unbiased estimate of the gradient that the rest has. Its
-            value is a choice: NeMo-RL's pull requests 3584 and 3608 name none.
+        tail: treatment of the mass outside a top-k teacher's K stored outcomes. The tail "bucket"
+            makes this mass one more outcome. The tail "renormalized" normalizes teacher and student
+            over the K outcomes. The tail "truncated" sums over the K outcomes alone, which is not a
+            divergence and may be negative. The tail "clamped" is the truncated sum where the sum is
+            above 0, else 0 without a gradient, as in verl. The tail "generalized" is the divergence
+            of two measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k + q_k for
+            "reverse_kl", likewise for "forward_kl", and the truncated sum for "js". The generalized
+            divergence is never negative, and is 0 with gradient 0 where p = q on the K outcomes: Ma
+            et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail "sampled", for "reverse_kl"
+            alone, adds sg(1 + log p_y - log q_y) log p_y to the truncated sum at a token whose
+            target y, sampled by the student, is not stored. The added gradient is an unbiased
+            estimate of the gradient of the outcomes outside the K; the added value is a choice,
+            as NeMo-RL's pull requests 3584 and 3608 name no value.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
-    logits are made a tile at a time; with `teacher_index` [..] rows [M, H'] that positions share);
-    `teacher_topk_ids` [.., K] int64 (distinct; a negative id is an empty slot) and
-    `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids may be the student's
-    own, of hl.head_topk. A token that the teacher rules out (logit -inf) counts as one of log-prob
-    -10000. `teacher_lse` [..], at the term's temperature, takes the place of the teacher's own
-    log-sum-exp where its vocabulary is larger than the student's: q then has a mass m below 1, and
-    the total variation gets (1 - m) / 2 more. With the tail "sampled" also teacher_logps [..], log
-    q_y at the term's temperature.
+    logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
+    that several positions may share); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
+    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The stored
+    ids may also be the student's top k, from hl.head_topk. A token that the teacher rules out
+    (logit -inf) counts as a token of log-prob -10000. Where the teacher's vocabulary is larger than
+    the student's, `teacher_lse` [..], at the term's temperature, replaces the log-sum-exp of the
+    teacher's logits. With `teacher_lse`, q has a mass m below 1, and the total variation grows by
+    (1 - m) / 2. The tail "sampled" also reads teacher_logps [..],
+    log q_y at the term's temperature.
 
-    Default reduction: token_mean. Metrics: the divergence by its name; with the tail "sampled" its
-    two parts, stored and sampled, mass (the student's, on the K) and outside (the share of tokens
-    whose target is not stored).
+    Default reduction: token_mean. Metrics: the divergence by its name; with the tail "sampled" also
+    stored and sampled (the two summands of the loss), mass (the student's probability of the K
+    outcomes) and outside (the share of tokens whose target is not stored).
     """
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)
@@ -97,7 +101,7 @@ def distillation(
     )
 
 
-# Divergences that a tail is for, where it is not for all.
+# Divergences that a tail supports; a tail without an entry supports all divergences.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "generalized": ("forward_kl", "reverse_kl", "js"),
     "sampled": ("reverse_kl",),
@@ -116,7 +120,7 @@ def _observe(
     if teacher.tail == "sampled" and teacher.source(batch) == "topk":
         log_p = stats.extras[teacher]
         sampled = of_target(log_p, batch).to(value.dtype)
-        mass = log_p[:, :-2].exp().sum(1).to(value.dtype)  # that of an empty slot is 0
+        mass = log_p[:, :-2].exp().sum(1).to(value.dtype)  # The probability of an empty slot is 0.
         figures |= {"stored": value - sampled, "sampled": sampled, "mass": mass}
         figures["outside"] = outside(batch).to(value.dtype)
     return {name: Observed(values) for name, values in figures.items()}
@@ -125,13 +129,14 @@ def _observe(
 @factory
 @term
 def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Policy gradient of the reverse KL, at tokens that the student sampled.
+    """Policy gradient of the reverse KL divergence, at tokens that the student sampled.
 
         sg(log p_y - log q_y) log p_y
 
-    Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation; as MOPD (Xiaomi 2026,
-    MiMo-V2-Flash, arXiv:2601.02780) under `.corrected("token_mask", min=..., max=...)` and beside a
-    policy term. The gradient is that of kl(estimator="k2") with the teacher as the reference.
+    Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation. MOPD (Xiaomi 2026,
+    MiMo-V2-Flash, arXiv:2601.02780) is this term under `.corrected("token_mask", min=..., max=...)`
+    and added to a policy term. The gradient equals that of kl(estimator="k2") with the teacher as
+    the reference.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """
@@ -139,7 +144,7 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def _gap(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """log q_y - log p_y, [T]; a token without any mass counts as one of log-prob -10000."""
+    """Return log q_y - log p_y, [T]; a log-prob of -inf counts as -10000."""
     return batch.teacher_logps.clamp_min(FLOOR) - stats.logp.clamp_min(FLOOR)
 
 
@@ -160,18 +165,19 @@ def _observe_gate(stats: Statistics, batch: PackedBatch, *, beta: float) -> dict
 
 @factory
 def sdar(*, beta: float = 5.0) -> Term:
-    """Distillation at sampled tokens, gated by how much more the teacher likes them.
+    """Distillation at sampled tokens, gated by the teacher's log-prob advantage over the student.
 
         g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
 
-    Lu et al. 2026 (SDAR), arXiv:2605.15155. Added to a policy term with 0.1 or 0.01. Its gradient
-    is -g grad log p_y; its value is no divergence and may be negative.
+    Lu et al. 2026 (SDAR), arXiv:2605.15155; added to a policy term with a factor of 0.1 or 0.01.
+    The gradient of the loss is -g grad log p_y. The value of the loss is not a divergence and may
+    be negative.
 
     Args:
         beta: steepness of the gate, > 0.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean. Metrics: gate, gate_open
-    (the share of gates above a half), gap (log q_y - log p_y).
+    (the share of gates above 0.5), gap (log q_y - log p_y).
     """
     positive(beta=beta)
     return Term(

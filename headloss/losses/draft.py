@@ -1,6 +1,7 @@
-"""Losses of draft models for speculative decoding: by the chance that the verifier accepts.
+"""Losses of draft models for speculative decoding, from the verifier's acceptance probability.
 
-T scored tokens, S segments; q the verifier's distribution, p the draft's, a = sum min(p, q).
+T scored tokens, S segments; q the verifier's distribution, p the draft model's distribution,
+a = sum min(p, q) the acceptance probability.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def _observe(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
 def _of_verifier(
     function: Any, head: Head | None, temperature: float, observe: Any = _observe, **more: Any
 ) -> Term:
-    """A term of a verifier, whose factory gives it its name."""
+    """Return a term that reads a verifier; the term's factory sets the name."""
     how = {"reduction": token_mean, "observe": observe, "teacher": teacher(head, temperature)}
     return Term(name="", function=function, **how, **more)
 
@@ -46,21 +47,22 @@ def _rejected(stats: Any, batch: PackedBatch) -> Tensor:
 
 @factory
 def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
-    """Negative log of the acceptance of speculative sampling.
+    """Negative log of the acceptance probability of speculative sampling.
 
         -log sum_j min(p_j, q_j)
 
-    Samarin et al. 2026 (LK losses), arXiv:2602.23881. A log-sum-exp of min(log p, log q): there is
-    no clamp, and the gradient stays bounded however small the acceptance is.
+    Samarin et al. 2026 (LK losses), arXiv:2602.23881. The loss is computed as a log-sum-exp of
+    min(log p, log q), without a clamp. The gradient stays bounded however small the acceptance
+    probability is.
 
     Args:
-        teacher_head: the verifier's head, for `teacher_hidden`; of a reduced vocabulary its rows
-            in the draft's order.
-        temperature: of both sides, in place of the heads' own.
+        teacher_head: the verifier's head, for `teacher_hidden`; for a draft model of a reduced
+            vocabulary, the verifier's rows in the order of the draft's vocabulary.
+        temperature: temperature of draft and verifier, in place of the heads' temperatures.
 
-    Inputs: as of distillation. Default reduction: token_mean. Metrics: acceptance (the mean of a),
-    top1 (the share of targets that the draft finds the likeliest: of targets that are the
-    verifier's own, their agreement).
+    Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance (the
+    mean of a), top1 (the share of targets that are the draft's likeliest token; for targets that
+    are the verifier's likeliest tokens, the agreement of draft and verifier).
 
     Also called: speculators nla.
     """
@@ -69,17 +71,18 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
 
 @factory
 def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
-    """Negative log of the acceptance, by the name of SpecForge and NeMo Automodel.
+    """Negative log of the acceptance probability, under SpecForge's and NeMo Automodel's name.
 
         -log sum_j min(p_j, q_j)
 
-    Samarin et al. 2026 (LK losses), arXiv:2602.23881; see `nla`. A token whose two distributions
-    share no mass has a finite loss of 10000, where these programs count 0.
+    Samarin et al. 2026 (LK losses), arXiv:2602.23881; the loss of `nla`. A token whose draft and
+    verifier distributions share no mass has a finite loss of 10000, where SpecForge and NeMo
+    Automodel count 0.
 
     Args:
-        teacher_head, temperature: as of nla.
+        teacher_head, temperature: as in `nla`.
 
-    Inputs: as of distillation. Default reduction: token_mean. Metrics: acceptance, top1.
+    Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.
 
     Also called: SpecForge LK alpha, Automodel LK alpha.
     """
@@ -103,20 +106,20 @@ def lk_hybrid(
     teacher_head: Head | None = None,
     temperature: float = 1.0,
 ) -> Term:
-    """KL divergence while the acceptance is low, total variation as it grows.
+    """KL divergence at low acceptance probability a, total variation at high acceptance.
 
         l KL(q || p) + (1 - l) sum |p - q| / 2, l = sg exp(-eta a)
 
     Samarin et al. 2026 (LK losses), arXiv:2602.23881.
 
     Args:
-        eta: how fast the weight of the KL falls, >= 0.
-        per: "token", a of each token; "step", the mean of a over the scored tokens of a segment,
-            which is then an unrolled step: `Segments.from_ids(step, count, group=...)`, over all
-            ranks of a group.
-        teacher_head, temperature: as of nla.
+        eta: decay rate of the KL divergence's weight in the acceptance probability, >= 0.
+        per: "token", a of each token; "step", the mean of a over the scored tokens of a segment.
+            With "step" a segment is an unrolled draft step, over all ranks of a group:
+            `Segments.from_ids(step, count, group=...)`.
+        teacher_head, temperature: as in `nla`.
 
-    Inputs: as of distillation. Default reduction: token_mean. Metrics: acceptance, top1.
+    Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.
 
     Also called: speculators lk_hybrid, SpecForge LK lambda, Automodel LK lambda.
     """
@@ -131,7 +134,7 @@ def lk_hybrid(
 
 
 def _up_to(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[T] float64 sums over the tokens of a segment up to each, and with it."""
+    """Return the [T] float64 running sums within each segment, the token itself included."""
     segments = batch.segments
     if segments.group is not None:
         raise ValueError("segments: got those of a group of ranks, want each block on one rank")
@@ -159,17 +162,18 @@ def draft_weights(
 
         exp(-k / gamma), or of D-PACE sum_{i >= k} prod_{j <= i} ((1 - floor) p_y + floor)
 
-    DFlash and DSpark weigh by place; D-PACE, arXiv:2605.18810, by how far the draft would come,
-    from log-probs without a gradient. A block is a segment, its unscored tokens count as passed;
-    the denominator stays the number of tokens.
+    DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
+    weighs a token by the expected accepted length from that token on, from log-probs without a
+    gradient. A block is a segment, and its unscored tokens count as accepted. The denominator of
+    the reduction stays the number of tokens.
 
     Args:
         weights: "decay" or "d_pace".
-        gamma: of the decay, > 0: 7, 5, 4 for blocks of 16, 10, 8 in DFlash's paper.
-        floor: of a token's confidence in D-PACE, > 0 and at most 1.
+        gamma: decay length in tokens, > 0; 7, 5, 4 for blocks of 16, 10, 8 in DFlash's paper.
+        floor: lower bound of a token's confidence in D-PACE, > 0 and at most 1.
 
-    Inputs of the decay: slots [..], the place k of a token among the block's drafted ones, from 0;
-    an anchor is not scored.
+    Inputs of the decay: slots [..], the place k of a token among the block's drafted tokens, from
+    0. The block's anchor token is not scored.
     """
     with naming("draft_weights"):
         one_of(("decay", "d_pace"), weights=weights)
@@ -190,7 +194,7 @@ def _dspark(stats: Any, batch: PackedBatch, *, ce: float, tv: float, gamma: floa
 
 
 def _observe_blocks(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
-    """Lengths of what a block's drafted tokens would bring, with the token that always comes."""
+    """Return the metrics of a block: expected accepted lengths, plus the verifier's bonus token."""
     if "slots" not in batch or batch.segments.group is not None:
         return _observe(stats, batch)
     log_a, hits = stats.log_acceptance, stats.top1
@@ -210,23 +214,25 @@ def dspark(
     teacher_head: Head | None = None,
     temperature: float = 1.0,
 ) -> Term:
-    """Cross-entropy and total variation of a block's drafted tokens, by their place k.
+    """Cross-entropy and total variation of a block's drafted tokens, decayed by their place k.
 
         (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma)
 
-    DSpark (2026), as speculators, SpecForge and NeMo Automodel train it (the last two on 2 tv). The
-    loss of its confidence head is one on `out.per_token["dspark/acceptance"]`.
+    DSpark (2026), as speculators, SpecForge and NeMo Automodel train draft models (SpecForge and
+    NeMo Automodel on 2 tv). DSpark's confidence head needs a separate loss on
+    `out.per_token["dspark/acceptance"]`.
 
     Args:
-        ce, tv: weights of the two, >= 0.
-        gamma: of the decay, > 0; None: all tokens weigh alike.
-        teacher_head, temperature: as of nla.
+        ce, tv: weights of cross-entropy and total variation, each >= 0.
+        gamma: decay length in tokens, > 0; None: all tokens have the weight 1.
+        teacher_head, temperature: as in `nla`.
 
-    Inputs: as of distillation; slots [..], the place k of a token among its block's drafted ones,
-    from 0 (with gamma=None for metrics of blocks alone); a block is a segment. Default reduction:
-    token_mean. Metrics: acceptance, top1; of blocks accept_len (1 + sum_k prod_{i <= k} a_i) and
-    eal (1 + the leading targets that the draft finds the likeliest), both up to the first slot that
-    is not scored; not of segments that run across ranks.
+    Inputs: the inputs of `distillation`; slots [..], the place k of a token among its block's
+    drafted tokens, from 0 (with gamma=None, slots serve the block metrics alone). A block is a
+    segment. Default reduction: token_mean. Metrics: acceptance, top1; of each block accept_len
+    (1 + sum_k prod_{i <= k} a_i) and eal (1 + the number of leading targets that are the draft's
+    likeliest token). Block lengths end at the first unscored slot, and are not reported for
+    segments that run across ranks.
 
     Also called: speculators DSpark.
     """

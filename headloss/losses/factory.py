@@ -1,4 +1,4 @@
-"""What the library's own terms share: name and options by their signature."""
+"""Decorator that gives a term factory's result its name and options from the signature."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ P = ParamSpec("P")
 
 
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
-    """The term that `function` makes takes its name and options from the signature; errors name it.
+    """Wrap a term factory: set the term's name and options from the signature, name it in errors.
 
-    `function` may leave the name empty.
+    The wrapped `function` may leave the term's name empty.
     """
     signature = inspect.signature(function)
     name = function.__name__
@@ -27,7 +27,7 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     def make(*args: P.args, **kwargs: P.kwargs) -> Term:
         with naming(name):
             check_names(signature.parameters.values(), args, kwargs)
-            bound = signature.bind(*args, **kwargs)  # a TypeError that names a missing option
+            bound = signature.bind(*args, **kwargs)  # TypeError: names a missing option
             made = function(*args, **kwargs)
         bound.apply_defaults()
         return replace(made, name=name, options=tuple(bound.arguments.items()))

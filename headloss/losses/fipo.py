@@ -1,4 +1,4 @@
-"""The clipped surrogate, weighted by how the policy has moved on what follows a token.
+"""Clipped surrogate weighted by the policy's change on the tokens that follow each token.
 
 T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]; sg
 stops the gradient.
@@ -26,13 +26,13 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-SAFE = (0.8, 1.0)  # the weight of a token whose loss a large ratio makes large already
+SAFE = (0.8, 1.0)  # bounds of f for a token whose large ratio makes the loss large already
 
 
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
-    """[T] float64: sum over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
+    """Return the [T] float64 sums over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
 
-    After each round a token holds the sum of twice as many that follow it.
+    Each round doubles the number of following tokens that a token's sum holds.
     """
     total, ids, reach = values.double(), segments.ids, 1
     while reach < len(total) and (decay := 2 ** (-reach / half_life)) > 0:
@@ -56,7 +56,7 @@ class _Fipo:
         return self._influence(stats, batch, self._future(stats, batch)) * value
 
     def _future(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """F, [T]."""
+        """Return the discounted log-ratios F of the tokens from t on, [T]."""
         if batch.segments.group is not None:
             raise ValueError(
                 "term fipo: segments.group: got segments that run across ranks, want them whole: "
@@ -70,14 +70,14 @@ class _Fipo:
         return future.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).to(moved.dtype)
 
     def _influence(self, stats: Statistics, batch: PackedBatch, future: Tensor) -> Tensor:
-        """f, [T]."""
+        """Return the weight f of each token, [T]."""
         weight = future.exp()
         if self.bounds is not None:
             weight = weight.clamp(*self.bounds)
         return torch.where(self._safe(stats, batch), weight, weight.clamp(*SAFE))
 
     def _safe(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[T] bool."""
+        """Return [T] bool: tokens whose weight the option `safety` does not bound."""
         advantages = batch.advantages
         if self.safety is None:
             return torch.ones_like(advantages, dtype=torch.bool)
@@ -104,26 +104,29 @@ def fipo(
     high_only: bool = True,
     safety: float | None = 4.0,
 ) -> Term:
-    """Future-KL influenced policy optimization: a token counts by the change of what follows it.
+    """Future-KL influenced policy optimization: weigh a token by the policy change after it.
 
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), f_t = clip(exp(F_t), lo, 1 + weight_clip), F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k
 
     m_k is 0 where r_k > delta, else 1; lo is 1 if high_only, else 1 - weight_clip. Where A < 0 and
-    r > safety, f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift has it.
-    k - t counts scored tokens of the segment; frameworks count positions, which is another number
-    where a segment has holes. d_k in the sum is not clamped, F is to [-20, 20]. With
-    old_logps=CURRENT every f is 1.
+    r > safety, f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift has the
+    loss. The distance k - t counts the scored tokens of a segment; other frameworks count all
+    positions, unscored ones included. F is clamped to [-20, 20]; the log-ratios d_k in the sum of F
+    are not clamped. With old_logps=CURRENT every weight f is 1.
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
-        delta: upper bound of the ratio also where the advantage is negative, > 0; None for no bound.
-        half_life: tokens after which a change counts half, > 0; the authors' decay rate.
-        weight_clip: how far f may move from 1, >= 0; None or 0: f = exp(F).
-        high_only: f never falls below 1.
-        safety: ratio above which a token of negative advantage is not weighted up, > 0; None: none.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
+        delta: upper bound of the ratio for either sign of the advantage, > 0; None for no bound.
+        half_life: distance in tokens at which a change of the policy counts half, > 0; the authors'
+            decay rate.
+        weight_clip: largest distance of f from 1, >= 0; None or 0: f = exp(F).
+        high_only: keep f at 1 or above.
+        safety: ratio above which f of a token of negative advantage is clipped to [0.8, 1], > 0;
+            None: no ratio.
 
     Inputs: advantages, old_logps; segments that run across ranks are refused. Default reduction:
-    token_mean. Metrics: future_kl, F; influence_weight, f; safe, the share that safety leaves as it is.
+    token_mean. Metrics: future_kl, F; influence_weight, f; safe, the share of tokens that the
+    option safety leaves as they are.
     Also called: ms-swift fipo.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)

@@ -1,4 +1,4 @@
-"""What stands behind a term: its function by name, its content, and what it reads and came from."""
+"""Functions of terms: pickling by name, comparison by content, and a record of attribute reads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from torch import Tensor
 
 
 class Given(functools.partial):
-    """A decorated function with its options. Pickle finds a function by its name, which belongs to
-    the factory that the decorator has made of it: so the factory travels in its place."""
+    """A decorated function with its options, pickled by the name of its factory.
+
+    Pickle finds a function by name, and the decorator has given the function's name to the factory.
+    """
 
     def __reduce__(self):
         factory = getattr(sys.modules.get(self.func.__module__), self.func.__qualname__, None)
-        if factory is None or inspect.unwrap(factory) is not self.func:  # it has another name
+        if factory is None or inspect.unwrap(factory) is not self.func:  # another name
             return super().__reduce__()
         return _given, (factory, self.keywords)
 
@@ -32,7 +34,7 @@ def _given(factory: Callable[..., Any], options: dict[str, Any]) -> Given:
 
 
 class Recorder:
-    """Stands before statistics or a batch and notes which attributes are read."""
+    """Proxy of statistics or of a batch that records the names of the attributes read."""
 
     def __init__(self, target: Any, seen: set[str]) -> None:
         self._target, self._seen = target, seen
@@ -53,7 +55,7 @@ class Recorder:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Whether two terms, or parts of them, say the same: functions, options, values of tensors."""
+    """Return whether two terms, or parts of terms, have equal functions, options and tensors."""
     ours: list[Tensor] = []
     theirs: list[Tensor] = []
     same = fingerprint(a, ours) == fingerprint(b, theirs)
@@ -61,8 +63,11 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
-    """The same for parts of terms that are alike but for the values of tensors, which are added to
-    `tensors`. It keeps no tensor, function or group alive."""
+    """Return a value that is equal for parts of terms that differ in tensor values alone.
+
+    Every tensor found is appended to `tensors`. The value returned keeps no tensor, function or
+    process group alive.
+    """
     if value is None or isinstance(value, int | float | str):
         return type(value), value
     if isinstance(value, Tensor):
@@ -86,7 +91,7 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def leaves_of(values: Tensor) -> Iterator[Tensor]:
-    """The leaf tensors that a value was computed from, where they require a gradient."""
+    """Yield the leaf tensors that require a gradient and that `values` was computed from."""
     stack, seen = [values.grad_fn], set()
     if values.requires_grad and values.grad_fn is None:
         yield values
@@ -95,7 +100,7 @@ def leaves_of(values: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # of a node that accumulates into a leaf
+        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes alone have this attribute
         if leaf is not None:
             yield leaf
         stack += [parent for parent, _ in node.next_functions]

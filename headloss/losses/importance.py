@@ -1,4 +1,4 @@
-"""The ratio of new to old policy, at three levels, and what policy terms report of it.
+"""Policy ratios of new to old policy, per token or per sequence, and the metrics of policy terms.
 
 T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
@@ -7,8 +7,9 @@ T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
     sequence_token    s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
     sequence_product  exp(sum_t d_t)                           [S], advantages averaged
 
-What is exponentiated, d_t or its mean or sum, is clamped to [-20, 20], so that a ratio and with it
-every gradient is finite; what is averaged is not. An empty segment has ratio 1 and advantage 0.
+The exponent (d_t, its mean or its sum) is clamped to [-20, 20], so that every ratio and every
+gradient is finite. The log-ratios inside a mean or sum are not clamped. An empty segment has ratio
+1 and advantage 0.
 """
 
 from __future__ import annotations
@@ -34,37 +35,37 @@ LEVELS: dict[str, tuple[Scope, Per]] = {
     "sequence_product": ("segment", "segment"),
 }
 MAX_LOG_RATIO = 20.0
-FAR = 1e30  # where an infinite log-ratio is held in a sum, so that the sum is a number
+FAR = 1e30  # bound of an infinite log-ratio in a sum, so that the sum stays a number
 
 
 def scope_and_per(level: str) -> tuple[Scope, Per]:
-    """How much of a batch a ratio needs, and the shape that it has."""
+    """Return the scope that a ratio at `level` needs, and the ratio's shape (token or segment)."""
     one_of(tuple(LEVELS), importance_sampling_level=level)
     return LEVELS[level]
 
 
-# ---------------------------------------------------------------------- the ratio
+# ---------------------------------------------------------------------- policy ratio
 
 
 def log_ratio(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """d_t, [T]."""
+    """Return the log-ratio d_t = logp_t - old_t, [T]."""
     return stats.logp - batch.old_logps
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to [-20, 20], beyond which it has no gradient."""
+    """Return exp of a log-ratio clamped to [-20, 20]; beyond the clamp the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def bounded(weight: Tensor, minimum: float, maximum: float, mask: bool) -> Tensor:
-    """A weight within bounds: clamped to them, or with `mask` 0 outside."""
+    """Return the weight clamped to [minimum, maximum], or with `mask` 0 outside the bounds."""
     if mask:
         return weight.masked_fill((weight < minimum) | (weight > maximum), 0.0)
     return weight.clamp(minimum, maximum)
 
 
 def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
-    """Ratio of new to old policy, [T], or [S] at sequence level."""
+    """Return the ratio of new to old policy, [T], or [S] at sequence level."""
     d = log_ratio(stats, batch)
     if level == "token":
         return bounded_exp(d)
@@ -77,19 +78,19 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
 
 
 def advantages_at(batch: PackedBatch, level: str) -> Tensor:
-    """Advantages in the shape of the ratio."""
+    """Return the advantages in the ratio's shape, averaged over a segment at sequence level."""
     per_segment = LEVELS[level][1] == "segment"
     return batch.segments.mean(batch.advantages) if per_segment else batch.advantages
 
 
 def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
-    """The ratio at each token, [T], at any level."""
+    """Return the ratio at each token, [T], also for a ratio per sequence."""
     ratio = importance_ratio(stats, batch, level)
     return batch.segments.expand(ratio) if LEVELS[level][1] == "segment" else ratio
 
 
 def estimate(d: Tensor, estimator: str) -> Tensor:
-    """The estimate from d, the other policy's log-prob less this one's, [T]."""
+    """Return the KL estimate [T] from d, the other policy's log-prob minus the trained policy's."""
     if estimator == "k1":
         return -d
     if estimator == "k2":
@@ -101,7 +102,7 @@ def estimate(d: Tensor, estimator: str) -> Tensor:
 
 
 def advantage_figures(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-    """What needs no old policy."""
+    """Return the metrics of a policy term that need no old policy."""
     return {
         "logps": Observed(stats.logp),
         "advantage": Observed(batch.advantages),
@@ -113,7 +114,7 @@ def advantage_figures(stats: Statistics, batch: PackedBatch) -> dict[str, Observ
 def ratio_figures(
     stats: Statistics, batch: PackedBatch, ratio: Tensor, per: Per
 ) -> dict[str, Observed]:
-    """The same, and how far the policy has moved; `ratio` is [T] or [S]."""
+    """Return the metrics of a policy term with a ratio ([T] or [S]), which need an old policy."""
     d = log_ratio(stats, batch)
     exponent = d.clamp(max=MAX_LOG_RATIO)
     return {
@@ -131,7 +132,7 @@ def ratio_figures(
 def clip_figures(
     ratio: Tensor, advantages: Tensor, clip: tuple[float, float], per: Per
 ) -> dict[str, Observed]:
-    """Shares of ratios outside `clip` on the side where the clip takes their gradient."""
+    """Return the shares of ratios outside `clip` whose gradient the clip removes."""
     low, high = clip
     clip_low = (ratio < low) & (advantages < 0)
     clip_high = (ratio > high) & (advantages > 0)
@@ -142,7 +143,7 @@ def clip_figures(
 def observe(
     stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float] | None = None
 ) -> dict[str, Observed]:
-    """All figures of a term at `level`, with those of the clip where it has bounds."""
+    """Return all metrics of a policy term at `level`; with `clip`, also the clipped shares."""
     per = LEVELS[level][1]
     ratio = importance_ratio(stats, batch, level)
     found = ratio_figures(stats, batch, ratio, per)

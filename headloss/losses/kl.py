@@ -1,7 +1,7 @@
-"""The divergence from another policy, estimated at the sampled tokens.
+"""KL divergence from another policy, estimated at the sampled tokens.
 
-T scored tokens; d_t = ref_t - logp_t, r the ratio to the old policy (see `importance`); sg stops
-the gradient. Every term is [T].
+T scored tokens; d_t = ref_t - logp_t, r the ratio of new to old policy (see `importance`); sg stops
+the gradient. Every term returns one value per token, [T].
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES = ("ref_logps", "old_logps", "sampling_logps")
 @dataclass(frozen=True, kw_only=True)
 class _Estimate:
     estimator: str
-    level: str | None  # of the ratio; None: none
+    level: str | None  # level of the policy ratio; None: no ratio
     straight_through: bool
     against: str
     clamp_difference: float | None
@@ -50,7 +50,7 @@ class _Estimate:
             pulls = estimate(d, "k2") if ratio is None else ratio.detach() * estimate(d, "k2")
             return value.detach() + (pulls - pulls.detach())
         if ratio is not None:
-            # Where the difference is held, so is its token's pull through the ratio.
+            # A token whose difference is clamped gets no gradient through the ratio either.
             value = value * torch.where(near == d, ratio, ratio.detach())
         return value if self.clamp is None else _within(value, self.clamp)
 
@@ -85,27 +85,31 @@ def kl(
     zero_above: float | None = None,
     ratio_max: float | None = None,
 ) -> Term:
-    """Divergence from the reference policy, estimated at the sampled tokens.
+    """KL divergence from the reference policy, estimated at the sampled tokens.
 
         k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times r when bias_corrected
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through both factors. Which gradient is
-    unbiased: Tang and Munos 2025, arXiv:2506.09477. The log of r, at any level, is clamped to
-    [-20, 20], d is not unless asked.
+    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through the ratio and the estimate. Tang
+    and Munos 2025, arXiv:2506.09477, say which gradients are unbiased. The log of the policy ratio
+    r, at any level, is clamped to [-20, 20]; d is clamped by the option clamp_difference alone.
 
     Args:
-        estimator: "k1", "k2", "k3" or "abs". As a loss of its own, k1 pulls nowhere on average
-            unless it is bias_corrected or straight_through; k3 is what GRPO adds.
+        estimator: "k1", "k2", "k3" or "abs". As the whole loss, k1 has an expected gradient of 0
+            unless bias_corrected or straight_through is set; k3 is the summand of GRPO.
         bias_corrected: multiply by the unclipped ratio of new to old policy. With old_logps=CURRENT
-            its value is 1 and the gradient that of sampling itself.
-        importance_sampling_level: level of that ratio; see `importance`.
-        straight_through: the estimate's value with the gradient of k2, -d grad log p, which is that
-            of the divergence on the mean; when bias_corrected, times sg(r), in the gradient alone.
-        against: the field with the other policy's log-probs.
-        clamp_difference: bound of |d| in the estimate, > 0; a token beyond it has no gradient.
-        clamp: bound of the absolute value of what is added up, > 0; likewise.
-        zero_above: a token that the reference likes better and whose estimate is above it counts 0.
+            the ratio is 1, and its gradient is the score-function gradient of the sampling.
+        importance_sampling_level: level of the ratio of bias_corrected; see `importance`.
+        straight_through: take the value of the estimate and the gradient of k2, -d grad log p,
+            whose expectation is the gradient of the divergence; with bias_corrected, sg(r)
+            multiplies the gradient alone.
+        against: the batch field with the other policy's log-probs.
+        clamp_difference: bound of |d| in the estimate, > 0; a token beyond the bound has no
+            gradient unless straight_through is set.
+        clamp: bound of a token's absolute loss, > 0; a token beyond the bound has no gradient
+            unless straight_through is set.
+        zero_above: bound, > 0, of the estimate of a token to which the reference gives the higher
+            log-prob; a token above the bound counts 0.
         ratio_max: upper bound of r when bias_corrected, > 0.
 
     Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:

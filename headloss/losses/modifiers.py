@@ -1,6 +1,7 @@
-"""Factors on a policy term's tokens that carry no gradient: sampler correction, masks.
+"""Factors without gradient on the tokens of a policy term: sampler correction and masks.
 
-T scored tokens, S segments. A factor multiplies the loss of each token; the denominator stays.
+T scored tokens, S segments. A factor multiplies the loss of each token; the denominator of the
+reduction stays.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
     from ..batch.packing import PackedBatch
 
-NO_WEIGHT = 1e-8  # a mean weight that nothing is divided by
+NO_WEIGHT = 1e-8  # smallest mean weight to divide by
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
-Factor = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], without gradient
+Factor = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], without a gradient
 
 
 def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
@@ -48,8 +49,10 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Modifier:
-    """`factor` multiplies the losses of tokens; `observe`: what it reports; `options`:
-    those of the call that made it."""
+    """A per-token `factor` on the losses of a term, with the metrics that `observe` reports.
+
+    The `options` are the options of the call that made the modifier.
+    """
 
     name: str
     factor: Factor
@@ -62,7 +65,7 @@ class Modifier:
 
 
 def not_none(**options: Any) -> tuple[tuple[str, Any], ...]:
-    """Options of a modifier that say something."""
+    """Return the options of a modifier that are neither None nor False."""
     return tuple((n, x) for n, x in options.items() if x is not None and x is not False)
 
 
@@ -71,7 +74,7 @@ def not_none(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Correction:
-    """w within [minimum, maximum]; over sequences, w is [S], else [T]."""
+    """Importance weight w within [minimum, maximum]: [S] with `sequence`, else [T]."""
 
     sequence: bool
     mask: bool
@@ -108,8 +111,7 @@ class _Correction:
 
 
 def sampler_mismatch(stats: Statistics, batch: PackedBatch, live: bool) -> Tensor:
-    """log p_trainer - log p_sampler, [T]. A sampler that gives no log-prob for a token says nothing
-    about it: 0."""
+    """Return log p_trainer - log p_sampler, [T]; 0 where the sampler's log-prob is NaN."""
     trainer = stats.logp.detach() if live else batch.old_logps
     return (trainer - batch.sampling_logps).nan_to_num(nan=0.0)
 
@@ -128,15 +130,15 @@ def corrected(
         w = sg(exp(old - sampling)), of the token or summed over the sequence; clamped to [min, max], or 0 outside
 
     Truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Masks: Ling Team 2025
-    (IcePop), arXiv:2510.18855. The log of w, of the token or the sum, is clamped to [-20, 20];
-    where a sampling log-prob is NaN, the token's w is 1.
+    (IcePop), arXiv:2510.18855. The log of w, of the token or the sum, is clamped to [-20, 20]. A
+    token whose sampling log-prob is NaN has w = 1.
 
     Args:
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         minimum, maximum: bounds of w, each > 0 or None.
-        live: the policy as it is now, in place of old.
-        normalized: divide by the mean of what was truncated or masked, over the tokens or sequences
-            of the call; makes the term batch-scoped.
+        live: use the trained policy's current log-probs in place of the old log-probs.
+        normalized: divide by the mean of the truncated or masked weights over the tokens or
+            sequences of the call; makes the term batch-scoped.
 
     Inputs: old_logps, sampling_logps. Metrics: mismatch, mismatch_max, truncated or masked (per
     token or per segment).
@@ -180,15 +182,15 @@ def _on_policy(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Te
 
 @with_floats
 def off_policy_masked(threshold: float) -> Modifier:
-    """Drops the tokens of negative advantage in sequences that the policy has moved away from.
+    """Mask of negative-advantage tokens in sequences that the policy has moved away from.
 
         1 where A >= 0 or mean_t(sampling_t - logp_t) <= threshold, else 0
 
-    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. With one advantage per sequence, whole
-    sequences are dropped. A NaN sampling log-prob counts as no drift.
+    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. With one advantage per sequence, the mask
+    drops whole sequences. A NaN sampling log-prob counts as a log-ratio of 0.
 
     Args:
-        threshold: of the mean log-ratio.
+        threshold: bound of the sequence's mean log-ratio.
 
     Inputs: advantages; sampling_logps, or old_logps where the batch has none.
     """
@@ -202,7 +204,7 @@ def off_policy_masked(threshold: float) -> Modifier:
     )
 
 
-# ---------------------------------------------------------------------- keeping the uncertain
+# ---------------------------------------------------------------------- tokens of high entropy
 
 
 def _above(stats: Statistics, batch: PackedBatch, *, threshold: float) -> Tensor:
@@ -214,7 +216,7 @@ def _among_top(
     stats: Statistics, batch: PackedBatch, *, quantile: float, group: ProcessGroup | None
 ) -> Tensor:
     entropy = stats.entropy.detach()
-    # What does not count is last in order, and left out by the number of those that do.
+    # Unscored tokens sort last as inf; `number_of` counts the scored tokens alone.
     counted = entropy if batch.live is None else torch.where(batch.live, entropy, math.inf)
     number_of = counted.new_full((), len(counted)) if batch.live is None else batch.live.sum()
     if group is not None and not TRACING.get():
@@ -225,25 +227,25 @@ def _among_top(
 
 def _quantile(
     values: Tensor,  # [N]
-    count: Tensor,  # [], how many of them count; the others are inf
+    count: Tensor,  # [], number of values that count; all further values are inf
     q: float,
 ) -> Tensor:
-    """The q-quantile by linear interpolation, [], without a read of the device; inf of nothing.
+    """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.
 
     torch.quantile refuses more than 16M values.
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # A rank that is a whole number but for the rounding of q is that number.
+    # Rounding q must not move a whole-number rank.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
-    # (A 0-dim index would be read.)
+    # A 0-dim index would read the device.
     below, above = ordered[torch.stack([low, torch.minimum(low + 1, last)]).long()].unbind()
     return torch.where(above > below, torch.lerp(below, above, (rank - low).to(below.dtype)), below)
 
 
 def _gather(values: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The values of all ranks, padded with inf to one size per rank, and how many of them count."""
+    """Return the values of all ranks, padded with inf to one size, and the number that count."""
     from torch import distributed
 
     own = torch.stack([count.long(), torch.full_like(count, len(values)).long()])
@@ -266,7 +268,7 @@ def top_entropy(
     threshold: float | None = None,
     group: ProcessGroup | None = None,
 ) -> Modifier:
-    """Keeps the tokens whose prediction is the least certain.
+    """Mask that keeps the tokens of highest prediction entropy.
 
         1 where entropy >= threshold, or >= the (1 - quantile) quantile of all scored tokens; else 0
 
@@ -274,9 +276,9 @@ def top_entropy(
 
     Args:
         quantile: share of tokens to keep, in (0, 1]; makes the term batch-scoped.
-        threshold: in nats, >= 0; the alternative to `quantile`.
-        group: process group whose ranks hold tokens of one batch; the quantile is over all of
-            them, and sizes are exchanged first, which reads the device once.
+        threshold: entropy in nats, >= 0; the alternative to `quantile`.
+        group: process group whose ranks hold tokens of one batch. The quantile is over the tokens
+            of all ranks; the ranks exchange their sizes first, which reads the device once.
 
     Inputs: none.
     """

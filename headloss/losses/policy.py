@@ -1,4 +1,4 @@
-"""One clipped surrogate of the policy ratio under its many names.
+"""Clipped surrogate of the policy ratio, under the names of the papers that use it.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
 `importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
@@ -59,7 +59,7 @@ def _clipped_slopes(
     delta: float | None,
     dual_clip: float | None,
 ) -> tuple[Slope, ...]:
-    """At token level: -A r between the bounds on the side where the advantage pushes, else 0."""
+    """Return the gradient at token level: -A r where the surrogate is not clipped, else 0."""
     low, high = clip
     rising, falling = min(high, delta or math.inf), max(high, delta or math.inf)
     advantages, old = batch.advantages, batch.old_logps
@@ -76,7 +76,7 @@ def _clipped_slopes(
 
 
 def _log(ratio: float) -> float:
-    """log(ratio) within the clamp of the log-ratio."""
+    """Return log(ratio) within the clamp of the log-ratio."""
     bounds = math.exp(-MAX_LOG_RATIO), math.exp(MAX_LOG_RATIO)
     return math.log(min(max(ratio, bounds[0]), bounds[1]))
 
@@ -127,12 +127,12 @@ def grpo(
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
     Shao et al. 2024, arXiv:2402.03300. `delta`: Prime Intellect 2025 (INTELLECT-2),
-    arXiv:2505.07291. The log of r, at any level, is clamped to [-20, 20].
+    arXiv:2505.07291. The log of the policy ratio r, at any level, is clamped to [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
-        delta: upper bound of the ratio also where the advantage is negative; None for no bound.
-        importance_sampling_level: "token", "sequence" or "sequence_token"; see the module.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
+        delta: upper bound of the ratio for either sign of the advantage; None for no bound.
+        importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: TRL grpo, Liger grpo, AgileRL GRPO.
@@ -148,10 +148,10 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
         -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), s_i = exp(mean_t d_t)
 
     Zheng et al. 2025, arXiv:2507.18071. Advantages per token are averaged over the sequence.
-    mean_t d_t is clamped to [-20, 20].
+    The mean log-ratio mean_t d_t is clamped to [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: TRL GSPO, OpenRLHF gspo, NeMo-RL sequence_level_importance_ratios, AgileRL
@@ -162,14 +162,15 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
 
 @factory
 def gspo_token(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
-    """GSPO with advantages and clip per token; equal to GSPO where a sequence has one advantage.
+    """GSPO with advantages and clip per token; equal to GSPO if a sequence has one advantage.
 
         -min(s_it A_t, clip(s_it, 1 - epsilon_low, 1 + epsilon_high) A_t), s_it = sg(s_i) exp(logp_t - sg(logp_t))
 
-    Zheng et al. 2025, arXiv:2507.18071, section 4.3. mean_t d_t is clamped to [-20, 20].
+    Zheng et al. 2025, arXiv:2507.18071, section 4.3. The mean log-ratio mean_t d_t is clamped to
+    [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: verl gspo.
@@ -185,13 +186,14 @@ def dapo(
     delta: float | None = None,
     importance_sampling_level: Level = "token",
 ) -> Term:
-    """The clipped surrogate with a higher upper clip, averaged over all tokens of the step.
+    """Clipped surrogate with a larger upper clip bound, averaged over all tokens of the step.
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Yu et al. 2025, arXiv:2503.14476. The log of r, at any level, is clamped to [-20, 20].
+    Yu et al. 2025, arXiv:2503.14476. The log of the policy ratio r, at any level, is clamped to
+    [-20, 20].
 
-    Args: as `grpo`.
+    Args: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: TRL dapo.
@@ -208,14 +210,14 @@ def bnpo(
     delta: float | None = None,
     importance_sampling_level: Level = "token",
 ) -> Term:
-    """The clipped surrogate averaged over tokens, with a symmetric clip.
+    """Clipped surrogate averaged over tokens, with a symmetric clip.
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Named after beta normalization policy optimization (Xiao et al. 2025, arXiv:2506.02864), whose
-    normalization is that of rewards. The log of r, at any level, is clamped to [-20, 20].
+    Named after beta normalization policy optimization (Xiao et al. 2025, arXiv:2506.02864), which
+    normalizes rewards. The log of the policy ratio r, at any level, is clamped to [-20, 20].
 
-    Args: as `grpo`.
+    Args: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: TRL bnpo.
@@ -233,15 +235,16 @@ def dr_grpo(
     importance_sampling_level: Level = "token",
     max_completion_length: float | None = None,
 ) -> Term:
-    """The clipped surrogate divided by a constant length, which removes the bias to short answers.
+    """Clipped surrogate divided by a constant length, which removes the bias to short answers.
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Liu et al. 2025, arXiv:2503.20783. The log of r, at any level, is clamped to [-20, 20].
+    Liu et al. 2025, arXiv:2503.20783. The log of the policy ratio r, at any level, is clamped to
+    [-20, 20].
 
     Args:
-        max_completion_length: the constant; without it `.over(...)` must name a reduction.
-        others: as `grpo`.
+        max_completion_length: constant divisor; None requires a reduction by `.over(...)`.
+        epsilon_low, epsilon_high, delta, importance_sampling_level: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: fixed_length(max_completion_length).
     Also called: TRL dr_grpo.
@@ -271,9 +274,10 @@ def luspo(
 
         -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i)
 
-    Liu et al. 2026, arXiv:2602.05261. |o_i| is the reduction's. log s_i is clamped to [-20, 20].
+    Liu et al. 2026, arXiv:2602.05261. The reduction multiplies by the length |o_i|. The log of the
+    policy ratio s_i is clamped to [-20, 20].
 
-    Args: as `grpo`.
+    Args: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_sum.
     Also called: TRL luspo.
@@ -286,16 +290,16 @@ def luspo(
 def ppo(
     *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = None
 ) -> Term:
-    """Proximal policy optimization: the clipped surrogate per token, with an optional dual clip.
+    """Proximal policy optimization: clipped surrogate per token, with an optional dual clip.
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); where A < 0: -max(min(..), dual_clip A)
 
     Schulman et al. 2017, arXiv:1707.06347. Dual clip: Ye et al. 2020, arXiv:1912.09729.
-    The log of r is clamped to [-20, 20].
+    The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
-        dual_clip: bounds the loss of a negative advantage; > 1, or None for no bound.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
+        dual_clip: bound of the ratio where the advantage is negative; > 1, or None for no bound.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl vanilla, OpenRLHF ppo, NeMo-RL ClippedPGLossFn.

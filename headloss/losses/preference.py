@@ -1,7 +1,8 @@
-"""Preference terms on pairs: segment 2k is the chosen answer, 2k + 1 the rejected one.
+"""Preference terms on pairs: segment 2k is the chosen answer, 2k + 1 the rejected answer.
 
-S segments. Every term is [S], segment scope; see `preference_pairs` for empty answers and for
-several rejected ones. h is the score of the chosen answer less that of the rejected one.
+S segments; h is the score of the chosen answer minus the score of the rejected answer. Every term
+has segment scope and returns [S]. See `preference_pairs` for empty answers and for several rejected
+answers.
 """
 
 from __future__ import annotations
@@ -43,12 +44,13 @@ def dpo(
     discopop_tau: float = 0.05,
     rejected: int = 1,
 ) -> Term:
-    """Direct preference optimization, on log-prob sums.
+    """Direct preference optimization, on sums of log-probs.
 
         -log sigmoid(beta h), h = sum_chosen(logp - ref) - sum_rejected(logp - ref)
 
-    Rafailov et al. 2023, arXiv:2305.18290. With s = the log sigmoid, c and r beta times the scores
-    of the two answers, x = c - r = beta h and e = label_smoothing, the loss types are
+    Rafailov et al. 2023, arXiv:2305.18290. Let s be the log sigmoid, c and r the scores of the
+    chosen and the rejected answer times beta, x = c - r = beta h and e = label_smoothing. The loss
+    types are
 
     - sigmoid: -s(x); hinge: max(0, 1 - x) (Zhao et al. 2023, arXiv:2305.10425); sigmoid_norm and
       ipo: -s(x) and (h - 1 / (2 beta))^2 on log-prob means;
@@ -67,21 +69,24 @@ def dpo(
 
     Args:
         beta: strength of the pull to the reference, > 0.
-        label_smoothing: share of pairs taken to be labelled the wrong way round, in [0, 0.5]; the
-            loss is (1 - label_smoothing) f(h) + label_smoothing f(-h), but for robust and exo_pair.
-        loss_type: one of the above.
-        average_log_prob: means of an answer's log-ratios in place of sums; None: as above.
-        f_divergence_type: the score f'(t) of t = the ratio of policy to reference: "reverse_kl" log
+        label_smoothing: assumed share of pairs with exchanged labels, in [0, 0.5]. The loss is
+            (1 - label_smoothing) f(h) + label_smoothing f(-h), except for robust and exo_pair.
+        loss_type: one of the loss types above.
+        average_log_prob: average an answer's log-ratios instead of summing them; None: average for
+            sigmoid_norm and ipo alone.
+        f_divergence_type: the score f'(t) of the ratio t of policy to reference: "reverse_kl" log
             t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
-            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240); for losses of h alone.
-        f_alpha_divergence_coef: a.
-        ld_alpha: what an answer is longer by than its partner counts this much, in [0, 1] (Liu et
-            al. 2024, arXiv:2409.06411); None: 1.
-        use_weighting: multiply by how likely the two answers are under the policy, exp of the mean
-            of log p_y - log sum_j p_j^2 of each, without gradient (WPO: Zhou et al. 2024,
-            arXiv:2406.11827). It reads one more sum over the vocabulary.
-        discopop_tau: see above, > 0.
-        rejected: rejected answers after each chosen one; the loss is the mean over them.
+            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240). Scores except
+            "reverse_kl" need a loss type that depends on h alone.
+        f_alpha_divergence_coef: the a of "alpha_divergence".
+        ld_alpha: weight of the tokens by which an answer is longer than its partner, in [0, 1]
+            (Liu et al. 2024, arXiv:2409.06411); None: 1.
+        use_weighting: multiply by the weights of both answers, each exp of the answer's mean of
+            log p_y - log sum_j p_j^2, without gradient (WPO: Zhou et al. 2024, arXiv:2406.11827).
+            The weights need one more sum over the vocabulary.
+        discopop_tau: temperature of the loss type discopop, > 0.
+        rejected: number of rejected answers after each chosen one; the loss is the mean over the
+            rejected answers.
 
     Also called: TRL sigmoid.
 
@@ -122,16 +127,16 @@ def dpo(
 
 @factory
 def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
-    """Identity preference optimization, on log-prob means: `dpo` of loss_type="ipo".
+    """Identity preference optimization, on means of log-probs: `dpo` with loss_type="ipo".
 
         (h - 1 / (2 beta))^2, h = mean_chosen(logp - ref) - mean_rejected(logp - ref)
 
-    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta); means in place of sums, as its authors
-    run it.
+    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). The loss uses means instead of sums, as
+    the authors' code does.
 
     Args:
         beta: strength of the pull to the reference, > 0.
-        label_smoothing: as `dpo`.
+        label_smoothing: as in `dpo`.
 
     Also called: TRL ipo.
 
@@ -155,15 +160,15 @@ def simpo(
 
         -log sigmoid(beta h - gamma), h = mean_chosen(logp) - mean_rejected(logp)
 
-    Meng et al. 2024, arXiv:2405.14734. AlphaPO: Gupta et al. 2025, arXiv:2501.03884. With an SFT
-    part: hl.simpo() + weight * hl.cross_entropy().where("chosen").
+    Meng et al. 2024, arXiv:2405.14734. AlphaPO: Gupta et al. 2025, arXiv:2501.03884. An SFT part is
+    added by hl.simpo() + weight * hl.cross_entropy().where("chosen").
 
     Args:
         beta: scale of the reward, > 0.
-        gamma: the margin that the chosen answer's reward should lead by, >= 0.
-        label_smoothing: as `dpo`, the sign of beta h - gamma turned.
-        alpha: AlphaPO's shape of the reward: (1 - exp(-alpha m)) / alpha in place of the mean m.
-        rejected: as `dpo`.
+        gamma: target margin between the rewards of chosen and rejected answer, >= 0.
+        label_smoothing: as in `dpo`, with the sign of beta h - gamma exchanged.
+        alpha: shape of AlphaPO's reward (1 - exp(-alpha m)) / alpha, which replaces the mean m.
+        rejected: as in `dpo`.
 
     Also called: TRL simpo.
 
@@ -192,10 +197,10 @@ def cpo(
 
     Args:
         beta: scale of the margin, > 0.
-        label_smoothing: as `dpo`.
-        loss_type: "sigmoid", "hinge" or "ipo" (on log-prob means), as `dpo`.
-        average_log_prob: as `dpo`.
-        rejected: as `dpo`.
+        label_smoothing: as in `dpo`.
+        loss_type: "sigmoid", "hinge" or "ipo" (on log-prob means), as in `dpo`.
+        average_log_prob: as in `dpo`.
+        rejected: as in `dpo`.
 
     Also called: TRL CPO.
 
@@ -212,16 +217,16 @@ def cpo(
 
 @factory
 def orpo(*, beta: float = 0.1, rejected: int = 1) -> Term:
-    """Odds ratio preference optimization: the chosen answer's odds against the rejected one's.
+    """Odds ratio preference optimization: odds of the chosen answer against the rejected answer.
 
         -beta log sigmoid(h), h = log odds_chosen - log odds_rejected, odds = p / (1 - p), log p = mean(logp)
 
     Hong et al. 2024, arXiv:2403.07691, whose loss is hl.cross_entropy().where("chosen") +
-    hl.orpo(). Where p = 1, 1 - p is 1e-30.
+    hl.orpo(). At p = 1 the difference 1 - p is replaced by 1e-30.
 
     Args:
         beta: weight of the odds ratio (the paper's lambda), > 0.
-        rejected: as `dpo`.
+        rejected: as in `dpo`.
 
     Also called: TRL ORPO.
 

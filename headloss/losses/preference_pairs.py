@@ -1,10 +1,11 @@
-"""A chosen answer against rejected ones: what answers are scored by, and losses of two scores.
+"""Losses of a chosen answer against rejected answers, and the scores that the losses compare.
 
-S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n after it are the
-rejected ones. A group's loss stands at each of its segments that has tokens, times (1 + n) over
-their number, so that the mean over segments is the mean over groups; a group without a scored token
-has loss 0 and still counts. An answer without tokens has the empty sum; of several rejected ones it
-is left out while there are others. c and r are rewards, beta times the scores.
+S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n segments after it are
+the rejected answers. c and r are rewards: scores times beta. The loss of a group stands at each
+nonempty segment of the group, times (1 + n) over the number of nonempty segments, so that the mean
+over segments is the mean over groups. A group without a scored token has loss 0 and still counts in
+the mean. The sum over an empty answer is 0. An empty rejected answer is left out if the group has a
+nonempty rejected answer.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S], by how much an answer is preferred
+Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S] score of each answer
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-MAX_POWER = 80.0  # of e; float32 holds it
-LEAST = 1e-30  # of 1 - p: float32 holds its inverse times any weight
+MAX_POWER = 80.0  # largest exponent of e; its exponential fits float32
+LEAST = 1e-30  # smallest 1 - p: its inverse times any weight fits float32
 
 
 # ---------------------------------------------------------------------- losses of two rewards
@@ -40,19 +41,19 @@ LEAST = 1e-30  # of 1 - p: float32 holds its inverse times any weight
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
-    """Which loss of the rewards, over how many rejected answers."""
+    """Loss type and options of a loss of the chosen and rejected rewards c and r."""
 
     loss_type: str = "sigmoid"
     beta: float
     label_smoothing: float = 0.0
-    gamma: float = 0.0  # the margin is c - r - gamma
+    gamma: float = 0.0  # the loss sees the margin c - r - gamma
     tau: float = 0.05
     factor: float = 1.0
     rejected: int = 1
-    weighted: bool = False  # see `likely_under_policy`
+    weighted: bool = False  # multiply by `likely_under_policy`
 
     def __call__(self, c: Tensor, r: Tensor) -> Tensor:
-        """Elementwise; [P] each, or [P, 1] and [P, n]."""
+        """Return the elementwise loss of [P] rewards each, or of [P, 1] and [P, n] rewards."""
         if self.of_both:
             return self.factor * OF_BOTH[self.loss_type](c, r, self)
         x = c - r - self.gamma
@@ -63,12 +64,12 @@ class Pairwise:
 
     @property
     def of_both(self) -> bool:
-        """Whether it depends on more than the margin."""
+        """Return whether the loss depends on c and r beyond their difference."""
         return self.loss_type in OF_BOTH
 
     @property
     def share(self) -> float:
-        """The weight of the loss of the turned pair."""
+        """Return the weight of the loss with the answers of a pair exchanged."""
         e = self.label_smoothing
         return {"robust": -e / (1 - 2 * e) if e < 0.5 else 0, "exo_pair": 0}.get(self.loss_type, e)
 
@@ -78,7 +79,7 @@ def _sigmoid(x: Tensor, o: Pairwise) -> Tensor:
 
 
 def _exo(x: Tensor, o: Pairwise) -> Tensor:
-    """KL of the policy's preference from the label's, (1 - e, e)."""
+    """Return the KL divergence of the policy's preference from the label's, (1 - e, e)."""
     e = o.label_smoothing
     right, wrong = logsigmoid(x) - math.log1p(-e), logsigmoid(-x) - math.log(e)
     return torch.sigmoid(x) * right + torch.sigmoid(-x) * wrong
@@ -112,7 +113,7 @@ SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "softmax", "hinge", "ipo", "exo
 
 
 def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) -> Tensor:  # [S]
-    """Sums of [T] values; what an answer is longer by than its partner counts `ld_alpha` times."""
+    """Return sums of [T] values; `ld_alpha` weighs tokens beyond the shorter answer of a pair."""
     if ld_alpha is None:
         return batch.segments.sum(values)
     if batch.segments.group is not None:
@@ -128,7 +129,7 @@ def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) ->
 def log_ratio(
     stats: Statistics, batch: PackedBatch, *, average: bool = False, ld_alpha: float | None = None
 ) -> Tensor:
-    """Of the policy to the reference."""
+    """Return the log-ratio of policy to reference per answer, summed or averaged, [S]."""
     total = summed(stats.logp - batch.ref_logps, batch, ld_alpha)
     return _averaged(total, batch) if average else total
 
@@ -141,32 +142,32 @@ def f_log_ratio(
     ld_alpha: float | None,
     power: float | None,  # None: the Jensen-Shannon divergence
 ) -> Tensor:
-    """f'(ratio) of an f-divergence from the reference, in place of its log."""
+    """Return f'(ratio) of an f-divergence from the reference per answer, instead of log ratio."""
     total = log_ratio(stats, batch, ld_alpha=ld_alpha)
     total = math.log(2) + logsigmoid(total) if power is None else powered(total, power)
     return _averaged(total, batch) if average else total
 
 
 def logp(stats: Statistics, batch: PackedBatch, *, average: bool, alpha: float = 0.0) -> Tensor:
-    """Without a reference; alpha: see `simpo`."""
+    """Return the log-prob per answer without a reference, [S]; see `simpo` for alpha."""
     total = summed(stats.logp, batch)
     return powered(_averaged(total, batch) if average else total, -alpha)
 
 
 def likely_under_policy(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """WPO's weight of an answer: exp(mean_t(log p_y - log sum_j p_j^2)), without gradient."""
+    """Return WPO's weight of an answer without gradient: exp(mean_t(log p_y - log sum_j p_j^2))."""
     gap = stats.logp.detach() - stats.sum_p_squared.log()
     return _averaged(batch.segments.sum(gap), batch).exp()
 
 
 def log_odds(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """log p / (1 - p) of the geometric mean p of an answer's tokens."""
+    """Return log p / (1 - p) for the geometric mean p of an answer's token probabilities."""
     mean = logp(stats, batch, average=True)
     return mean - log_1_minus_p(mean, LEAST)
 
 
 def powered(x: Tensor, power: float) -> Tensor:
-    """(e^(power x) - 1) / power, x in the limit of 0; what is exponentiated is at most 80."""
+    """Return (e^(power x) - 1) / power, or x for power 0; the exponent is clamped at 80."""
     return x if power == 0 else (power * x).clamp(max=MAX_POWER).expm1() / power
 
 
@@ -178,7 +179,7 @@ def _averaged(total: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor, Tensor]:
-    """[S] to the chosen and the rejected: [P] and [P], or [P, 1] and [P, n]."""
+    """Split [S] values into chosen and rejected: [P] and [P], or [P, 1] and [P, n]."""
     if len(values) % (1 + rejected) and batch.live is None:
         want = "an even number of them: 2k is chosen, 2k + 1 rejected"
         if rejected > 1:
@@ -186,19 +187,19 @@ def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor
         raise ValueError(f"segments: got {len(values)}, want {want}")
     if rejected == 1:
         return batch.segments.split_pairs(values)
-    count = len(values) // (1 + rejected)  # with static shapes more may follow
+    count = len(values) // (1 + rejected)  # static shapes may append further segments
     groups = values[: count * (1 + rejected)].view(count, 1 + rejected)
     return groups[:, :1], groups[:, 1:]
 
 
 def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
-    """[P] to [S], at all segments of a group; 0 at segments in none."""
+    """Expand [P] values to [S], one per segment of the group; 0 at segments outside any group."""
     joined = values.unsqueeze(1).expand(-1, 1 + rejected).flatten()
     return torch.cat([joined, joined.new_zeros(batch.segments.count - len(joined))])
 
 
 def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:
-    """The mean over the rejected answers that are there, [P]; over all where none is."""
+    """Return the mean over nonempty rejected answers, [P]; over all if every one is empty."""
     if rejected == 1:
         return values
     counted = torch.where(present.any(1, keepdim=True), present, True)
@@ -222,7 +223,7 @@ def pair_loss(
 
 
 def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
-    """[P] to [S], shared among the segments of a group that have tokens."""
+    """Expand [P] losses to [S], shared among the nonempty segments of each group."""
     here = (batch.segments.lengths > 0).to(values.dtype)
     of_chosen, of_rejected = split(here, batch, rejected)
     if rejected > 1:
@@ -234,7 +235,7 @@ def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
 def observe(
     stats: Statistics, batch: PackedBatch, *, reward: Score, beta: float, rejected: int
 ) -> dict[str, Observed]:
-    """The rewards of the chosen and of the rejected, and how they compare."""
+    """Return the metrics: chosen and rejected rewards, their margin and the accuracy."""
     c, r = split(beta * reward(stats, batch), batch, rejected)
     present = split(batch.segments.lengths, batch, rejected)[1] > 0
     found = {
@@ -250,7 +251,7 @@ def observe(
 
 
 def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
-    """A term of pairs; `reward` is what is reported, where that is not the score."""
+    """Return a term on pairs; the metrics report `reward`, or `score` if `reward` is None."""
     one_of(LOSS_TYPES, loss_type=how.loss_type)
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)
@@ -272,7 +273,7 @@ def _check_smoothing(loss_type: str, share: float) -> None:
     want, accept = "0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5
     if loss_type == "robust":
         want, accept = "0 <= label_smoothing < 0.5", lambda x: 0 <= x < 0.5
-    if loss_type == "exo_pair":  # the log of 0
+    if loss_type == "exo_pair":  # exo_pair takes the log of label_smoothing
         want, accept = "0 < label_smoothing <= 0.5, e.g. 1e-3", lambda x: 0 < x <= 0.5
     if loss_type not in SMOOTHED:
         want, accept = f"0, as {loss_type!r} has no smoothing", lambda x: x == 0

@@ -1,4 +1,4 @@
-"""Preference terms whose answers have no partner: one by one, or two sets of them.
+"""Preference terms on unpaired answers: scored one by one, or as two sets of answers.
 
 S segments, P = S / 2 pairs. Every term is [S].
 """
@@ -35,7 +35,7 @@ def _unpaired(
     batch: PackedBatch,
     *,
     beta: float,
-    weights: tuple[float, float],  # of the desirable, of the others
+    weights: tuple[float, float],  # of desirable and of undesirable answers
     shifted: bool,
 ) -> Tensor:
     gain = log_ratio(stats, batch)
@@ -62,24 +62,25 @@ def kto(
     undesirable_weight: float = 1.0,
     loss_type: str = "kto",
 ) -> Term:
-    """Kahneman-Tversky optimization: answers that are good or bad by themselves, without pairs.
+    """Kahneman-Tversky optimization: answers labelled desirable or undesirable, without pairs.
 
         w sigmoid(-beta (h - z)) where desirable, else w sigmoid(beta (h - z)), h = sum(logp - ref), z = max(0, reference_kl)
 
     Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has z = 0 (D'Oosterlinck
-    et al. 2024, arXiv:2408.06266). The reference point, one number for the batch, is the mean of h
-    over answers to other prompts, without gradient: hl.head_stats gives their log-probs.
+    et al. 2024, arXiv:2408.06266). The reference point `reference_kl`, one number for the batch, is
+    the mean of h over answers to other prompts, without gradient. hl.head_stats computes the
+    log-probs of the mismatched answers.
 
     Args:
         beta: strength of the pull to the reference, > 0.
-        desirable_weight, undesirable_weight: w of each kind, >= 0.
+        desirable_weight, undesirable_weight: w of desirable and undesirable answers, each >= 0.
         loss_type: "kto" or "apo_zero_unpaired".
 
     Also called: TRL kto.
 
     Inputs: ref_logps; desirable [S], boolean; reference_kl [S], unless loss_type is
     "apo_zero_unpaired". Default reduction: sequence_mean. Metrics: chosen_rewards,
-    rejected_rewards: beta h of the desirable and of the others.
+    rejected_rewards: beta h of the desirable and of the undesirable answers.
     """  # noqa: E501 (an equation is one line)
     positive(beta=beta)
     non_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
@@ -108,12 +109,12 @@ def _observe_regressed(
 
 @factory
 def a2po(*, beta: float = 1e-3) -> Term:
-    """Optimal advantage regression (A*-PO): the implicit reward is brought to the advantage.
+    """Optimal advantage regression (A*-PO): regress the implicit reward on the advantage.
 
         (beta sum(logp - ref) - A)^2, A the reward less the prompt's optimal value
 
     Brantley et al. 2025, arXiv:2505.20686. The optimal value of a prompt is
-    beta_1 log mean exp(reward / beta_1) over answers of the reference.
+    beta_1 log mean exp(reward / beta_1) over answers sampled from the reference policy.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -146,10 +147,10 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
         lengths = batch.segments.sum(batch.live.to(upper.dtype))
     of_chosen, of_rejected = split(lengths, batch)
     there = of_chosen + of_rejected > 0
-    # What is no sample goes last on both sides, where it has no part.
+    # Pairs without a scored token sort last on both sides and do not count.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
-    counted = (upper != last) | (lower != last)  # NaN, which is sorted behind them, counts
+    counted = (upper != last) | (lower != last)  # a NaN counts, so that the loss becomes NaN
     x = how.beta * (upper - lower)
     values = torch.where(counted, how(x, torch.zeros_like(x)), 0)
     return spread((values.sum() / there.sum().clamp_min(1)).expand_as(x), batch)
@@ -157,18 +158,18 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
 
 @factory
 def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True) -> Term:
-    """Alignment via optimal transport: chosen above rejected in distribution, order by order.
+    """Alignment via optimal transport: compare the sorted scores of two sets, rank by rank.
 
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u and v sorted: u = logp_chosen - logp_rejected and v of the reference, or u = chosen and v = rejected sums of logp - ref
 
-    Melnyk et al. 2024, arXiv:2406.05882. The order is that of all pairs of a call, so a call's mean
-    stands at each of its pairs; a pair without a scored token is no sample.
+    Melnyk et al. 2024, arXiv:2406.05882. All pairs of a call are sorted together, so that the mean
+    over the call stands at each pair. A pair without a scored token is left out of the sort.
 
     Args:
         beta: scale of the difference, > 0.
-        label_smoothing: as `dpo`.
-        paired: margins of pairs against those of the reference; False: chosen answers against
-            rejected ones.
+        label_smoothing: as in `dpo`.
+        paired: compare the margins of the policy's pairs with the reference's margins; False:
+            compare chosen answers with rejected answers.
 
     Also called: TRL aot.
 

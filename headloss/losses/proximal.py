@@ -1,4 +1,4 @@
-"""Terms that hold the policy near the old one: by a region that tokens must not leave, or a square.
+"""Terms that keep the policy near the old policy, by a trust region or a quadratic penalty.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to
 [-20, 20]; p = exp(logp) and q = exp(old) are the target's probabilities; sg stops the gradient.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
 DIVERGENCES = ("tv", "kl")
-Inside = Callable[[Statistics, "PackedBatch"], Tensor]  # [T] bool, which tokens keep their gradient
+Inside = Callable[[Statistics, "PackedBatch"], Tensor]  # [T] bool, tokens that keep their gradient
 
 
 def _ratio_inside(
@@ -39,7 +39,7 @@ def _ratio_inside(
 
 
 def _observe(stats: Statistics, batch: PackedBatch, *, inside: Inside) -> dict[str, Observed]:
-    """Of the ratio, and shares of tokens that are dropped."""
+    """Return the metrics of the ratio, and the shares of tokens dropped."""
     ratio = importance_ratio(stats, batch, "token")
     dropped, a = ~inside(stats, batch), batch.advantages
     shares = {
@@ -70,7 +70,7 @@ def _term(
     )
 
 
-# ---------------------------------------------------------------------- regions
+# ---------------------------------------------------------------------- trust regions
 
 
 def _near(
@@ -85,7 +85,7 @@ def _near(
     logp, old = stats.logp.detach(), batch.old_logps
     moved = logp.exp() - old.exp()
     if divergence == "kl":
-        # 1 - p without cancellation; the summand keeps it from being 0 where p is 1.
+        # expm1 gives 1 - p without cancellation; the summand 1e-8 keeps 1 - p above 0 at p = 1.
         rest, old_rest = 1e-8 - logp.expm1(), 1e-8 - old.expm1()
         kl = old.exp() * (old - logp) - old.expm1() * (old_rest / rest).log()
         moved = torch.where(moved > 0, kl, -kl)
@@ -103,20 +103,20 @@ def dppo(
     one_sided: bool = True,
     surrogate: Surrogate = "log_prob",
 ) -> Term:
-    """Divergence proximal policy optimization: drops tokens whose probability moved too far.
+    """Divergence proximal policy optimization: drop tokens whose probability moved too far.
 
         -sg(min(r, ratio_max) [inside]) A log p_y; inside: D <= delta_high where A > 0, else D >= -delta_low
 
     D is p - q ("tv"), or KL((q, 1 - q), (p, 1 - p)) with the sign of p - q ("kl"). Qi et al. 2026,
-    arXiv:2602.04879. The log of r is clamped to [-20, 20].
+    arXiv:2602.04879. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         divergence: "tv" or "kl", of the target against all other tokens.
-        delta_low, delta_high: how far the probability may fall and rise, each >= 0; the paper has 0.2
-            with "tv" and 0.05 with "kl".
-        ratio_max: cap of the weight, > 0; None for no cap.
-        one_sided: keep a token that moves back whatever its divergence is; False: drop it on either
-            side, whatever its advantage.
+        delta_low, delta_high: largest fall and rise of the probability, in units of D, each >= 0;
+            the paper uses 0.2 with "tv" and 0.05 with "kl".
+        ratio_max: upper bound of the weight, > 0; None for no bound.
+        one_sided: drop a token only if its advantage pushes the probability further away; False:
+            drop a token beyond either bound, whatever its advantage.
         surrogate: "log_prob" as above, or "ratio": the same gradient with the value -w A.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
@@ -138,17 +138,18 @@ def _between(stats: Statistics, batch: PackedBatch, *, low: float, high: float) 
 
 @factory
 def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log_prob") -> Term:
-    """IcePop on the live ratio: the weight is the ratio within two bounds, and 0 outside.
+    """IcePop on the current policy's ratio: weigh by the ratio within two bounds, by 0 outside.
 
         -sg(r [alpha <= r <= beta]) A log p_y
 
-    Ling Team 2025, arXiv:2510.18855, whose ratio is that of trainer to sampler: give the sampler's
-    log-probs as old_logps, or mask another term by `.corrected("token_mask", min=0.5, max=5.0)`.
-    The log of r is clamped to [-20, 20].
+    Ling Team 2025, arXiv:2510.18855, whose ratio compares trainer and sampler. For the paper's loss
+    give the sampler's log-probs as old_logps, or mask another term by
+    `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is clamped to
+    [-20, 20].
 
     Args:
-        alpha, beta: the bounds, 0 <= alpha <= beta.
-        surrogate: as `dppo`.
+        alpha, beta: lower and upper bound of the ratio, 0 <= alpha <= beta.
+        surrogate: as in `dppo`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl bypass_mode.
@@ -159,7 +160,7 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
 
 def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
-    d = log_ratio(stats, batch).detach()  # whose sign 1 would hide, as r rounds to it
+    d = log_ratio(stats, batch).detach()  # expm1(d) keeps a sign that r - 1 would round away
     gap = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
     near = batch.segments.expand(batch.segments.mean(gap.abs())) <= delta
     return near | (gap * batch.advantages <= 0)
@@ -171,11 +172,11 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
 
         -r A; 0 where mean_t |r - 1| > delta and the token would move further, (r - 1) A > 0
 
-    Honari et al. 2026, arXiv:2603.01365, with the total variation of each sequence. The log of r is
-    clamped to [-20, 20].
+    Honari et al. 2026, arXiv:2603.01365, with the total variation of each sequence. The log of the
+    policy ratio r is clamped to [-20, 20].
 
     Args:
-        delta: how far a sequence may be, twice its total variation, >= 0.
+        delta: largest mean_t |r - 1| of a sequence, twice its total variation, >= 0.
         surrogate: "ratio" as above, or "log_prob": the same gradient with the value -sg(r) A log p.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
@@ -184,7 +185,7 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
     return _term(functools.partial(_aligned, delta=delta), surrogate, scope="segment")
 
 
-# ---------------------------------------------------------------------- a square
+# ---------------------------------------------------------------------- quadratic penalty
 
 
 def _one(stats: Statistics, batch: PackedBatch) -> Tensor:
@@ -201,11 +202,12 @@ def _observe_dro(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @factory
 def dro(*, beta: float = 0.1) -> Term:
-    """Direct reward optimization: the policy gradient, held by the square of the log-ratio.
+    """Direct reward optimization: policy gradient with a quadratic penalty on the log-ratio.
 
         -(A log p_y - beta / 2 (logp - old)^2)
 
-    Richemond et al. 2024, arXiv:2405.19107. The log-ratio is not clamped (20 in the metrics).
+    Richemond et al. 2024, arXiv:2405.19107. The loss does not clamp the log-ratio; the metrics
+    clamp the exponent at 20.
 
     Args:
         beta: strength of the pull to the old policy, > 0.

@@ -1,4 +1,4 @@
-"""Terms that compare the answers to one prompt.
+"""Terms that compare the answers to the same prompt.
 
 T scored tokens, S segments, d_t = logp_t - old_t; segments with equal `prompts` form a group.
 """
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 def _scores(stats: Statistics, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """s and whether A > 0, [S]."""
+    """Return the score s of each segment, and whether its advantage is above 0, [S] each."""
     d = log_ratio(stats, batch).clamp(-FAR, FAR)
     return batch.segments.mean(d), advantages_at(batch, "sequence") > 0
 
 
 def _mixed(right: Tensor, group: Segments) -> Tensor:
-    """[S] bool: groups in which some answers are right and some are not."""
+    """Return [S] bool: segments of a group with both right and wrong answers."""
     share = group.expand(group.mean(right.double()))
     return (share > 0) & (share < 1)
 
 
 def _anchored(x: Tensor, among: Tensor, group: Segments) -> Tensor:
-    """log(1 + sum of exp(x) over those of a group that are `among` it), [S]."""
+    """Return log(1 + sum of exp(x) over the segments of a group marked by `among`), [S]."""
     x = x.masked_fill(~among, -math.inf)
     peak = x.new_zeros(group.count).scatter_reduce(0, group.ids, x.detach(), "amax")
     total = (-peak).exp() + group.sum((x - group.expand(peak)).exp())
@@ -55,7 +55,7 @@ def _real(stats: Statistics, batch: PackedBatch, *, tau: float) -> Tensor:
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     (scores, right), group = _scores(stats, batch), answers(batch)
-    # A group is seen at the first of its segments that has a token.
+    # Each group is reported at its first nonempty segment.
     present, place = batch.segments.lengths > 0, torch.arange(len(right), device=right.device)
     places = torch.where(present, place, len(right))
     first = places.new_full(places.shape, len(right)).scatter_reduce(0, group.ids, places, "amin")
@@ -69,22 +69,23 @@ def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @factory
 def real(*, tau: float = 0.5) -> Term:
-    """Rewards as labels: the answers to one prompt are classified by their mean log-ratio.
+    """Rewards as labels: classify the answers to a prompt by their mean log-ratio.
 
         log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t d_t; sums over the answers to i's prompt, 0 where all of them are on one side
 
-    Zhai et al. 2026, arXiv:2602.05630. The value of a group stands at each of its segments: for
-    groups of one size the mean over segments is that over prompts, of which those of value 0 count;
-    for others it is `.over("prompt_mean")`. s_i is not clamped, and its gradient is within 1 / tau.
-    A segment without tokens has s = 0 and A = 0 in its group, and no share in the mean.
+    Zhai et al. 2026, arXiv:2602.05630. The loss of a group stands at each segment of the group. For
+    groups of equal size the mean over segments is the mean over prompts, including prompts of loss
+    0; for groups of unequal size use `.over("prompt_mean")`. The score s_i is not clamped, and the
+    gradient with respect to s_i is at most 1 / tau. An empty segment has s = 0 and A = 0 in its
+    group, and no weight in the mean.
 
     Args:
         tau: temperature of the scores, > 0.
 
     Inputs: advantages, averaged over the sequence, of which the sign alone counts; old_logps;
     prompts [S]: all segments of a prompt are in one call, in any order. Default reduction:
-    sequence_mean. Metrics: positive_score and negative_score, s of either side; mixed_groups, the
-    share of groups with both.
+    sequence_mean. Metrics: positive_score and negative_score, s where A > 0 and elsewhere;
+    mixed_groups, the share of groups with both signs.
     Also called: ms-swift real.
     """  # noqa: E501 (an equation is one line)
     positive(tau=tau)

@@ -1,7 +1,7 @@
-"""Log-probs weighted by advantages, with a weight that carries no gradient: -sg(w) A log p.
+"""Log-probs weighted by advantages, with a weight that has no gradient: -sg(w) A log p.
 
-T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. What is exponentiated is
-clamped to [-20, 20], and nothing before. Every term is [T].
+T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. Exponents are clamped to
+[-20, 20]; log-ratios that are summed into an exponent are not clamped. Every term returns [T].
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .term import Term, term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-MIN_LOG_WEIGHT = math.log(1e-8)  # of VESPO's sequence weight
+MIN_LOG_WEIGHT = math.log(1e-8)  # lower bound of the log of VESPO's sequence weight
 
 
 def _reinforce_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
@@ -45,7 +45,7 @@ def _reinforce_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
 @factory
 @term(observe=advantage_figures, slopes=_reinforce_slopes)
 def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """REINFORCE: the policy gradient itself, for data of the current policy.
+    """REINFORCE: the plain policy gradient, for data sampled from the current policy.
 
         -A log p_y
 
@@ -57,7 +57,7 @@ def reinforce(stats: Statistics, batch: PackedBatch) -> Tensor:
     return -batch.advantages * stats.logp
 
 
-Weight = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], of a token's gradient
+Weight = Callable[[Statistics, "PackedBatch"], Tensor]  # [T], weight of a token's gradient
 Surrogate = Literal["log_prob", "ratio"]
 SURROGATES = ("log_prob", "ratio")
 
@@ -65,7 +65,7 @@ SURROGATES = ("log_prob", "ratio")
 def weighted(
     stats: Statistics, batch: PackedBatch, *, weight: Weight, surrogate: str = "log_prob"
 ) -> Tensor:
-    """-sg(w) A log p, or with the same gradient the value -w A."""
+    """Return -sg(w) A log p; the surrogate "ratio" has the value -w A and the same gradient."""
     pulls = batch.advantages * weight(stats, batch).detach()
     if surrogate == "log_prob":
         return -pulls * stats.logp
@@ -84,18 +84,18 @@ def cispo(
     epsilon_low: float | None = None,
     importance_sampling_level: Level = "token",
 ) -> Term:
-    """Clipped importance-sampling policy optimization: caps the weight, drops no token's gradient.
+    """Clipped importance-sampling policy optimization: cap the weight, keep every gradient.
 
         -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log p_y
 
-    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. TRL and headloss.rl.CISPOConfig call the cap
-    itself, 1 + epsilon_high, by the name of epsilon_high: their 1.28 is 0.28 here. The
-    log of r, at any level, is clamped to [-20, 20].
+    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. In TRL and headloss.rl.CISPOConfig, epsilon_high
+    is the cap 1 + epsilon_high of this term: 1.28 in TRL is 0.28 in headloss. The log of the policy
+    ratio r, at any level, is clamped to [-20, 20].
 
     Args:
-        epsilon_high: the cap's distance from 1, >= 0; a value between 1 and 1.5 gets a warning, as
-            it is more likely meant as the cap.
-        epsilon_low: the lower bound's distance from 1, >= 0; None for no lower bound.
+        epsilon_high: distance of the cap from 1, >= 0. A value above 1 and up to 1.5 gets a
+            warning, because such a value is more likely meant as the cap.
+        epsilon_low: distance of the lower bound from 1, >= 0; None for no lower bound.
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
@@ -111,7 +111,7 @@ def cispo(
     if epsilon_low is not None:
         non_negative(epsilon_low=epsilon_low)
     scope, _ = scope_and_per(importance_sampling_level)
-    # No lower bound is one that no ratio reaches.
+    # No ratio reaches a lower bound of -inf.
     clip = (-math.inf if epsilon_low is None else 1 - epsilon_low, 1 + epsilon_high)
     level = importance_sampling_level
     return Term(
@@ -126,7 +126,7 @@ def cispo(
 
 
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """log w, [S]: new policy over sampler where that is known, else over the old policy."""
+    """Return log w, [S]: new policy over sampler if the batch has the sampler, else over old."""
     change = log_ratio(stats, batch).detach()
     if "importance_sampling_ratio" in batch:
         change = change + batch.importance_sampling_ratio.log().clamp_min(MIN_LOG_WEIGHT)
@@ -140,7 +140,7 @@ def _gamma(
     batch: PackedBatch,
     *,
     k: tuple[float, float],  # where A >= 0, where A < 0
-    rate: tuple[float, float],  # lambda, likewise
+    rate: tuple[float, float],  # lambda where A >= 0, where A < 0
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
@@ -161,19 +161,19 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Term:
-    """Variational sequence-level soft policy optimization: a smooth kernel of the sequence weight.
+    """Variational sequence-level soft policy optimization: smooth kernel of the sequence weight.
 
         -sg(phi(w_i)) A log p_y, phi(w) = exp(lambda + k log w - lambda w), log w_i = sum_t d_t
 
-    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. Before that, where the
-    batch has sampling_logps, sum_t (old_t - sampling_t) is added to it, so `.corrected` would count
-    the sampler twice; where it has importance_sampling_ratio (old over sampling, truncated or
-    masked by the caller), the sum of its log is added instead, a ratio below 1e-8, such as a
-    masked 0, as 1e-8.
+    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. If the batch has
+    sampling_logps, sum_t (old_t - sampling_t) is added to log w before the clamp; `.corrected`
+    would then count the sampler twice. If the batch has importance_sampling_ratio (old over
+    sampling, truncated or masked by the caller), the sum of the log of this ratio is added instead.
+    A ratio below 1e-8, such as a masked 0, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: shape of phi where A >= 0, each > 0.
-        k_neg, lambda_neg: the same where A < 0.
+        k_neg, lambda_neg: shape of phi where A < 0, each > 0.
 
     Inputs: advantages, old_logps, optionally sampling_logps. Default reduction: token_mean.
     Also called: TRL vespo.
@@ -214,19 +214,20 @@ def topr(
     weight_pos: float = 1.0,
     weight_neg: float = 1.0,
 ) -> Term:
-    """Tapered off-policy REINFORCE: what is to be lowered is weighted by a ratio of at most 1.
+    """Tapered off-policy REINFORCE: weigh negative advantages by a ratio of at most 1.
 
         -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; w = exp(sum_t d_t), exp(mean_t d_t) or r
 
-    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, which has the first w. ROLL has the last, and
-    chooses the side by the episode's score, here by A. The log of w is clamped to [-20, 20].
+    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has w = exp(sum_t d_t). ROLL has w = r, and tests
+    the sign of the episode's score, where this term tests the sign of A. The log of w is clamped to
+    [-20, 20].
 
     Args:
-        importance_sampling_level: "sequence_product" (exp of the sum), "sequence" (exp of the mean)
-            or "token".
-        weight_pos, weight_neg: of each side, >= 0.
+        importance_sampling_level: w is "sequence_product" (exp of the sum), "sequence" (exp of the
+            mean) or "token" (r).
+        weight_pos, weight_neg: weight of tokens with A >= 0 and with A < 0, each >= 0.
 
-    Inputs: advantages; old_logps, of the policy that sampled. Default reduction: sequence_sum.
+    Inputs: advantages; old_logps of the sampling policy. Default reduction: sequence_sum.
     Metrics: capped, the share of w above 1 among A < 0.
     Also called: ROLL topr.
     """  # noqa: E501 (an equation is one line)

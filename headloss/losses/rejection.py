@@ -1,4 +1,4 @@
-"""Dropping tokens or sequences where trainer and sampler disagree: a modifier, and a field.
+"""Masks of tokens or sequences on which trainer and sampler disagree: a modifier and a field.
 
 T scored tokens, S segments; d_t = old_t - sampling_t within [-20, 20], p = exp(old), q =
 exp(sampling).
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("ratio", "k2", "k3", "tv", "kl")
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
-NEAR_ONE = 1e-6  # probabilities stay this far from 0 and 1 in the divergence
+NEAR_ONE = 1e-6  # smallest distance of a probability from 0 and 1 in the KL divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class _Rejection:
     live: bool
 
     def statistic(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[T], or [S] of sequences; a ratio as its logarithm."""
+        """Return the measure per token [T] or per sequence [S]; a ratio as its logarithm."""
         values = self._of_tokens(stats, batch)
         if self.level == "token":
             return values
@@ -61,11 +61,11 @@ class _Rejection:
         return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
 
     def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Bool, in the shape of the statistic."""
+        """Return a bool tensor in the shape of the statistic: True where the bounds hold."""
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
-        # A ratio is far from 1 on either side: that of each token has to be within the bounds.
+        # A ratio leaves 1 on either side, so that each token's ratio is compared with both bounds.
         of_each = self.measure == "ratio" and self.level == "sequence_max"
         values = self._of_tokens(stats, batch) if of_each else self.statistic(stats, batch)
         inside = (values >= low) & (values <= high)
@@ -81,7 +81,7 @@ class _Rejection:
 
 
 def _largest(values: Tensor, batch: PackedBatch) -> Tensor:
-    """[S], 0 for an empty segment."""
+    """Return the largest value of each segment, [S]; 0 for an empty segment."""
     if batch.segments.group is not None:
         raise ValueError(
             "rejected: level: got 'sequence_max' with segments that run across ranks, want another"
@@ -100,22 +100,24 @@ def rejected(
     maximum: float | None = None,
     live: bool = False,
 ) -> Modifier:
-    """Drops the tokens or sequences on which trainer and sampler disagree too much.
+    """Mask of the tokens or sequences on which trainer and sampler disagree too much.
 
         1 where min <= m <= max, else 0; m = exp(d), d^2 / 2, exp(d) - 1 - d, |p - q| or KL(q, p)
 
-    The last is that of the target against all other tokens. Li et al. 2025, "When speed kills
-    stability", https://richardli.xyz/rl-collapse. d is clamped to [-20, 20]; where a sampling
-    log-prob is NaN, it is 0. The denominator stays: see `rejection_mask`.
+    KL(q, p) is the divergence of the target against all other tokens. Li et al. 2025, "When speed
+    kills stability", https://richardli.xyz/rl-collapse. d is clamped to [-20, 20], and is 0 where
+    the sampling log-prob is NaN. The denominator of the reduction stays; `rejection_mask` changes
+    the denominator too.
 
     Args:
         measure: "ratio", "k2", "k3", "tv" or "kl".
-        level: "token", or a sequence by the "sequence_sum", "sequence_mean" or "sequence_max" of
-            its tokens' measures (of a ratio's logarithm: the product or the geometric mean).
-            "sequence_max" of a ratio has two sides: it keeps a sequence all of whose tokens' ratios
-            are within the bounds, as SkyRL masks outliers (there 1e-4 and 100).
+        level: "token", or one measure per sequence: the "sequence_sum", "sequence_mean" or
+            "sequence_max" of the token measures (for a ratio, of its logarithm: the product or the
+            geometric mean). The level "sequence_max" of a ratio has two sides: a sequence is kept
+            if the ratios of all its tokens are within the bounds, as SkyRL masks outliers (with
+            1e-4 and 100).
         minimum, maximum: bounds of m, each >= 0 or None.
-        live: the policy as it is now, in place of old.
+        live: use the trained policy's current log-probs in place of the old log-probs.
 
     Inputs: old_logps, sampling_logps. Metrics: rejected (per token or per segment).
     """
@@ -151,20 +153,20 @@ def rejection_mask(
     min: float | None = None,
     max: float | None = None,
 ) -> Tensor:
-    """What `.rejected` keeps, as a field for `.where`, whose denominator counts what is kept.
+    """Mask of `.rejected` as a batch field for `.where`, whose denominator counts kept tokens.
 
         kept = hl.rejection_mask(batch, "k3", level="sequence_mean", max=0.01)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))
 
     Args:
-        batch: with old_logps and sampling_logps.
-        measure, level, min, max: as `rejected`.
+        batch: a batch with old_logps and sampling_logps.
+        measure, level, min, max: as in `rejected`.
 
     Returns:
         Tensor: [..] bool in the targets' shape, False at unscored positions.
 
     Raises:
-        ValueError, TypeError: for an option, or a field that is missing.
+        ValueError, TypeError: for a wrong option or a missing field.
     """
     with naming("rejection_mask"):
         made = _made(measure, level, min, max, live=False)
@@ -172,7 +174,10 @@ def rejection_mask(
 
 
 def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
-    """[..] bool: where a factor that reads no statistics keeps a token; `name` says who asks."""
+    """Return [..] bool: positions whose token a factor keeps; the factor reads no statistics.
+
+    Errors start with the caller's name `name`.
+    """
     if not isinstance(batch, Batch):
         raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")
     if isinstance(batch.fields.get("old_logps"), Current):

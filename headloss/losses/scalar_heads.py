@@ -1,8 +1,8 @@
-"""Losses of critics and reward models, over a few numbers per token that another head gave.
+"""Losses of critics and reward models, on a few numbers per token from another head.
 
-T scored tokens, S segments, C classes. They are no terms: nothing here is a softmax over the
-vocabulary. Reductions and totals are those of terms, so that they are as exact under padding,
-packing, accumulation and ranks. Where what is given is rounded to 16 bits, sums are in float32.
+T scored tokens, S segments, C classes. The losses here are not terms, because no loss here has a
+softmax over the vocabulary. Reductions and totals are those of terms, and are exact under padding,
+packing, gradient accumulation and ranks. Sums of 16-bit inputs are computed in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..batch.reduction import Reduction, Totals, as_reduction
 from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
 
-ANY = torch.inf  # targets of a batch may be of any vocabulary
+ANY = torch.inf  # vocabulary size that accepts every target
 
 
 @with_floats
@@ -29,23 +29,23 @@ def value_loss(
     clip: float | None = 0.2,
     reduction: Reduction | str = "token_mean",
 ) -> Tensor:
-    """The squared error of a critic, whose values may move by `clip` from their old ones.
+    """Squared error of a critic, whose values may move by `clip` from the old values.
 
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Schulman et al. 2016, arXiv:1506.02438; the clip is that of PPO's implementations.
+    Schulman et al. 2016, arXiv:1506.02438. The clip is common in implementations of PPO.
 
     Args:
-        values: [..] V at each position, the shape of the targets.
-        batch: with `returns`, and `old_values` unless clip is None; [..] each.
-        clip: at least 0, or None for the plain squared error.
-        reduction: as of a term.
+        values: [..] the value V at each position, in the shape of the targets.
+        batch: a batch with `returns`, and with `old_values` unless clip is None; [..] each.
+        clip: largest distance of V from the old value, >= 0; None for the plain squared error.
+        reduction: as for a term.
 
     Returns:
         Tensor: [] the loss, with a gradient to `values`.
 
     Raises:
-        ValueError: for another shape, or a field that is missing.
+        ValueError: for a wrong shape or a missing field.
     """
     _check("value_loss", "values", values, batch)
     if clip is not None:
@@ -67,24 +67,25 @@ def bradley_terry(
     *,
     centre: float = 0.0,
 ) -> Tensor:
-    """A reward model on pairs: segment 2k is the chosen answer, 2k + 1 the rejected one.
+    """Reward-model loss on pairs: segment 2k is the chosen answer, 2k + 1 the rejected answer.
 
         -log sigmoid(R_chosen - R_rejected - margin) + centre (R_chosen + R_rejected)^2
 
     Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155. Centring: Eisenstein et al. 2023,
-    arXiv:2312.09244. The mean is over the pairs, half the segments of the totals.
+    arXiv:2312.09244. The loss is the mean over the pairs; the totals count two segments per pair.
 
     Args:
-        rewards: [S] R of each segment, or [..] one at each position, of which the one at a
-            segment's last scored token counts; a pair with an answer without one has loss 0.
-        batch: optionally with `margin`, [S], which is read at the chosen answers.
-        centre: weight of the second summand, >= 0.
+        rewards: [S] the reward R of each segment, or [..] a reward at each position, of which the
+            reward at a segment's last scored token counts. A pair with an answer without a scored
+            token has loss 0.
+        batch: a batch, optionally with `margin`, [S], which is read at the chosen answers.
+        centre: weight of the squared sum of rewards, >= 0.
 
     Returns:
         Tensor: [] the loss, with a gradient to `rewards`.
 
     Raises:
-        ValueError: for another shape, or an odd number of segments.
+        ValueError: for a wrong shape or an odd number of segments.
     """
     _check("bradley_terry", "rewards", rewards, batch)
     with naming("bradley_terry"):
@@ -111,21 +112,21 @@ def classification(
     *,
     reduction: Reduction | str | None = None,
 ) -> Tensor:
-    """Cross-entropy over a few classes, of each scored token or of each segment.
+    """Cross-entropy over a few classes, per scored token or per segment.
 
         -log softmax(logits)[label]
 
     Args:
-        logits: [.., C] at each position, or [S, C] of each segment.
-        batch: with `labels`, [..] or [S] integers below C.
-        reduction: as of a term; default token_mean, and sequence_mean for [S, C]. A segment's loss
-            counts as that on each of its tokens.
+        logits: [.., C] at each position, or [S, C] per segment.
+        batch: a batch with `labels`, [..] or [S] integers below C.
+        reduction: as for a term; defaults to token_mean, and to sequence_mean for [S, C]. The loss
+            of a segment counts at each token of the segment.
 
     Returns:
         Tensor: [] the loss, with a gradient to `logits`.
 
     Raises:
-        ValueError: for another shape, or a label outside the classes.
+        ValueError: for a wrong shape or a label outside the classes.
     """
     _check("classification", "logits", logits, batch)
     labels = batch.fields.get("labels")
@@ -152,11 +153,11 @@ def classification(
     return _reduced(losses, found, batch, reduction)
 
 
-# ---------------------------------------------------------------------- what they share
+# ---------------------------------------------------------------------- checks and reduction
 
 
 def _check(name: str, what: str, values: object, batch: object) -> None:
-    """TypeError where a loss is given anything but floats and a batch."""
+    """Raise TypeError unless `values` is a floating tensor and `batch` a Batch."""
     if not (
         isinstance(values, Tensor) and values.is_floating_point() and values.element_size() > 1
     ):
@@ -174,7 +175,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[PackedBatch, Tensor]:
-    """The packed batch, and what is given at each position at its tokens, [T]."""
+    """Return the packed batch and the values at the scored tokens, [T]."""
     if values.shape != batch.targets.shape:
         raise ValueError(
             f"{name}: {what}: got shape {tuple(values.shape)}, want that of the targets, "
@@ -187,7 +188,7 @@ def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[Pack
 
 
 def _at_segments(rewards: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The reward of each segment [S], and which have one [S] bool."""
+    """Return the reward of each segment [S], and [S] bool: segments that have a reward."""
     count = batch.segments.count
     if rewards.shape == (count,) and rewards.shape != batch.targets.shape:
         return rewards.to(_wide(rewards.dtype)), torch.ones_like(rewards, dtype=torch.bool)
@@ -204,6 +205,6 @@ def _totals(batch: Batch) -> Totals:
 
 
 def _reduced(losses: Tensor, found: PackedBatch, batch: Batch, over: Reduction | str) -> Tensor:
-    """sum_t w_t l_t, [], with the weights that any term would have."""
+    """Return sum_t w_t l_t, [], with the token weights that a term would have."""
     weights = token_weights(found, _totals(batch), losses.dtype, as_reduction(over))
     return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

@@ -1,4 +1,4 @@
-"""How much of a batch a term or modifier needs at once, and what it returns."""
+"""Scopes of terms and modifiers: the smallest part of a batch that a call needs at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # of terms
-TRACING = ContextVar("tracing", default=False)  # no collective runs for the sake of a trace
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # scopes that a term may have
+TRACING = ContextVar("tracing", default=False)  # set while a term is traced: no collective runs
 
 
 def wider(a: Scope, b: Scope) -> Scope:

@@ -1,7 +1,7 @@
-"""Score centering: what a policy gradient gets from the sampler's mean score, taken out of it.
+"""Score centering: the sampler's mean score, removed from a policy gradient.
 
-T scored tokens, K candidates, A advantages, p the trainer's probabilities, q the sampler's; sg
-stops the gradient.
+T scored tokens, K candidates, A advantages, p the trainer's probabilities, q the sampler's
+probabilities; sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 Mode = Literal["token_truncate", "token_mask"]
 MODES = ("token_truncate", "token_mask")
-LEAST_TAIL = 1e-6  # mass that either side has outside of the candidates, at least
+LEAST_TAIL = 1e-6  # smallest mass of p and of q outside the candidates
 
 
 class _Centre(NamedTuple):
-    """Of each token, without a gradient."""
+    """Coefficients of score centering per token, without a gradient."""
 
     c: Tensor  # [T, K]
     sampler_mass: Tensor  # sum_k q_k, [T]
@@ -49,7 +49,7 @@ class _Centering:
 
     @torch.no_grad()
     def centre(self, log_p: Tensor, batch: PackedBatch) -> _Centre:
-        """From the trainer's log-probs of the candidates, [T, K]."""
+        """Return the coefficients from the trainer's log-probs of the candidates, [T, K]."""
         got, want = batch.candidate_sampling_logps.shape[1:], log_p.shape[1:]
         if got != want:
             raise ValueError(
@@ -57,7 +57,7 @@ class _Centering:
             )
         log_q = _held(batch.candidate_sampling_logps.to(log_p.dtype), batch)
         p, q = log_p.exp(), log_q.exp()
-        # Of values that are small beside 1 a sum of float32 would leave no digits.
+        # A float32 sum close to 1 would leave no digits of a small 1 - sum.
         masses = [x.sum(1, dtype=torch.float64) for x in (q, p)]
         of_q, of_p = ((1 - mass).clamp_min(LEAST_TAIL) for mass in masses)
         rho = of_q / of_p
@@ -66,7 +66,7 @@ class _Centering:
         return _Centre(c, *(x.to(p.dtype) for x in (*masses, rho)))
 
     def _weight(self, log_ratio: Tensor) -> Tensor:
-        """f of the exponential."""
+        """Return f(w) of the weight w = exp(log_ratio)."""
         if self.mode is None:
             return torch.ones_like(log_ratio)
         return bounded(
@@ -84,7 +84,7 @@ class _Centering:
 
 
 def _held(logps: Tensor, batch: PackedBatch) -> Tensor:
-    """[T, K] log-probs of candidates, -10000 for what has no mass and in empty slots."""
+    """Return [T, K] log-probs of candidates; -10000 without mass and in empty slots."""
     return logps.masked_fill(batch.candidate_ids < 0, FLOOR).clamp_min(FLOOR)
 
 
@@ -96,28 +96,30 @@ def _log_p(stats: Statistics, batch: PackedBatch) -> Tensor:
 def score_centering(
     *, mode: Mode | None = None, min: float | None = None, max: float | None = None
 ) -> Term:
-    """Takes the sampler's mean score out of a policy gradient where sampler q and trainer p differ.
+    """Remove the sampler's mean score from a policy gradient where sampler q and trainer p differ.
 
         A sum_k sg(c_k) log p_k, c_k = q_k f(p_k / q_k) - alpha p_k, alpha = rho f(1 / rho), rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
-    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14; both tails of rho are at
-    least 1e-6 (A.3; NeMo-RL holds the second one alone). To be added to the policy term, under its
-    reduction, and with the bounds of its correction: hl.reinforce() + hl.score_centering(), or
+    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Both tails 1 - sum_k in rho
+    are at least 1e-6 (A.3; NeMo-RL bounds the trainer's tail alone). Add the term to the policy
+    term, under the policy term's reduction and with the bounds of the policy term's correction:
+    hl.reinforce() + hl.score_centering(), or
     hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
-    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's tail is taken to be rho p.
-    Over all of the vocabulary, or all of a support, alpha p has no gradient and the sum is exact: so
-    prime-rl has it over a replayed support, and weighs by a mask of its own, |p - q|. It acts also
-    on tokens that another part of the objective clips or masks.
+    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's tail is modelled as rho
+    p. If the candidates cover the whole vocabulary or the whole support, alpha p has no gradient
+    and the sum is exact. prime-rl has the exact sum over a replayed support, and weighs tokens by a
+    mask of |p - q|. The term also applies to tokens that another part of the objective clips or
+    masks.
 
     Args:
-        mode: f(w) is 1 (None), w within [min, max] ("token_truncate"), or w there and 0 outside
-            ("token_mask"). The log of w is clamped to [-20, 20].
-        min, max: bounds of w, each > 0 or None; with a mode alone.
+        mode: f(w) is 1 (None), w clamped to [min, max] ("token_truncate"), or w within the bounds
+            and 0 outside ("token_mask"). The log of w is clamped to [-20, 20].
+        min, max: bounds of w, each > 0 or None; need a mode.
 
-    Inputs: advantages; candidate_ids [.., K], the sampler's likeliest, of which an empty slot counts
-    for nothing; candidate_sampling_logps [.., K], log q of these, over all that it samples from.
-    Default reduction: token_mean. Metrics: sampler_mass, trainer_mass (on the candidates), rho,
-    abs_c (sum_k |c_k|).
+    Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where empty slots
+    count 0; candidate_sampling_logps [.., K], log q of the candidates under the sampler's full
+    sampling distribution. Default reduction: token_mean. Metrics: sampler_mass and trainer_mass
+    (sums of q and p over the candidates), rho, abs_c (sum_k |c_k|).
     """  # noqa: E501 (an equation is one line)
     if mode is not None:
         one_of(MODES, mode=mode)

@@ -1,4 +1,4 @@
-"""Leaving out the tokens on which trainer and sampler differ most (M2PO): a modifier, and a field.
+"""Masks of the tokens on which trainer and sampler differ most (M2PO): a modifier and a field.
 
 T scored tokens; m_t = (old_t - sampling_t)^2.
 """
@@ -28,17 +28,17 @@ class _SecondMoment:
     live: bool
 
     def moments(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """m, [T]."""
+        """Return the squared mismatch m = (old - sampling)^2 of each token, [T]."""
         return sampler_mismatch(stats, batch, self.live).square()
 
     def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[T] bool, without a read of the device."""
+        """Return [T] bool: tokens that are kept; computed without a device read."""
         moments = self.moments(stats, batch).double()
-        if batch.live is not None:  # what is not scored comes last
+        if batch.live is not None:  # unscored tokens sort last
             moments = moments.where(batch.live, torch.inf)
         ordered, order = moments.sort(stable=True)
         number = torch.arange(1, len(order) + 1, device=order.device)
-        # The mean of the least ones rises with their number, which is found bit by bit.
+        # The mean of the n smallest m rises with n, so that a binary search finds n bit by bit.
         count, step = number.new_zeros(()), 1 << len(order).bit_length()
         while step := step // 2:
             more = count + step
@@ -61,21 +61,22 @@ class _SecondMoment:
 
 @with_floats
 def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modifier:
-    """Drops the tokens on which trainer and sampler differ most, as few as bring the rest near.
+    """Mask of the tokens on which trainer and sampler differ most, as few tokens as needed.
 
         0 for the n largest m, else 1; m = (old - sampling)^2, n the least with mean(the other m) < threshold
 
-    Zheng et al. 2025 (M2PO), arXiv:2510.01161, which has 0.04, live, and a ratio without a clip;
-    its authors' code makes a range of a clip out of the threshold instead. Where no n does, all but
-    the least m are dropped. The tokens are those of the call, on one rank; a NaN of the sampler
-    counts as m = 0. The denominator stays: see `second_moment_mask`.
+    Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
+    ratio; the authors' code derives clip bounds from the threshold instead. If no n brings the mean
+    below the threshold, all tokens except the smallest m are dropped. The tokens are those of the
+    call on one rank. A NaN log-prob of the sampler counts as m = 0. The denominator of the
+    reduction stays; `second_moment_mask` changes the denominator too.
 
     Args:
-        threshold: bound of the mean square, > 0.
-        live: the policy as it is now, in place of old.
+        threshold: upper bound of the mean of m over the kept tokens, > 0.
+        live: use the trained policy's current log-probs in place of the old log-probs.
 
-    Inputs: old_logps, sampling_logps. Metrics: second_moment and second_moment_kept, the mean m
-    before and after; second_moment_dropped, the share dropped.
+    Inputs: old_logps, sampling_logps. Metrics: second_moment (mean m of all tokens),
+    second_moment_kept (mean m of the kept tokens), second_moment_dropped (the share dropped).
     """  # noqa: E501 (an equation is one line)
     with naming("second_moment_masked"):
         made = _made(threshold, live)
@@ -96,21 +97,22 @@ def _made(threshold: float, live: bool = False) -> _SecondMoment:
 
 @with_floats
 def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
-    """What `.second_moment_masked` keeps, as a field for `.where`, whose denominator counts what is
-    kept: AReaL's way.
+    """Mask of `.second_moment_masked` as a batch field for `.where`; the denominator counts kept.
+
+    AReaL also counts the kept tokens alone in the denominator.
 
         kept = hl.second_moment_mask(batch, threshold=0.04)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))
 
     Args:
-        batch: with old_logps and sampling_logps; the tokens of this rank are compared.
-        threshold: as `second_moment_masked`.
+        batch: a batch with old_logps and sampling_logps; the tokens of this rank are compared.
+        threshold: as in `second_moment_masked`.
 
     Returns:
         Tensor: [..] bool in the targets' shape, False at unscored positions.
 
     Raises:
-        ValueError, TypeError: for an option, or a field that is missing.
+        ValueError, TypeError: for a wrong option or a missing field.
     """
     with naming("second_moment_mask"):
         made = _made(threshold)

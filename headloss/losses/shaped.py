@@ -1,6 +1,6 @@
-"""Policy terms with other advantages than the batch's: `kl_shaped` and `rlsd_shaped`.
+"""Policy terms with reshaped advantages: `kl_shaped` and `rlsd_shaped`.
 
-T scored tokens, A advantages, kl an estimate of the divergence; sg stops the gradient.
+T scored tokens, A advantages, kl an estimate of the KL divergence; sg stops the gradient.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .term import Term
 
 
 class _Shaped:
-    """A batch with other advantages."""
+    """Proxy of a batch with replaced advantages; notes whether the advantages are read."""
 
     def __init__(self, batch: Any, advantages: Tensor) -> None:
         self._batch, self._advantages, self.used = batch, advantages, False
@@ -57,8 +57,10 @@ def _called(
     name: str | None = None,
     **how: Any,
 ) -> Any:
-    """A term's loss or metrics; under the name of a modifier ValueError where it reads no
-    advantages."""
+    """Return a term's loss or metrics with the shaped advantages.
+
+    Raise ValueError under the modifier's `name`, if given, when the term reads no advantages.
+    """
     shaped = _Shaped(batch, by(stats, batch, **how))
     values = of(stats, shaped)
     if name is not None and not shaped.used:
@@ -67,8 +69,11 @@ def _called(
 
 
 def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -> Term:
-    """`term` with the advantages that `by` makes of the options `how`, which its repr shows under
-    `name`; TypeError where it is no term, ValueError in a call where it reads no advantages."""
+    """Return `term` with the advantages that `by` computes; the repr shows `how` under `name`.
+
+    Raise TypeError if `term` is not a Term. A call of the new term raises ValueError if the term
+    reads no advantages.
+    """
     if not isinstance(term, Term):
         raise TypeError(f"{name}: term: got {type(term).__name__}, want a Term")
     return replace(
@@ -82,7 +87,7 @@ def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -
     )
 
 
-# ---------------------------------------------------------------------- less a divergence
+# ---------------------------------------------------------------------- minus a KL divergence
 
 
 def _less_kl(
@@ -104,23 +109,23 @@ def kl_shaped(
     centred: bool = False,
     through: bool = False,
 ) -> Term:
-    """A policy term with the divergence from the reference in its advantages.
+    """Policy term with the KL divergence from the reference subtracted from the advantages.
 
         A_t - beta kl_t, or where centred A_t - beta (kl_t - mean_t kl_t)
 
-    As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1 it is
+    As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1, the term is
     on-policy distillation from the reference.
 
     Args:
-        term: reads advantages.
+        term: a term that reads advantages.
         beta: weight of the divergence, a finite number.
-        estimator: as `kl`.
-        centred: less the mean over the sequence, so that it moves no advantage on average.
-        through: let the gradient flow through the advantages too, as AgileRL does; it is then not
-            that of a policy gradient.
+        estimator: as in `kl`.
+        centred: subtract the sequence's mean from the divergence, so that the mean advantage stays.
+        through: let the gradient flow through the advantages too, as AgileRL does; the gradient is
+            then no longer a policy gradient.
 
     Returns:
-        Term: under the same name, reduction and modifiers.
+        Term: with the name, reduction and modifiers of `term`.
     """
     with naming("kl_shaped"):
         number("a finite number", lambda x: True, beta=beta)
@@ -135,7 +140,7 @@ def kl_shaped(
 
 
 def _weight(batch: Any, epsilon: float) -> tuple[Tensor, Tensor]:
-    """w clipped to [1 - epsilon, 1 + epsilon], [T] without a gradient, and where it was outside."""
+    """Return w clipped to [1 - epsilon, 1 + epsilon], and where w was outside, [T] each."""
     apart = (batch.teacher_logps - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = (batch.advantages.sign() * apart).exp()
     clipped = weight.clamp(1 - epsilon, 1 + epsilon)
@@ -167,24 +172,24 @@ def _observe_factor(
 def rlsd_shaped(
     term: Term, *, mix: float = 0.5, epsilon: float = 0.2, negative_only: bool = False
 ) -> Term:
-    """A policy term with each token's advantage scaled by how much a teacher agrees with its sign.
+    """Policy term whose advantages are scaled by the teacher's agreement with their sign.
 
         A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
 
-    Yang et al. 2026 (RLSD), arXiv:2604.03128; there the teacher is the policy itself with the
-    answer in its prompt. No advantage changes its sign. The log of w is clamped to [-20, 20].
+    Yang et al. 2026 (RLSD), arXiv:2604.03128, where the teacher is the policy with the answer in
+    the prompt. No advantage changes its sign. The log of w is clamped to [-20, 20].
 
     Args:
-        term: reads advantages.
-        mix: share of the factor, in [0, 1]; its warm-up or decay is the caller's.
+        term: a term that reads advantages.
+        mix: share of the teacher's factor, in [0, 1]; a warm-up or decay is up to the caller.
         epsilon: bound of w's distance from 1, >= 0.
         negative_only: leave advantages >= 0 as they are.
 
-    Inputs: those of the term; teacher_logps, old_logps [..]. Metrics: those of the term; factor,
-    factor_clipped (the share of tokens whose w was clipped).
+    Inputs: the inputs of `term`; teacher_logps, old_logps [..]. Metrics: the metrics of `term`;
+    factor, factor_clipped (the share of tokens whose w was clipped).
 
     Returns:
-        Term: under the same name, reduction and modifiers.
+        Term: with the name, reduction and modifiers of `term`.
     """  # noqa: E501 (an equation is one line)
     with naming("rlsd_shaped"):
         number("in [0, 1]", lambda x: 0 <= x <= 1, mix=mix)

@@ -1,6 +1,7 @@
-"""Terms for targets that are right, or wrong: cross-entropy and what is made of it.
+"""Supervised terms: cross-entropy, its weighted variants and regularizers of the logits.
 
-T scored tokens, V vocabulary, p = softmax(z), y the target. Every term is [T], token scope.
+T scored tokens, V vocabulary, p = softmax(z), y the target. Every term has token scope and returns
+[T].
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 
 def _cross_entropy(stats: Statistics, batch: PackedBatch, *, label_smoothing: float) -> Tensor:
-    if label_smoothing == 0:  # a statistic that is not read is not computed
+    if label_smoothing == 0:  # lse and mean_logit are computed only if a term reads them
         return -stats.logp
     uniform = stats.lse - stats.mean_logit
     return (label_smoothing - 1) * stats.logp + label_smoothing * uniform
@@ -47,7 +48,7 @@ def _smoothed_slopes(batch: PackedBatch, *, label_smoothing: float) -> tuple[Slo
 
 @factory
 def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
-    """Negative log-likelihood of the target, against a smoothed one on request.
+    """Negative log-likelihood of the target, with optional label smoothing.
 
         -(1 - label_smoothing) log p_y - label_smoothing mean_j log p_j
 
@@ -57,9 +58,10 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
         label_smoothing: share of the target's mass that is spread evenly over the vocabulary,
             in [0, 1].
 
-    Class weights are `.weighted(field)`, with the weight of each target's class: the smoothed part
-    too is weighted by the target's class, where torch.nn.functional.cross_entropy weighs each
-    column by its own. docs/how-to.md has that loss.
+    For class weights use `.weighted(field)`, with the weight of each target's class in the field.
+    The field also weighs the smoothed part by the target's class, where
+    torch.nn.functional.cross_entropy weighs each vocabulary column by the column's class weight.
+    docs/how-to.md builds PyTorch's loss.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -94,11 +96,11 @@ def _entropy_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
 @factory
 @term(slopes=_entropy_slopes)
 def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Entropy of the prediction, exact over the whole vocabulary; subtract it for a bonus.
+    """Entropy of the prediction, exact over the whole vocabulary; subtract for an entropy bonus.
 
         -sum_j p_j log p_j
 
-    As a bonus: Mnih et al. 2016, arXiv:1602.01783.
+    Used as a bonus by Mnih et al. 2016, arXiv:1602.01783.
 
     Inputs: none. Default reduction: token_mean.
     """
@@ -108,11 +110,11 @@ def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 @factory
 @term(observe=_observe)
 def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Pushes the target's probability down: targets are tokens that should not be said.
+    """Unlikelihood: lower the probability of targets that the model should not predict.
 
         -log(1 - p_y)
 
-    Welleck et al. 2019, arXiv:1908.04319. Where p_y = 1 the loss is -log of the dtype's epsilon.
+    Welleck et al. 2019, arXiv:1908.04319. At p_y = 1 the loss is -log of the dtype's epsilon.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -120,17 +122,17 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def log_1_minus_p(logp: Tensor, least: float | None = None) -> Tensor:
-    """log(1 - p) from log p; 1 - p is at least `least`, or the dtype's epsilon."""
+    """Return log(1 - p) from log p, with 1 - p at least `least` or the dtype's epsilon."""
     logp = logp.clamp(max=-(least or torch.finfo(logp.dtype).eps))
-    # log(1 - exp x) has two forms, each exact on its side of -log 2. A branch that is not taken
-    # gets a harmless argument, so that its gradient is finite.
+    # log(1 - exp x) has two forms, exact above and below -log 2. The form that is not used gets
+    # a harmless argument, so that its gradient is finite.
     likely = logp > -math.log(2)
     near = torch.where(likely, logp, -1.0).expm1().neg().log()
     far = torch.where(likely, -1.0, logp).exp().neg().log1p()
     return torch.where(likely, near, far)
 
 
-# ---------------------------------------------------------------------- weighted by themselves
+# ---------------------------------------------------------------------- weighted cross-entropy
 
 
 def _dft_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
@@ -140,11 +142,12 @@ def _dft_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
 @factory
 @term(observe=_observe, slopes=_dft_slopes)
 def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Dynamic fine-tuning: each token's likelihood times its probability, without its gradient.
+    """Dynamic fine-tuning: log-likelihood weighted by the target's probability, without gradient.
 
         -sg(p_y) log p_y
 
-    Wu et al. 2025, arXiv:2508.05629. Anchored (ASFT, Zhu et al. 2025, arXiv:2509.23753): hl.dft() +
+    Wu et al. 2025, arXiv:2508.05629. Anchored fine-tuning (ASFT, Zhu et al. 2025,
+    arXiv:2509.23753) is hl.dft() +
     0.1 * hl.distillation() with the base model as the teacher.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
@@ -155,13 +158,13 @@ def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
 @factory
 @term(observe=_observe)
 def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Fine-tuning on another's answers, weighted to the tokens where the policy is undecided.
+    """Fine-tuning on another policy's answers, weighted to tokens of undecided probability.
 
         -sg(p_y (1 - p_y)) log p_y
 
-    Zhang et al. 2025 (CHORD), arXiv:2508.11408; 0 where p_y is 0 or 1. Beside a policy
-    term, with a field for the rows of each: (1 - mu) * hl.grpo().where("rl") + mu *
-    hl.chord_phi().where("sft"); the schedule of mu is the caller's.
+    Zhang et al. 2025 (CHORD), arXiv:2508.11408. The loss is 0 where p_y is 0 or 1. Combine the term
+    with a policy term by boolean fields of the batch rows: (1 - mu) * hl.grpo().where("rl") + mu *
+    hl.chord_phi().where("sft"). The schedule of mu is up to the caller.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -176,14 +179,14 @@ def _focal(stats: Statistics, batch: PackedBatch, *, gamma: float) -> Tensor:
 
 @factory
 def focal(*, gamma: float = 2.0) -> Term:
-    """Focal loss: what is likely already counts less.
+    """Focal loss: lower the weight of targets that are likely already.
 
         -(1 - p_y)^gamma log p_y
 
-    Lin et al. 2017, arXiv:1708.02002. Where p_y = 1, 1 - p_y is the dtype's epsilon.
+    Lin et al. 2017, arXiv:1708.02002. At p_y = 1, the difference 1 - p_y is the dtype's epsilon.
 
     Args:
-        gamma: at least 0; 0 is cross_entropy.
+        gamma: power of 1 - p_y, >= 0; with 0 the loss is cross_entropy.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -200,17 +203,17 @@ def _entropy_adaptive(
 
 @factory
 def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
-    """Entropy-adaptive fine-tuning: each token's likelihood times the entropy of its prediction.
+    """Entropy-adaptive fine-tuning: log-likelihood weighted by the entropy of the prediction.
 
         -sg(H / scale)^alpha log p_y, H = -sum_j p_j log p_j
 
-    Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of that of
-    its 20 likeliest tokens (whose largest is log 20 = 3.0). With that one, of hl.head_topk, in a
-    field it is hl.cross_entropy().weighted("uncertainty").
+    Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of the
+    entropy of the 20 likeliest tokens (at most log 20 = 3.0). For the paper's entropy, put the
+    entropy of hl.head_topk's log-probs in a field: hl.cross_entropy().weighted("uncertainty").
 
     Args:
         alpha: power of the entropy, > 0.
-        scale: the entropy whose weight is 1, > 0.
+        scale: entropy in nats at which the weight is 1, > 0.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -229,12 +232,12 @@ def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sum_k q_k log p_k
 
-    Of all of the vocabulary's, hl.distillation with `teacher_logits` has the same gradient: the two
-    differ by the entropy of q.
+    For probabilities of the whole vocabulary use hl.distillation with `teacher_logits`, which has
+    the same gradient: the values differ by the entropy of q.
 
     Szegedy et al. 2015, arXiv:1512.00567.
 
-    Inputs: candidate_ids, candidate_probs [.., K], q, of which empty slots count as 0.
+    Inputs: candidate_ids, candidate_probs [.., K], the q_k; empty slots count as 0.
     Default reduction: token_mean.
     """
     got, want = batch.candidate_probs.shape[1:], stats.candidate_logps.shape[1:]
@@ -247,11 +250,11 @@ def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 @factory
 @term
 def any_of(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Likelihood of a set of targets, of which any is right: maximum marginal likelihood.
+    """Maximum marginal likelihood of a set of targets, any of which is right.
 
         -log sum_k p_k
 
-    Guu et al. 2017, arXiv:1704.07926. Where every slot is empty the loss is 0.
+    Guu et al. 2017, arXiv:1704.07926. The loss is 0 where every slot is empty.
 
     Inputs: candidate_ids [.., K]. Default reduction: token_mean.
     """

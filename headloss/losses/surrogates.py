@@ -1,4 +1,4 @@
-"""Surrogates that bound the policy ratio in other ways: per sequence, smoothly, keeping gradients.
+"""Surrogates that bound the policy ratio per sequence, smoothly, or with a gradient when clipped.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
 `importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
@@ -59,11 +59,11 @@ def _observe_gmpo(
 
 @factory
 def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
-    """Geometric-mean policy optimization: clips each token's log-ratio, one ratio per sequence.
+    """Geometric-mean policy optimization: clip token log-ratios, then average them per sequence.
 
         -exp(mean_t clip(d_t)) A_i, clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
 
-    Zhao et al. 2025, arXiv:2507.20673. Ratio and clip figures are per token.
+    Zhao et al. 2025, arXiv:2507.20673. The ratio and clip metrics are per token. The exponent
     mean_t clip(d_t) is clamped to [-20, 20].
 
     Args:
@@ -73,7 +73,7 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
     Also called: TRL GMPOTrainer, verl geo_mean.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
-    clip = (math.exp(-epsilon_low), math.exp(min(epsilon_high, 700)))  # else out of range
+    clip = (math.exp(-epsilon_low), math.exp(min(epsilon_high, 700)))  # exp(710) overflows
     ends = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high}
     return Term(
         name="",
@@ -106,15 +106,16 @@ def sapo(
     temperature_neg: float = 1.05,
     importance_sampling_level: Level = "token",
 ) -> Term:
-    """Soft adaptive policy optimization: a smooth gate on the ratio in place of the clip.
+    """Soft adaptive policy optimization: a smooth gate on the ratio instead of a clip.
 
         -(4 / tau) sigmoid(tau (r - 1)) A, tau = temperature_pos where A > 0, else temperature_neg
 
-    Gao et al. 2025, arXiv:2511.20347. The log of r, at any level, is clamped to [-20, 20].
+    Gao et al. 2025, arXiv:2511.20347. The log of the policy ratio r, at any level, is clamped to
+    [-20, 20].
 
     Args:
-        temperature_pos, temperature_neg: how sharply the gate closes, each > 0.
-        importance_sampling_level: as `grpo`.
+        temperature_pos, temperature_neg: steepness of the gate where A > 0 and elsewhere, each > 0.
+        importance_sampling_level: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: TRL sapo, verl sapo.
@@ -137,7 +138,7 @@ def sapo(
     )
 
 
-# ---------------------------------------------------------------------- what is clipped still pulls
+# ---------------------------------------------------------------------- gradients of clipped tokens
 
 
 def _preserving(
@@ -162,16 +163,17 @@ def ce_gppo(
     beta_low: float = 0.5,
     beta_high: float = 1.0,
 ) -> Term:
-    """Gradient-preserving clipping: what the clip would stop keeps a bounded gradient.
+    """Gradient-preserving clipping: a clipped token keeps a bounded gradient.
 
         -w p_y / sg(p_y) A, w = r; beta_low (1 - epsilon_low) or beta_high (1 + epsilon_high) where clipped
 
-    Su et al. 2025 (CE-GPPO), arXiv:2509.20712; both betas 1: GPPO (Klear-Reasoner),
-    arXiv:2508.07629. The log of r is clamped to [-20, 20].
+    Su et al. 2025 (CE-GPPO), arXiv:2509.20712. With both betas 1 the loss is GPPO
+    (Klear-Reasoner), arXiv:2508.07629. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        epsilon_low, epsilon_high: how far the ratio may move from 1, each >= 0.
-        beta_low, beta_high: share of the gradient at the bound that a clipped token keeps, each >= 0.
+        epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
+        beta_low, beta_high: share of the gradient at the clip bound that a token clipped below or
+            above keeps, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """  # noqa: E501 (an equation is one line)
@@ -204,18 +206,18 @@ def _flipped(
 def aspo(
     *, epsilon_low: float = 0.2, epsilon_high: float = 0.2, dual_clip: float | None = 3.0
 ) -> Term:
-    """Asymmetric importance sampling: tokens to be raised are weighted by the inverse of the ratio.
+    """Asymmetric importance sampling: positive advantages are weighted by the inverse ratio.
 
         -sg(w) b / sg(b) A, b = min(r, 1 + epsilon_high) where A > 0, else max(r, 1 - epsilon_low)
 
     w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip). Wang et al. 2025,
-    arXiv:2510.06062. Beyond the clip a token has no gradient, beyond dual_clip it has. The log of r
-    is clamped to [-20, 20].
+    arXiv:2510.06062. A token beyond the clip has no gradient; a token beyond dual_clip keeps its
+    gradient. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        epsilon_low: how far a token may fall where A < 0, in [0, 1).
-        epsilon_high: how far a token may rise where A > 0, >= 0.
-        dual_clip: cap of the weight, > 1; None for no cap.
+        epsilon_low: distance of the lower ratio bound from 1 where A <= 0, in [0, 1).
+        epsilon_high: distance of the upper ratio bound from 1 where A > 0, >= 0.
+        dual_clip: upper bound of the weight, > 1; None for no bound.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """

@@ -1,4 +1,4 @@
-"""A teacher: its full distribution, or its top k; and statistics beside its divergences.
+"""Teachers: a full distribution or a stored top k, and the divergences that terms read from them.
 
 T scored tokens, K stored outcomes.
 """
@@ -37,15 +37,18 @@ INPUTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """A distribution to compare with; equal ones, of the same head at one temperature, are measured
-    once. Key of `Statistics.extras`, alone of a stored top-k, else beside a measure."""
+    """Distribution that a term compares the student with; equal teachers are measured once.
+
+    Teachers are equal if head, temperature and tail are. In `Statistics.extras` the key of a stored
+    top k is the teacher, and any other key is the pair (teacher, measure).
+    """
 
     temperature: float
-    head: Head | None = field(repr=False)  # a repr would bring its weight from the device
+    head: Head | None = field(repr=False)  # a repr would copy the weight from the device
     tail: Tail = "bucket"
 
     def _identity(self) -> tuple[Any, ...]:
-        if not isinstance(self.head, Head):  # a call names an object of another type
+        if not isinstance(self.head, Head):  # the call refuses other types later, by name
             return self.temperature, id(self.head), self.tail
         return self.temperature, tuple(map(_identity, vars(self.head).values())), self.tail
 
@@ -58,7 +61,7 @@ class Teacher:
         return hash(self._identity())
 
     def source(self, batch: Container[str]) -> str:
-        """Which of its inputs a batch holds, by its names: "logits", "hidden" or "topk"."""
+        """Return the kind of teacher input in a batch: "logits", "hidden" or "topk"."""
         given = [form for form, names in INPUTS.items() if any(n in batch for n in names)]
         if len(given) != 1 or not all(name in batch for name in INPUTS[given[0]]):
             have = sorted(n for names in INPUTS.values() for n in names if n in batch)
@@ -71,8 +74,11 @@ class Teacher:
         return given[0]
 
     def columns(self, batch: PackedBatch) -> Tensor:
-        """[T, K] ids of stored outcomes; with the tail "sampled" [T, K + 1], of which the last is
-        the target where it is not stored, and an empty slot where it is."""
+        """Return the stored ids, [T, K]; with the tail "sampled" [T, K + 1].
+
+        The last column of the tail "sampled" is the target, or an empty slot (-1) for a stored
+        target.
+        """
         ids: Tensor = batch.teacher_topk_ids
         if self.tail != "sampled":
             return ids
@@ -82,22 +88,23 @@ class Teacher:
 
 
 def _identity(value: object) -> object:
-    """Of a head's field: tensors are the same where they are one object."""
+    """Return the comparison key of a field of a head: the object's id for a tensor."""
     return value if value is None or isinstance(value, int | float | str) else id(value)
 
 
 @with_floats
 def teacher(head: Head | None = None, temperature: float = 1.0) -> Teacher:
-    """The teacher of a term, whose divergences it reads: `@hl.term(teacher=hl.teacher(head))`.
+    """Define the teacher whose divergences a term reads: `@hl.term(teacher=hl.teacher(head))`.
 
-    A term of a teacher reads `stats.divergence(kind, beta=0.5)`, `stats.acceptance` and
-    `stats.log_acceptance`, [T] each and with a gradient. Terms of equal teachers share one pass.
+    A term with a teacher reads `stats.divergence(kind, beta=0.5)`, `stats.acceptance` and
+    `stats.log_acceptance`, [T] each and with a gradient. Terms of equal teachers share one pass
+    over the vocabulary.
 
     Args:
         head: the teacher's head, for `teacher_hidden`; None for `teacher_logits` or a stored top-k.
-        temperature: of both sides, in place of the heads' own.
+        temperature: temperature of teacher and student, in place of the heads' temperatures.
 
-    Inputs: as of hl.distillation.
+    Inputs: the inputs of `hl.distillation`.
 
     >>> import headloss as hl
     >>> verifier = hl.teacher()
@@ -113,7 +120,7 @@ def teacher(head: Head | None = None, temperature: float = 1.0) -> Teacher:
 
 
 def measure_of(kind: str, beta: float = 0.5) -> Measure:
-    """By the names and the meaning of `distillation`; ValueError for others."""
+    """Return the measure of a divergence that `distillation` names; ValueError for other names."""
     one_of(KINDS, kind=kind)
     if kind not in MIXED:
         return Measure(kind)
@@ -122,17 +129,19 @@ def measure_of(kind: str, beta: float = 0.5) -> Measure:
 
 
 class SharedRows(NamedTuple):
-    """Rows of `teacher_hidden` by token; neighbours that read one row share its product."""
+    """Rows of `teacher_hidden` by token; neighbouring tokens of one row share the row's product."""
 
     index: Tensor  # [T] the row of each token
-    rows: Tensor | None  # [R] the row of each run of neighbours; None: nothing is shared
-    run: Tensor  # [T] of each token
-    on_host: Tensor  # the same: a block of tokens asks the device for nothing
+    rows: Tensor | None  # [R] the row of each run of equal neighbours; None: no token shares a row
+    run: Tensor  # [T] the run of each token
+    on_host: Tensor  # `run` on the host, so that a block of tokens reads nothing from the device
 
     @classmethod
     def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:
-        """Of the tokens' rows below `count`; ValueError for others. With static shapes, where
-        nothing is read from the device, none are shared."""
+        """Group the tokens' rows; ValueError for a row outside [0, count).
+
+        With static shapes no row is shared, because grouping would read the device.
+        """
         if static:
             return cls(index, None, index, index)
         rows, run = index.unique_consecutive(return_inverse=True)
@@ -142,12 +151,15 @@ class SharedRows(NamedTuple):
         return cls(index, rows, run, run.cpu())
 
     def take(self, index: Tensor) -> SharedRows:
-        """Of some of the tokens."""
+        """Return the shared rows of a subset of the tokens."""
         part = self.index[index]
         return self.of(part, int(part.max()) + 1) if len(part) else self
 
     def at(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows [M] that some tokens read, and the place [n] of each token's; None: its own."""
+        """Return the rows [M] that some tokens read, and each token's place [n] among the rows.
+
+        The place is None if each token has its own row.
+        """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
         if isinstance(tokens, Tensor):
@@ -157,7 +169,7 @@ class SharedRows(NamedTuple):
 
 
 def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
-    """Of a teacher; raises for other names, and for names without a teacher or the reverse."""
+    """Return a teacher's measures by name; raise for unknown names, or names without a teacher."""
     if not isinstance(teacher, Teacher | None):
         raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
     if isinstance(divergences, str) or not isinstance(divergences, Collection):
@@ -172,10 +184,10 @@ def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> d
 
 
 class SampleExtras(dict[object, Tensor]):
-    """What a trial reads beside the statistics; a teacher's measures are made as they are read.
+    """Extra statistics of a term's trial on a sample; a teacher's measures are made when read.
 
     Args:
-        leaf: makes a tensor of one value.
+        leaf: function that makes a tensor filled from one value.
     """
 
     def __init__(self, leaf: Callable[[float], Tensor]) -> None:
@@ -189,7 +201,7 @@ class SampleExtras(dict[object, Tensor]):
 
 
 class BesideTeacher:
-    """Statistics, as a term sees them beside its teacher."""
+    """Statistics of the student, with the divergences from a term's teacher."""
 
     def __init__(self, stats: Statistics, teacher: Teacher, batch: PackedBatch) -> None:
         self._stats, self._teacher, self._batch = stats, teacher, batch
@@ -201,24 +213,28 @@ class BesideTeacher:
         return len(self._stats)
 
     def divergence(self, kind: str, beta: float = 0.5) -> Tensor:
-        """[T] of the teacher's distribution from the student's, with a gradient: kinds and `beta`
-        as of hl.distillation."""
+        """Return the divergence [T] of teacher and student, with a gradient.
+
+        The kinds and `beta` are those of hl.distillation.
+        """
         return self._measured(measure_of(kind, beta))
 
     @property
     def log_acceptance(self) -> Tensor:
-        """[T] log sum_j min(p_j, q_j), with a gradient: of the chance that speculative sampling
-        accepts a token that the student drew."""
+        """Return log sum_j min(p_j, q_j), [T], with a gradient.
+
+        The sum is the probability that speculative sampling accepts a token drawn by the student.
+        """
         return self._measured(ACCEPTANCE)
 
     @property
     def acceptance(self) -> Tensor:
-        """[T] its exponential, sum_j min(p_j, q_j): to the last digits however small it is."""
+        """Return sum_j min(p_j, q_j), [T], accurate to the last digits for small values too."""
         return self.log_acceptance.exp()
 
     def _measured(self, measure: Measure) -> Tensor:
         teacher, extras = self._teacher, self._stats.extras
-        teacher.source(self._batch)  # raises where the batch holds none
+        teacher.source(self._batch)  # raises MissingField if the batch has no teacher input
         if teacher in extras:
             logps, logp = extras[teacher], self._stats.logp
             wide = logps.dtype if logp is None else logp.dtype

@@ -1,7 +1,7 @@
-"""What a term is, how terms add up to an objective, and `@term`, which makes one of a function.
+"""Terms (losses per token or segment), objectives (weighted sums of terms), and `@term`.
 
 T scored tokens, S segments. A term is a pure function of the statistics ([T] vectors) and of the
-packed batch's own vectors; it returns one value per token [T] or per segment [S]. It never sees a
+packed batch's vectors, and returns one value per token [T] or per segment [S]. A term never reads a
 logit, a mask or a padded position.
 """
 
@@ -38,7 +38,7 @@ Observer = Callable[[Statistics, "PackedBatch"], dict[str, Observed]]
 
 
 class _Arithmetic:
-    """`+`, `-` and multiplication by a number, shared by terms and objectives."""
+    """Operators `+`, `-`, `*` and `/` with a number, shared by terms and objectives."""
 
     def _objective(self) -> Objective:
         raise NotImplementedError
@@ -49,7 +49,7 @@ class _Arithmetic:
         return Objective(self._objective().parts + other._objective().parts)
 
     def __radd__(self, other: object) -> Objective:
-        """So that `sum(terms)` works."""
+        """Return the objective itself for 0 + objective, so that `sum(terms)` works."""
         return self._objective() if other == 0 else NotImplemented
 
     def __neg__(self) -> Objective:
@@ -69,29 +69,29 @@ class _Arithmetic:
     def __truediv__(self, divisor: float) -> Objective:
         if not isinstance(divisor, Real):
             return NotImplemented
-        return self * (1 / divisor if divisor else math.inf)  # which no coefficient may be
+        return self * (1 / divisor if divisor else math.inf)  # inf: refused as a coefficient
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Term(_Arithmetic):
-    """A loss per token or per segment; made by the functions of `headloss` and by `@hl.term`.
+    """Loss per token or per segment, made by the functions of `headloss` and by `@hl.term`.
 
     Attributes:
-        name: its key in `out.terms` and `out.metrics`.
+        name: key of the term in `out.terms` and `out.metrics`.
         function: (stats, batch) to [T] or [S].
-        scope: the smallest cut of a batch that it may be called on.
-        per: the shape that it returns.
-        reduction: the weight of each token; None must be replaced by `.over(...)`.
-        options: the numbers it was made with.
-        observe: (stats, batch) to what it reports under "name/...".
+        scope: smallest part of a batch that the function accepts.
+        per: shape of the function's result, "token" [T] or "segment" [S].
+        reduction: weight of each token; None must be replaced by `.over(...)`.
+        options: options of the call that made the term.
+        observe: (stats, batch) to the metrics reported under "name/...".
         modifiers: factors per token, applied in order.
-        weight_fields: batch fields that multiply it.
-        kept_field: boolean batch field that restricts it.
+        weight_fields: batch fields that multiply the loss.
+        kept_field: boolean batch field of the tokens or segments kept.
         segments_per_unit: consecutive segments that belong together (2 for pairs).
-        teacher: the teacher whose divergences it reads.
+        teacher: teacher whose divergences the function reads.
         slopes: batch to the whole gradient in closed form (`softmax.Slope`); None: by autograd.
-        own_scope: the scope without modifiers, where there are any.
-        own_reduction: the one that it was made with, where `.over` has chosen another.
+        own_scope: scope without the modifiers; None if no modifier was added.
+        own_reduction: reduction before `.over` changed it; None if `.over` did not.
     """
 
     name: str
@@ -113,14 +113,14 @@ class Term(_Arithmetic):
 
     @property
     def is_own(self) -> bool:
-        """True of a function of the library, which does nothing else."""
+        """True for a function defined in headloss, which has no side effects."""
         function: Any = self.function
         while isinstance(function, functools.partial):
             function = function.func
         return str(getattr(function, "__module__", "")).startswith(f"{LIBRARY}.")
 
     def __repr__(self) -> str:
-        """The code that makes it."""
+        """Return the code that makes the term."""
         calls = [call_text(self.name, self.options), *map(repr, self.modifiers)]
         over, default = self.reduction, self.own_reduction
         if over is not None and (default is not None or self.missing_reduction):
@@ -139,20 +139,20 @@ class Term(_Arithmetic):
     def _objective(self) -> Objective:
         return Objective(((1.0, self),))
 
-    # ------------------------------------------------------------------ changing one
+    # ------------------------------------------------------------------ changed copies of a term
 
     def over(self, reduction: Reduction | str) -> Term:
-        """The same term under another reduction: a name or e.g. `headloss.fixed_length(n)`."""
+        """Return the term under a reduction, given by name or e.g. `headloss.fixed_length(n)`."""
         new, first = as_reduction(reduction), self.own_reduction or self.reduction
         return replace(self, reduction=new, own_reduction=None if new == first else first)
 
     def weighted(self, field: str) -> Term:
-        """Multiply by a batch field, per token or per segment; the denominator stays."""
+        """Multiply the loss by a batch field, per token or per segment; the denominator stays."""
         return replace(self, weight_fields=(*self.weight_fields, _field_name(field)))
 
     def where(self, field: str) -> Term:
-        """Keep the tokens (or segments) where a boolean batch field is True; the denominator
-        counts what is kept."""
+        """Keep the tokens (or segments) where a boolean batch field is True; the denominator counts
+        the kept tokens alone."""
         if self.kept_field is not None:
             raise ValueError(
                 f"where: {self.name} is already restricted to {self.kept_field!r}; combine the two "
@@ -161,7 +161,7 @@ class Term(_Arithmetic):
         return replace(self, kept_field=_field_name(field))
 
     def modified(self, modifier: Modifier) -> Term:
-        """Multiply each token's loss by a factor that carries no gradient."""
+        """Multiply each token's loss by a factor without a gradient."""
         if not isinstance(modifier, Modifier):
             raise TypeError(f"modifier: got {type(modifier).__name__}, want a Modifier")
         own, scope = self.own_scope or self.scope, wider(self.scope, modifier.scope)
@@ -190,7 +190,7 @@ class Term(_Arithmetic):
         *,
         live: bool = False,
     ) -> Term:
-        """Drop where trainer and sampler disagree too much; see `rejection.rejected`."""
+        """Drop tokens or sequences of large trainer-sampler mismatch; see `rejection.rejected`."""
         return self.modified(rejected(measure, level=level, minimum=min, maximum=max, live=live))
 
     def off_policy_masked(self, threshold: float) -> Term:
@@ -207,10 +207,10 @@ class Term(_Arithmetic):
         """Drop the most off-policy tokens; see `second_moment.second_moment_masked`."""
         return self.modified(second_moment_masked(threshold, live=live))
 
-    # ------------------------------------------------------------------ calling one
+    # ------------------------------------------------------------------ calls of a term
 
     def __call__(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """The term's value on each token, [T]: a segment's value counts on each of its tokens."""
+        """Return the loss of each token, [T]; each token of a segment gets the segment's value."""
         values = self.function(self.view(stats, batch), batch)
         self._check(values, batch)
         if self.per == "segment":
@@ -222,7 +222,7 @@ class Term(_Arithmetic):
         return values
 
     def view(self, stats: Statistics, batch: PackedBatch) -> Any:
-        """Statistics as its function sees them: beside its teacher, where it has one."""
+        """Return the statistics that the function reads, with its teacher's divergences if any."""
         return stats if self.teacher is None else BesideTeacher(stats, self.teacher, batch)
 
     def _check(self, values: object, batch: PackedBatch) -> None:
@@ -246,7 +246,7 @@ def _field_name(field: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Objective(_Arithmetic):
-    """A weighted sum of terms: `hl.gspo() + 1e-4 * hl.z_loss() - 1e-3 * hl.entropy()`."""
+    """Weighted sum of terms: `hl.gspo() + 1e-4 * hl.z_loss() - 1e-3 * hl.entropy()`."""
 
     parts: tuple[tuple[float, Term], ...]
 
@@ -261,7 +261,7 @@ class Objective(_Arithmetic):
 
     @classmethod
     def of(cls, value: Term | Objective) -> Objective:
-        """An objective from a term or an objective."""
+        """Return an objective from a term or an objective."""
         if not isinstance(value, _Arithmetic):
             hint = ""
             if callable(value):
@@ -285,7 +285,7 @@ class Objective(_Arithmetic):
         return " + ".join(f"{c:g} * {term!r}" for c, term in self.parts)
 
     def named(self) -> Iterator[tuple[str, float, Term]]:
-        """(key, coefficient, term); the second "kl" is "kl_2"."""
+        """Yield (key, coefficient, term); the second term named "kl" has the key "kl_2"."""
         seen: dict[str, int] = {}
         for coefficient, term in self.parts:
             seen[term.name] = number = seen.get(term.name, 0) + 1
@@ -297,7 +297,7 @@ class Objective(_Arithmetic):
 
     @property
     def teachers(self) -> list[Teacher]:
-        """Each once, in the order of its first term; equal ones are one."""
+        """Distinct teachers, in the order of the first term that reads each."""
         return list(dict.fromkeys(term.teacher for _, term in self.parts if term.teacher))
 
     @property
@@ -321,19 +321,19 @@ def term(  # pyright: ignore[reportInconsistentOverload]
     slopes: Callable[..., tuple[Slope, ...]] | None = None,
     teacher: Teacher | None = None,
 ) -> Any:
-    """Make a term factory of a pure function `f(stats, batch, **options)`.
+    """Make a term factory from a pure function `f(stats, batch, **options)`.
 
     Args:
-        scope: "token" (may be called on any cut of the batch), "segment" (on whole segments) or
-            "batch" (on everything).
-        per: "token" if it returns [T], "segment" if it returns [S].
-        reduction: defaults to token_mean; sequence_mean for scope="segment".
+        scope: part of a batch that f accepts: "token" (any part), "segment" (whole segments) or
+            "batch" (the whole batch).
+        per: "token" if f returns [T], "segment" if f returns [S].
+        reduction: defaults to token_mean, and to sequence_mean for scope="segment".
         observe: g(stats, batch, **options) to a dict of `metrics.Observed`, reported as "name/...".
-        name: defaults to the function's name.
-        segments_per_unit: consecutive segments that may not be cut apart, e.g. 2 for pairs.
+        name: defaults to the name of f.
+        segments_per_unit: consecutive segments that may not be separated, e.g. 2 for pairs.
         slopes: h(batch, **options) to the gradient in closed form, a tuple of `softmax.Slope`.
-        teacher: of `hl.teacher`; the term then reads `stats.divergence(kind, beta=0.5)`,
-            `stats.acceptance` and `stats.log_acceptance`, [T] each, as it reads the statistics.
+        teacher: result of `hl.teacher`; f can then read `stats.divergence(kind, beta=0.5)`,
+            `stats.acceptance` and `stats.log_acceptance`, [T] each.
 
     >>> import torch
     >>> @term
@@ -372,7 +372,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
         def factory(*args: Any, **options: Any) -> Term:
             with naming(named):
                 check_names(taken, args, options)
-                signature.bind(None, None, **options)  # a TypeError that names a missing option
+                signature.bind(None, None, **options)  # TypeError: names a missing option
             return Term(
                 name=named,
                 function=Given(f, **options),
@@ -386,7 +386,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
                 teacher=teacher,
             )
 
-        # The factory takes the options alone.
+        # The factory's signature has the options alone, without stats and batch.
         factory.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[
                 p.replace(kind=inspect.Parameter.KEYWORD_ONLY)

@@ -1,4 +1,4 @@
-"""A term tried on a small sample: what it reads, and whether a cut of the batch changes it."""
+"""Trial of a term on a small sample: the inputs read, and the effect of splitting the batch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reads:
-    """What a term asks for: statistics, and fields of the batch."""
+    """Statistics and batch fields that a term reads."""
 
     statistics: frozenset[str]
     fields: frozenset[str]
-    gradients: frozenset[str]  # statistics that its value depends on differentiably
-    measures: frozenset[Measure] = frozenset()  # of its teacher, but of a stored top k
-    observed: frozenset[str] = frozenset()  # what it reports of each token
+    gradients: frozenset[str]  # statistics through which the loss is differentiable
+    measures: frozenset[Measure] = frozenset()  # divergences read; empty for a stored top k
+    observed: frozenset[str] = frozenset()  # names of the per-token metrics
 
 
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
-    """Run a term once on a small sample and report what it reads.
+    """Run a term once on a small sample and return the statistics and fields that it reads.
 
-    Raises ValueError where a tensor that requires a gradient enters it from outside: the engine
-    differentiates with respect to the statistics alone, so that gradient would be lost.
+    Raises ValueError if the function captures a tensor that requires a gradient: the engine
+    differentiates with respect to the statistics alone, so that the captured tensor's gradient
+    would be lost.
     """
     for field in term.weight_fields:
         if field not in batch:
@@ -89,7 +90,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
 def measures_of(
     objective: Objective, reads: Mapping[str, Reads]
 ) -> tuple[tuple[Teacher, tuple[Measure, ...]], ...]:
-    """Each teacher, and all that terms read of it."""
+    """Return each teacher with all measures that the objective's terms read of the teacher."""
     measures = {teacher: set[Measure]() for teacher in objective.teachers}
     for name, _, term in objective.named():
         if term.teacher is not None:
@@ -98,9 +99,9 @@ def measures_of(
 
 
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
-    """What a term and its modifiers report, by name."""
+    """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    recorded = batch._target if isinstance(batch, Recorder) else batch  # a count is no field read
+    recorded = batch._target if isinstance(batch, Recorder) else batch  # do not record this read
     for source in (term, *term.modifiers):
         if source.observe is not None:
             report = source.observe(term.view(stats, batch), batch)
@@ -109,17 +110,17 @@ def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Obs
 
 
 def name_of(key: object) -> str:
-    """Of what `Statistics.extras` hold: a measure of a teacher by its kind."""
+    """Return the name of a key of `Statistics.extras`; for a teacher's measure, its kind."""
     return str(key[1].kind if isinstance(key, tuple) else key)
 
 
 def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> tuple[Tensor, set[str]]:
-    """A term's values, and names of what it observes of tokens, on a sample."""
+    """Return a term's values on a sample, and the names of its per-token metrics."""
     names = set[str]()
     with torch.enable_grad():
         values = term(stats, batch)
     if observe:
-        own = batch._target  # whose segments a term of tokens may not sum over, but observers may
+        own = batch._target  # metrics may sum over the segments, also for a term of token scope
         segments = Segments(own.segments.ids, own.segments.count, counts=own.segments.lengths)
         batch = Recorder(replace(own, segments=segments), batch._seen)
         with torch.no_grad():
@@ -132,10 +133,10 @@ NEEDS = 'declare scope="batch", or segments_per_unit=2 of a term of pairs of seg
 
 
 def on_pieces(term: Term, pieces: Iterable[tuple[Statistics, Any]]) -> Tensor:
-    """A term's values on pieces of a sample that it has served whole, concatenated.
+    """Return a term's values on the pieces of a sample that the term accepted whole, concatenated.
 
     Raises:
-        ValueError: the term fails on a piece.
+        ValueError: if the term fails on a piece.
     """
     try:
         return torch.cat([term(stats, batch) for stats, batch in pieces])
@@ -147,8 +148,11 @@ def on_pieces(term: Term, pieces: Iterable[tuple[Statistics, Any]]) -> Tensor:
 
 
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
-    """ValueError for a user's term that is another on each token of a sample, a segment each, than
-    on all: a mean over tokens, say, though its scope allows to cut them apart. Reads the device."""
+    """Raise ValueError for a user's term whose values change if its batch is split into tokens.
+
+    A mean over tokens is an example. The check runs the term on single-token segments and reads the
+    device.
+    """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1
     if uncut or capturing:
