@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 import matrix
+import matrix_cases
 import pytest
 import torch
 import twins
@@ -241,7 +242,10 @@ def test_statistics_to_be_read(terms):
     assert abs(found["read/logps"] - logps.max()) <= 1e-5
 
 
-@pytest.mark.parametrize("row", [r for r in matrix.pairwise() if r[0] in matrix.CANDIDATES][:8])
+ROWS = [row for row in matrix.pairwise() if row[0] in matrix_cases.CANDIDATES][:8]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_logits_that_exist(row):
     """The same cases of the matrix, of given logits."""
     known = matrix.make_inputs(row)

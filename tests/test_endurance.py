@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fuzz
+import fuzz_draw
 import parallel_errors
 import pytest
 import torch
@@ -27,7 +28,7 @@ import headloss as hl
 
 def records(seeds: list[int]) -> dict[int, dict[str, Any]]:
     """Each on one rank."""
-    return {seed: fuzz.run(replace(fuzz.draw(seed), place=None)) for seed in seeds}
+    return {seed: fuzz.run(replace(fuzz_draw.draw(seed), place=None)) for seed in seeds}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])

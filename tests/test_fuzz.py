@@ -13,6 +13,7 @@ from typing import Any
 
 import fuzz
 import fuzz_bad
+import fuzz_draw
 import fuzz_oracle
 import fuzz_ranks
 import fuzz_versions
@@ -28,7 +29,7 @@ def check(first: int, count: int, **drawn: Any) -> Counter[str]:
     """Calls of consecutive seeds; how many ended in which way."""
     wrong, kinds = [], Counter()
     for seed in range(first, first + count):
-        call = fuzz.draw(seed, **drawn)
+        call = fuzz_draw.draw(seed, **drawn)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             record = fuzz.run(call)
@@ -73,7 +74,7 @@ def test_more_random_calls_of_triton(first: int) -> None:
     check(first, BLOCK, triton=True)
 
 
-drawn = functools.cache(fuzz.draw)
+drawn = functools.cache(fuzz_draw.draw)
 
 
 @pytest.mark.parametrize("name", fuzz_bad.SPOILS)
@@ -82,7 +83,7 @@ def test_every_way_to_be_wrong_is_named(name: str) -> None:
     spoil = fuzz_bad.SPOILS[name]
     for seed in range(100_000, 101_000):
         if drawn(seed).spoil is not None and spoil.fits(drawn(seed)):
-            call = fuzz.draw(seed)
+            call = fuzz_draw.draw(seed)
             call.spoil = name
             break
     else:
@@ -101,9 +102,9 @@ def test_a_seed_gives_one_call() -> None:
 def test_the_comparison_sees_what_differs() -> None:
     """A loss, a gradient, a metric, an error's text, a missing error."""
     seed = next(
-        s for s in range(500) if fuzz.draw(s).verb == "head_loss" and served(s, "gradients")
+        s for s in range(500) if fuzz_draw.draw(s).verb == "head_loss" and served(s, "gradients")
     )
-    bad = next(s for s in range(500) if fuzz.draw(s).spoil is not None)
+    bad = next(s for s in range(500) if fuzz_draw.draw(s).spoil is not None)
     for changed in ("loss", "gradients", "metrics", "logps"):
         old, new = records(seed, 1), records(seed, 1)
         value = new[0][changed]
@@ -125,16 +126,17 @@ def records(first: int, count: int) -> list[dict[str, Any]]:
 
 
 def served(seed: int, name: str) -> bool:
-    record = fuzz.run(fuzz.draw(seed))
+    record = fuzz.run(fuzz_draw.draw(seed))
     return bool(record.get(name)) and bool(record.get("metrics"))
 
 
 def test_what_is_drawn() -> None:
     """Every dtype, static shapes and ways to cut a call over ranks; captured graphs of a GPU."""
     for device, most in (("cpu", 0), ("cuda", 500)):
-        drawn = [fuzz.draw(seed, device=device) for seed in range(500)]
+        drawn = [fuzz_draw.draw(seed, device=device) for seed in range(500)]
         kinds = Counter(kind for call in drawn for kind in (*call.kinds, call.dtype))
-        for name in (*fuzz.DTYPES, "static", *(f"ranks, {place}" for place in fuzz_ranks.PLACES)):
+        places = (f"ranks, {place}" for place in fuzz_ranks.PLACES)
+        for name in (*fuzz_draw.DTYPES, "static", *places):
             assert kinds[name] >= 3, (name, kinds)
         assert 0 <= kinds["captured"] <= most and (kinds["captured"] > 20) == (device == "cuda")
         assert all(call.device == "cpu" for call in drawn if call.place)
@@ -149,7 +151,7 @@ def test_two_versions(
     shutil.copytree(root / "headloss", other / "headloss")
     for path in other.rglob("*.py"):
         path.write_text(path.read_text().replace("got ", "got  "))
-    bad = next(seed for seed in range(first, 5000) if fuzz.draw(seed).spoil is not None)
+    bad = next(seed for seed in range(first, 5000) if fuzz_draw.draw(seed).spoil is not None)
     count = str(bad + 1 - first)
     asked = ["--first", str(first), "--count", count, "--json", str(tmp_path / "found.json")]
     assert fuzz.main([*asked, "--against", str(other)]) == 1
@@ -195,7 +197,7 @@ def test_a_tolerance() -> None:
 
 def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call says so, and the next one has new ranks."""
-    call = next(c for c in map(fuzz.draw, range(100)) if c.place)
+    call = next(c for c in map(fuzz_draw.draw, range(100)) if c.place)
     ranks = fuzz_ranks.Ranks()
     with monkeypatch.context() as patch:
         patch.setattr(fuzz_ranks, "SECONDS", 0.0)

@@ -15,7 +15,8 @@ import math
 import matrix
 import pytest
 import torch
-from matrix import AXES, CASES, SCHEDULES, Row
+from matrix import AXES, SCHEDULES, Row
+from matrix_cases import CASES
 
 import headloss as hl
 from headloss.batch.batch import IGNORE

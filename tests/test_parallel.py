@@ -13,7 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from matrix import AXES, CASES, SCHEDULES, Inputs, Row, make_inputs, within
+from matrix import AXES, SCHEDULES, Inputs, Row, make_inputs, within
+from matrix_cases import CASES
 from parallel_cases import Cut
 from worlds import World, world_of
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import parallel_counts
 import parallel_verbs
+import parallel_wrappers
 import pytest
 from worlds import World, world_of
 
-VERBS = [
-    "head_stats",
-    "float16",
-    "external_loss",
-    "head_topk",
-    "logits_loss",
-    "lora_dropout",
-    "teacher_dropout",
-    "teacher_heads",
-    "top_entropy",
-    "doubtful_fields",
-    "skipped_rows",
-    "collectives",
-    "static_spread",
-    "reads",
-    "checksums",
-    "layouts",
-    "metrics_merge",
-    "dtensors",
-    "ddp",
-    "fsdp",
-]
+PARTS = {
+    parallel_verbs: (
+        "head_stats",
+        "float16",
+        "external_loss",
+        "head_topk",
+        "logits_loss",
+        "lora_dropout",
+        "teacher_dropout",
+        "teacher_heads",
+        "top_entropy",
+        "doubtful_fields",
+        "static_spread",
+        "layouts",
+        "dtensors",
+    ),
+    parallel_counts: ("skipped_rows", "collectives", "reads", "checksums"),
+    parallel_wrappers: ("metrics_merge", "ddp", "fsdp"),
+}
+CHECKS = [getattr(module, name) for module, names in PARTS.items() for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,6 @@ def world() -> Iterator[World]:
         yield made
 
 
-@pytest.mark.parametrize("name", VERBS)
-def test_against_one_rank(world: World, name: str) -> None:
-    world.run(getattr(parallel_verbs, name))
+@pytest.mark.parametrize("check", CHECKS)
+def test_against_one_rank(world: World, check: Callable[[], None]) -> None:
+    world.run(check)

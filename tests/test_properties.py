@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import matrix
+import matrix_cases
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrix import CASES, Case
+from matrix_cases import CASES, Case
 from torch import Tensor
 
 import headloss as hl
@@ -94,7 +95,7 @@ def make_base(case: Case, lengths: Sequence[int], seed: int) -> Base:
         "kept": torch.rand(n, generator=generator) > 0.4,
         **matrix.teacher_fields(case, targets, V, torch.float64),
     }
-    more = matrix.others(n, count)
+    more = matrix_cases.others(n, count)
     for name in ("teacher_logps", "draws"):
         per_token.setdefault(name, more.pop(name).double())
     per_segment = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import fuzz
+import fuzz_draw
 import torch
 from fuzz_bad import SPOILS
 from fuzz_newer import skipped_norms
@@ -33,7 +34,7 @@ STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-
 GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
-def complaints(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+def complaints(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     """What is wrong; nothing for a call that gave what it should, wherever it ran."""
     call = replace(call, device="cpu")
     if call.spoil is not None or "error" in record:
@@ -43,7 +44,7 @@ def complaints(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
     return [*_of_values(call, record), *_of_form(call, record)]
 
 
-def _of_error(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+def _of_error(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     error = record.get("error")
     if error is None:
         return [f"was accepted, want an error that says {SPOILS[call.spoil or ''].says!r}"]
@@ -80,7 +81,7 @@ def of_candidates(stats, batch):
     return 0.1 * torch.where(logps > -torch.inf, logps, 0).sum(1)
 
 
-def _oracle(call: fuzz.Call, built: fuzz.Built, mode: Any, upstream: float) -> Plain:
+def _oracle(call: fuzz_draw.Call, built: fuzz.Built, mode: Any, upstream: float) -> Plain:
     hidden, head, objective = built.hidden, built.head, built.objective
     if call.verb == "head_stats":
         objective = of_statistics()
@@ -102,7 +103,7 @@ def _off(value: Tensor, oracle: Tensor, floor: float = 0.0) -> float:
     return away / max(float(oracle.norm()), floor, 1e-30) if away else 0.0
 
 
-def _of_values(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     upstream = record.get("upstream", 1.0)
     built = fuzz.build(call)
     oracle = _oracle(call, built, "float64", upstream)
@@ -164,7 +165,7 @@ def _of_values(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
     return found
 
 
-def _of_form(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
+def _of_form(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     """What holds of every call, whatever its numbers."""
     found = []
     targets = call.batch["targets"]
@@ -181,7 +182,7 @@ def _of_form(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
         found.append("gradients[hidden]: not 0 where nothing is scored")
     for name, value in record["gradients"].items():
         own = torch.float32 if name == "weight" and "main_grad" in call.options else None
-        if value.dtype != (own or fuzz.DTYPES[call.dtype]):
+        if value.dtype != (own or fuzz_draw.DTYPES[call.dtype]):
             found.append(f"gradients[{name}]: got {value.dtype}")
     metrics = record.get("metrics", {})
     if (not metrics) != (call.verb == "head_stats" or call.options.get("metrics") is False):
@@ -197,7 +198,7 @@ def _of_form(call: fuzz.Call, record: dict[str, Any]) -> list[str]:
     return found
 
 
-def _of_topk(call: fuzz.Call, ids: Tensor, logps: Tensor) -> list[str]:
+def _of_topk(call: fuzz_draw.Call, ids: Tensor, logps: Tensor) -> list[str]:
     built, k = fuzz.build(call), call.k
     head = built.head
     doubled = {"weight": head.weight.double(), "bias": head.bias}

@@ -3,26 +3,20 @@ nothing, and assert on every rank."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from parallel_cases import groups, sizes
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import headloss as hl
-from headloss.parallel.agreement import checksum
 from headloss.testing import error, trained_looking
 
 T, H, V = 24, 8, 61
 LENGTHS = (7, 1, 10, 0, 6)
-GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -283,20 +277,6 @@ def doubtful_fields() -> None:
         assert [int(n) for n in totals.kept[name]] == [int(count), int(held)], name
 
 
-def skipped_rows() -> None:
-    """Most rows carry nothing; ranks still send the same."""
-    p = Problem()
-    advantages = torch.zeros(T, dtype=torch.float64)
-    advantages[5] = 1.0
-    batch = hl.Batch(p.targets, advantages=advantages, old_logps=p.batch.old_logps)
-    held = hl.Options(schedule="held", chunk_tokens=4)
-    for options in (hl.Options(chunk_tokens=4), hl.Options(schedule="recompute"), held):
-        want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, hl.dapo(), options)
-        got = hl.head_loss(p.hidden, p.sliced(), batch, hl.dapo(), options)
-        (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
-        close(torch.autograd.grad(got.loss, p.hidden)[0], into_hidden)
-
-
 def static_spread() -> None:
     """Hidden states are gathered at once, also of ranks that have none, and each rank gets the
     gradient of its own; with static shapes and without."""
@@ -318,51 +298,6 @@ def static_spread() -> None:
         close(found[1], into_weight[p.rows])
 
 
-def collectives() -> None:
-    """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
-    p = Problem()
-    seen: list[tuple[str, tuple[int, ...]]] = []
-    names = [next(n for n in GATHERS if hasattr(distributed, n)), "all_reduce"]
-    plain = {name: getattr(distributed, name) for name in names}
-
-    def noted(name: str) -> Any:
-        def run(*args: Any, **options: Any) -> Any:
-            own = args[0] if name == "all_reduce" else args[1]
-            seen.append((name, tuple(own.shape)))
-            return plain[name](*args, **options)
-
-        return run
-
-    for holds in (torch.arange(T), torch.arange(0)):  # of rank 0; the others hold a third each
-        tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
-        batch = hl.Batch(
-            p.targets[tokens],
-            hl.Segments.from_ids(p.batch.segments.ids[tokens], count=5, group=p.group),
-            advantages=p.batch.advantages,
-            old_logps=p.batch.old_logps[tokens],
-        )
-        objective = p.objective + hl.grpo().corrected("sequence_mask")
-        batch.fields["sampling_logps"] = batch.old_logps - 0.1
-        seen.clear()
-        for name in names:
-            setattr(distributed, name, noted(name))
-        hidden = p.hidden.detach()[tokens].requires_grad_()
-        hl.head_loss(hidden, hl.Head(p.weight), batch, objective).loss.backward()
-        for name in names:
-            setattr(distributed, name, plain[name])
-        found: list[Any] = [None] * p.world
-        distributed.all_gather_object(found, list(seen))
-        assert seen and all(other == seen for other in found), found
-
-
-def checksums() -> None:
-    """Values that change places, as rewards of right and wrong or masks do, show."""
-    right, changed = ([1.0, -1.0, -1.0, 1.0], [-1.0, 1.0, 1.0, -1.0])
-    assert checksum([torch.tensor(right)]) != checksum([torch.tensor(changed)])
-    seen = {checksum([torch.tensor(bits)]) for bits in itertools.product((0, 1), repeat=10)}
-    assert len(seen) == 1024
-
-
 def layouts() -> None:
     """Hidden states in rows on one rank and in columns on another."""
     p = Problem()
@@ -382,35 +317,6 @@ def layouts() -> None:
             found = torch.autograd.grad(got.loss, (hidden, p.shard))
             close(found[0], into_hidden)
             close(found[1], into_weight[p.rows])
-
-
-def reads() -> None:
-    """A call on vocabulary shards reads the device once, and once more a chunk to skip rows."""
-    p = Problem()
-    seen: list[str] = []
-    names = ("tolist", "item", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
-    plain = {name: getattr(Tensor, name) for name in names}
-
-    def noted(name: str) -> Any:
-        def run(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            seen.append(name)
-            return plain[name](tensor, *args, **options)
-
-        return run
-
-    for skip, want in ((False, 1), (True, 3)):
-        options = hl.Options(metrics=False, skip_rows=skip, chunk_tokens=12)
-        objective = hl.dapo() + 0.1 * hl.z_loss()
-        hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options)  # terms are traced once
-        seen.clear()
-        for name in names:
-            setattr(Tensor, name, noted(name))
-        try:
-            hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options).loss.backward()
-        finally:
-            for name in names:
-                setattr(Tensor, name, plain[name])
-        assert len(seen) == want, seen
 
 
 def dtensors() -> None:
@@ -443,122 +349,3 @@ def dtensors() -> None:
     for weight, words in wrong.values():
         with pytest.raises(TypeError, match=f"weight: got a DTensor.*{words}"):
             hl.head_loss(p.hidden, hl.Head(weight), p.batch, p.objective)
-
-
-# ---------------------------------------------------------------------- wrappers
-
-
-class Model(nn.Module):
-    """An embedding, a layer and a head; its forward returns the loss."""
-
-    def __init__(self, tied: bool, trained: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embedding = nn.Embedding(V, H, dtype=torch.float64)
-        self.layer = nn.Linear(H, H, dtype=torch.float64)
-        self.head = nn.Linear(H, V, bias=not tied, dtype=torch.float64)
-        if tied:
-            self.head.weight = self.embedding.weight
-        elif not trained:
-            self.head.requires_grad_(False)
-
-    def forward(self, ids: Tensor, batch: hl.Batch, options: hl.Options) -> Tensor:
-        hidden = torch.tanh(self.layer(self.embedding(ids)))
-        objective = hl.gspo() + 0.1 * hl.cross_entropy() - 0.01 * hl.entropy()
-        return hl.head_loss(hidden, hl.Head.of(self.head), batch, objective, options).loss
-
-
-def micro_batches(rank: int | None) -> list[tuple[Tensor, hl.Batch]]:
-    """Two micro-batches of a rank, or the one batch that all of them make."""
-    generator = torch.Generator().manual_seed(5)
-    pieces = []
-    for number in range(2 * distributed.get_world_size()):
-        shape = (2, 3 + number)  # every one of another length
-        ids = torch.randint(V, shape, generator=generator)
-        targets = torch.randint(V, shape, generator=generator)
-        targets[0, : 1 + number % 3] = -100
-        old = -4 * torch.rand(shape, generator=generator, dtype=torch.float64)
-        advantages = torch.randn(2, generator=generator, dtype=torch.float64)
-        pieces.append((ids, targets, old, advantages))
-    if rank is None:
-        width = max(ids.shape[1] for ids, *_ in pieces)
-
-        def stack(column: int, fill: float) -> Tensor:
-            return torch.cat(
-                [F.pad(p[column], (0, width - p[column].shape[1]), value=fill) for p in pieces]
-            )
-
-        batch = hl.Batch(
-            stack(1, -100), advantages=torch.cat([p[3] for p in pieces]), old_logps=stack(2, 0)
-        )
-        return [(stack(0, 0), batch)]
-    return [
-        (ids, hl.Batch(targets, advantages=advantages, old_logps=old))
-        for ids, targets, old, advantages in pieces[2 * rank : 2 * rank + 2]
-    ]
-
-
-def wrapped(kind: str, tied: bool, trained: bool, schedule: str) -> None:
-    """Averaged gradients over ranks and micro-batches are those of one rank and one batch."""
-    options = hl.Options(schedule=schedule)
-    alone = Model(tied, trained)
-    ((ids, batch),) = micro_batches(None)
-    alone(ids, batch, hl.Options(schedule="recompute")).backward()
-    model: Any = Model(tied, trained)
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
-        if not tied:
-            fully_shard(model.layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    mine = micro_batches(distributed.get_rank())
-    totals = sum((hl.Totals.of(b) for _, b in mine), start=hl.Totals(0, 0))
-    totals = totals.all_reduce(gradients="mean")
-    for number, (ids, batch) in enumerate(mine):
-        last = number == len(mine) - 1
-        batch.totals = totals
-        if kind == "ddp" and not last:
-            with model.no_sync():
-                model(ids, batch, options).backward()
-            continue
-        if kind == "fsdp":
-            model.set_requires_gradient_sync(last)
-        model(ids, batch, options).backward()
-    inner = model.module if kind == "ddp" else model
-    for (name, want), got in zip(alone.named_parameters(), inner.parameters(), strict=True):
-        found = got.grad.full_tensor() if isinstance(got.grad, DTensor) else got.grad
-        assert (found is None) == (want.grad is None), name
-        if want.grad is not None:
-            close(found, want.grad)
-
-
-def ddp() -> None:
-    for tied, trained in ((True, True), (False, True), (False, False)):
-        for schedule in ("auto", "recompute"):
-            wrapped("ddp", tied, trained, schedule)
-
-
-def fsdp() -> None:
-    for tied, trained in ((True, True), (False, True), (False, False)):
-        for schedule in ("auto", "recompute"):
-            wrapped("fsdp", tied, trained, schedule)
-
-
-def metrics_merge() -> None:
-    """Every rank its own documents: metrics over the group are those of one batch."""
-    p = Problem()
-    whole = Model(tied=True)
-    ((ids, batch),) = micro_batches(None)
-    objective = hl.grpo() + hl.cross_entropy()
-
-    def measured(ids: Tensor, batch: hl.Batch) -> hl.Metrics:
-        hidden = whole.embedding(ids)
-        return hl.head_loss(hidden, hl.Head.of(whole.head), batch, objective).metrics
-
-    want = measured(ids, batch).compute()
-    first, second = (measured(*piece) for piece in micro_batches(p.rank))
-    got = first.merge(second).all_reduce(p.group).compute()
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert abs(got[name] - value) <= 1e-9 * max(1, abs(value)), (name, got[name], value)

@@ -1,0 +1,135 @@
+"""Calls on a grid of two process groups, each refused on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from parallel_agreement import gathers
+from parallel_cases import groups
+from parallel_errors import H, T, V
+from torch import Tensor, distributed
+
+import headloss as hl
+
+
+def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
+    """A call on two rows of ranks, which hold other tokens of the same segments, and two slices:
+    the second row has fewer tokens, and a field that may be one value per token there, as it is
+    (1) or is not (0) on the first."""
+    data, vocab = groups(2, 2)
+    row, column = divmod(distributed.get_rank(), 2)
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(T + 2, H, generator=generator).double()
+    weight = torch.randn(sum(rows), H, generator=generator).double()
+    ids = torch.tensor([0, 1] * (T // 2) + [1, 0])
+    own = slice(0, T) if row == 0 else slice(T, T + 2)
+    slices = slice(0, rows[0]) if column == 0 else slice(rows[0], sum(rows))
+    advantages = torch.tensor([1.0, -2.0])
+    if forms:
+        advantages = advantages[ids[own]]
+    return {
+        "hidden": hidden[own].clone().requires_grad_(),
+        "weight": weight[slices].clone().requires_grad_(),
+        "targets": (torch.arange(T + 2) * 3 % sum(rows))[own],
+        "ids": ids[own],
+        "groups": (data, vocab),
+        "fields": {"advantages": advantages, "old_logps": torch.full((len(ids[own]),), -2.0)},
+        "whole": (hidden, weight, ids, own, slices),
+    }
+
+
+def run_grid(p: dict[str, Any]) -> tuple[Tensor, ...]:
+    segments = hl.Segments.from_ids(p["ids"], count=2, group=p["groups"][0])
+    batch = hl.Batch(p["targets"], segments, **p["fields"])
+    head = hl.Head(p["weight"], vocab_group=p["groups"][1], **p.get("head", {}))
+    objective = p.get("objective", hl.gspo())
+    options = p.get("options", hl.Options(metrics=False))
+    loss = hl.head_loss(p["hidden"], head, batch, objective, options).loss
+    gradients = torch.autograd.grad(loss, (p["hidden"], p["weight"]))
+    loss = loss.detach().clone()
+    distributed.all_reduce(loss, group=p["groups"][0])
+    return loss, *gradients
+
+
+def right_on_a_grid(**changes: Any) -> None:
+    """Loss and gradients of a call on the grid are those of one rank."""
+    p = of_grid(**changes)
+    hidden, weight, ids, own, slices = p["whole"]
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    targets = torch.arange(T + 2) * 3 % len(weight)
+    order = ids.argsort(stable=True)
+    batch = hl.Batch(
+        targets[order],
+        hl.Segments.from_ids(ids[order]),
+        advantages=torch.tensor([1.0, -2.0]),
+        old_logps=torch.full((T + 2,), -2.0),
+    )
+    want = hl.head_loss(leaves[0][order], hl.Head(leaves[1]), batch, hl.gspo()).loss
+    of_hidden, of_weight = torch.autograd.grad(want, leaves)
+    loss, *found = run_grid(p)
+    distributed.all_reduce(found[1], group=p["groups"][0])
+    for got, true in zip((loss, *found), (want, of_hidden[own], of_weight[slices]), strict=True):
+        assert (got - true).abs().max() < 1e-12
+
+
+def _targets(p: dict[str, Any], rank: int) -> None:
+    if rank == 3:
+        p["targets"] = p["targets"].flip(0)
+
+
+def _shape(p: dict[str, Any], rank: int) -> None:
+    if rank == 1:
+        p["weight"] = p["weight"][:, :-1]
+
+
+def _objective(p: dict[str, Any], rank: int) -> None:
+    if rank >= 2:
+        p["objective"] = hl.gspo(epsilon_low=0.1)
+
+
+def _values(p: dict[str, Any], rank: int) -> None:
+    if rank < 2:
+        p["fields"]["advantages"] = torch.tensor([1.0, 2.0])
+
+
+def _columns(p: dict[str, Any], rank: int) -> None:
+    if rank in (0, 2):
+        p["head"] = {"softcap": 3.0}
+
+
+GRID_ERRORS = {
+    "targets: differs": _targets,
+    "for a weight of shape (10, 3)": _shape,
+    "objective: differs": _objective,
+    "its values per segment differ": _values,
+    "softcap, temperature: differs": _columns,
+}
+
+
+def on_a_grid() -> list[str]:
+    """Calls on a grid: other sizes on one rank, another form of a field on a row, and what is wrong
+    on some ranks; after each of them, a call that is right."""
+    rank, found = distributed.get_rank(), []
+    other = {"rows": (V, V + 2)}
+    for changes in ({}, {}, other, {}, {"forms": 1}, other, {}):
+        right_on_a_grid(**changes)
+    for spoil in GRID_ERRORS.values():
+        p = of_grid()
+        p["options"] = hl.Options(metrics=False, check_ranks=True)
+        spoil(p, rank)
+        try:
+            run_grid(p)
+        except (ValueError, TypeError) as error:
+            found.append(str(error))
+        else:
+            found.append("nothing was raised")
+        right_on_a_grid()
+    return found
+
+
+def records_on_a_grid() -> list[str]:
+    """What a rank of a grid gathers in a call that both of its groups know."""
+    with gathers() as seen:
+        run_grid(of_grid())
+    return seen
