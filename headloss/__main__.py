@@ -25,21 +25,22 @@ from .objective.reads import reads
 from .options import SCHEDULES, Options
 from .testing import doctor, gate
 
-MOST_TOKENS = 1 << 24  # a plan lists their segments and chunks
+MOST_TOKENS = 1 << 24  # a plan lists the segments and chunks of all tokens
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
-SHOWN += ("peak_bytes", "plain_bytes")  # of a plan
-ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options of the command that a call has too
+SHOWN += ("peak_bytes", "plain_bytes")  # fields of a plan
+ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options shared by the command and `Options`
 NUMBER = r"\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @until_nobody_reads()
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 where all is well, 1 where the gate is red, 2 for bad arguments.
+    """Run a command and return the exit code.
 
-    Training that Ctrl-C or SIGTERM has stopped gives 130; 1 where NaN has; 141 stands for output
-    that nobody reads any more. Without arguments the help is shown.
+    The code is 0 for success, 1 for a failed gate or for training that met NaN, 2 for bad arguments
+    or no arguments, 130 for training stopped by Ctrl-C or SIGTERM, and 141 for output whose reader
+    has closed.
     """
     parser = _parser()
     if not (sys.argv[1:] if argv is None else argv):
@@ -60,7 +61,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if elsewhere else arguments.device or _default_device())
     problem = _problem(arguments, device.type == "cuda")
     options = Options(**{name: getattr(arguments, name) for name in ASKED})
-    triton = elsewhere and dtype != torch.float64  # such a GPU is taken to have it
+    triton = elsewhere and dtype != torch.float64  # a GPU to plan for is assumed to have Triton
     backend = "triton" if triton else kernels.choose("auto", device, dtype)
     plan = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
@@ -78,7 +79,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
-    """What the engine would find out from tensors of these sizes."""
+    """Return the inputs that the engine would find from tensors of these sizes."""
     objective = objective_of(arguments.objective)
     dtype = DTYPES[arguments.dtype]
     length = arguments.segment_length
@@ -90,10 +91,10 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
     kinds = sample()[1].kinds()
     terms = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
     teachers = objective.teachers
-    # As `kernels.can_write_exp` would say of a head without bias or adapters.
+    # The condition of `kernels.can_write_exp` for a head without bias or adapters.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     here = torch.device(_default_device() if arguments.gpu_memory is None else "cpu")
-    multiprocessors = kernels.multiprocessors(here) or 132  # those of an H100 or H200
+    multiprocessors = kernels.multiprocessors(here) or 132  # the number in an H100 or H200
     return PlanInputs(
         tokens=arguments.tokens,
         width=arguments.hidden,
@@ -115,8 +116,10 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
 
 
 def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Draw planned bytes against tokens with matplotlib, and return why a schedule cannot serve;
-    ValueError where matplotlib is not installed, or does not know the suffix of `path`."""
+    """Draw planned bytes against tokens, and return the reasons why a schedule cannot serve.
+
+    Raise ValueError if matplotlib is not installed or does not know the suffix of `path`.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -126,7 +129,7 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     if path.suffix.removeprefix(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
         raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
     axes = figure.add_subplot()
-    last = max(17, (4 * problem.tokens - 1).bit_length())  # four times as many, or 2 ** 17
+    last = max(17, (4 * problem.tokens - 1).bit_length())  # log2 of the largest token count drawn
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     problems = [replace(problem, tokens=n) for n in tokens]
     curves = dict[str, list[float]]()
@@ -161,7 +164,7 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
 
 
 def objective_of(text: str) -> Objective:
-    """Terms with their default options and weights: "gspo + 1e-4*z_loss - 0.01*entropy"."""
+    """Parse terms with default options and weights: "gspo + 1e-4*z_loss - 0.01*entropy"."""
     factories = {f.__name__: f for f in TERMS}
     first, *others = re.split(r"(?<!\d[eE])([+-])", text)
     signed = zip(others[::2], others[1::2], strict=True)
@@ -226,7 +229,7 @@ def _parser() -> Parser:
     parser, commands = parsers(__version__)
 
     def command(name: str, run: Callable, errors: Any) -> Callable:
-        """What adds arguments to it; `errors` are what bad arguments raise."""
+        """Return the `add_argument` of a command; `errors` are the types for bad arguments."""
         commands[name].set_defaults(command=run, errors=errors)
         return commands[name].add_argument
 

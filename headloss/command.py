@@ -1,4 +1,4 @@
-"""The command's name, help and version; `headloss.__main__` does the rest."""
+"""Name, help and version of the command line; `headloss.__main__` holds the commands."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ COMMANDS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Bad arguments get one line, without the usage."""
+    """Argument parser that answers bad arguments with one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"headloss: {' '.join(message.splitlines())}\n")
 
 
 def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
-    """That of the command line, and one without arguments for each command."""
+    """Return the parser of the command line, and the empty parser of each command by name."""
     parser = Parser(
         prog="headloss",
         description="Any loss at the head of a language model, fused, in a memory budget.",
@@ -50,13 +50,15 @@ def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
 
 @contextlib.contextmanager
 def until_nobody_reads() -> Iterator[None]:
-    """Ends the process without a trace where its output is read no further, as by `| head`."""
+    """End the process without a traceback when the reader of its output has closed, as `| head`."""
     try:
         yield
     finally:
-        failed = isinstance(sys.exc_info()[1], BrokenPipeError)  # maybe of a socket of training's
+        # The error may also come from a socket of a training run: stdout is tested separately.
+        failed = isinstance(sys.exc_info()[1], BrokenPipeError)
         try:
             print(end="\n" if failed else "", flush=True)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
-            sys.exit(141)  # as a shell has it of what SIGPIPE ends
+            # Python flushes stdout again at exit, which must not fail.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)  # the exit code of a shell for SIGPIPE

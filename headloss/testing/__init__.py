@@ -1,3 +1,3 @@
-"""The plain float64 oracle, what measures against it, and the gate that compares with it."""
+"""Test support: the plain float64 oracle, error measures against it, and the correctness gate."""
 
 from .oracle import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""What this machine can run, and which frameworks headloss fits: the lines of `headloss doctor`."""
+"""Lines of `headloss doctor`: abilities of this machine, and supported framework versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRAS = {
 
 
 def report() -> list[str]:
-    """Versions, the GPU, what serves each dtype, what is missing, and the frameworks."""
+    """Return lines on versions, GPU, backend per dtype, missing packages and frameworks."""
     gpus = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else None
     place = device or torch.device("cpu")
@@ -57,7 +57,7 @@ def described(device: torch.device | None) -> str:
 
 
 def _product(device: torch.device, backend: str) -> str:
-    """Which kernel multiplies hidden states and a bfloat16 head."""
+    """Return the name of the kernel that multiplies hidden states with a bfloat16 head."""
     if backend == "reference":
         return "PyTorch's"
     from ..kernels.triton.versions import overlaps

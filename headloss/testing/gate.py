@@ -22,7 +22,7 @@ from .oracle import Mode, budget, error, parameters, plain, random_batch, traine
 
 @dataclass(frozen=True)
 class Comparison:
-    """One quantity beside the oracle; errors are norms of differences over the oracle's norm."""
+    """Error of one quantity against the oracle: norm of the difference over the oracle's norm."""
 
     quantity: str
     error: float
@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within the budget; NaN never is."""
+        """True if the error is within the budget; False for a NaN error."""
         return self.error <= self.budget
 
 
@@ -41,11 +41,11 @@ def judge(
     batch: Batch,
     objective: Term | Objective,
 ) -> list[Comparison]:
-    """Compare what was computed (any of "loss", "logps" and gradients by the names of
-    `parameters`) with the float64 oracle, which makes the logits.
+    """Compare computed values with the float64 oracle, which materialises the logits.
 
-    The budget is 3 err(torch) + 1e-6, where torch makes the logits in float32 for values and in
-    the input dtype for gradients.
+    The names of `values` are "loss", "logps" and the gradients' names from `parameters`. The budget
+    is 3 err(torch) + 1e-6, where torch makes the logits in float32 for values and in the input
+    dtype for gradients.
     """
     oracle, wide, same = (plain(hidden, head, batch, objective, m) for m in get_args(Mode))
     exact = oracle.gradients | {"loss": oracle.loss, "logps": oracle.logps}
@@ -59,7 +59,7 @@ def judge(
 def run(
     hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
 ) -> dict[str, Tensor]:
-    """`head_loss` and its gradients, in the form that `judge` takes."""
+    """Return the values of `head_loss` and its gradients, as `judge` reads them."""
     out = head_loss(hidden, head, batch, objective, options)
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
     gradients = torch.autograd.grad(out.loss, list(leaves.values()))
@@ -68,7 +68,7 @@ def run(
 
 
 class Case(NamedTuple):
-    """One row of the gate."""
+    """One test case of the gate."""
 
     objective: str
     schedule: str
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What the gate says of a case; `failure` holds the message where it could not even run."""
+    """Result of a gate case; `failure` is the error message of a case that raised."""
 
     case: Case
     backend: str = ""
@@ -92,7 +92,7 @@ class Verdict(NamedTuple):
         return not self.failure and all(c.ok for c in self.comparisons)
 
 
-# Every coefficient of the gradient, every scope and every schedule has a case.
+# The cases cover every gradient coefficient, every scope and every schedule.
 OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
     "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),
@@ -110,7 +110,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def cases(quick: bool = False) -> Iterator[Case]:
-    """The cases of the gate; `quick` keeps about a third of them."""
+    """Yield the cases of the gate; `quick` keeps about a third of the cases."""
     for objective in QUICK if quick else OBJECTIVES:
         for schedule in ("one_pass", "recompute", *["frozen"] * (objective in ("grpo", "dpo"))):
             for dtype in DTYPES[:2] if quick else DTYPES:
@@ -121,24 +121,24 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     """Run one case on a ragged batch of trained-looking inputs with a prompt in each segment."""
     hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
-    # Small enough for several chunks and tiles; a batch-scoped objective still takes them all.
+    # 64 tokens per chunk give several chunks; a batch-scoped objective still gets all tokens.
     options = Options(schedule=case.schedule, chunk_tokens=64)
     try:
         backend = plan(hidden, head, batch, objective, options).backend
         results = run(hidden, head, batch, objective, options)
         compared = judge(results, hidden, head, batch, objective)
-    except Exception as reason:  # a kernel that does not compile here is a red row, not the end
+    except Exception as reason:  # a kernel that does not compile is a failed case
         first = (str(reason) or type(reason).__name__).splitlines()[0]
         return Verdict(case, failure=f"{type(reason).__name__}: {first}")
     return Verdict(case, backend, tuple(compared))
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
-PROMPT = 5  # the first positions of each longer segment are not scored
+PROMPT = 5  # unscored positions at the start of each longer segment
 
 
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:
-    """Made on the CPU, so that every device sees the same numbers."""
+    """Return inputs made on the CPU, so that every device gets the same numbers."""
     hidden, weight, targets = trained_looking(sum(LENGTHS), 64, 701, case.dtype)
     z = F.linear(hidden.double(), weight.double())
     logps = -F.cross_entropy(z, targets, reduction="none")

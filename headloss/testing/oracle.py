@@ -1,7 +1,7 @@
-"""An oracle that materialises the logits, the error budget, and inputs.
+"""Oracle that materialises the logits, the error budget, and random test inputs.
 
-Only terms, packing and weights are shared with the library proper: statistics, divergences and
-gradients come from autograd through plain logits.
+The oracle shares only terms, packing and token weights with the library. Statistics, divergences
+and gradients of the oracle come from autograd through plain logits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Mode = Literal["float64", "float32", "input"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """What plain PyTorch computes: values in the caller's shapes, and gradients."""
+    """Results of plain PyTorch: values in the caller's shapes, and gradients."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -60,10 +60,10 @@ def plain(
     mode: Mode = "float64",
     upstream: float = 1.0,
 ) -> Plain:
-    """The objective by autograd through materialised logits.
+    """Return the objective and its gradients by autograd through materialised logits.
 
-    mode "float64" is the oracle; "float32" makes the logits in float32 whatever the inputs' dtype,
-    and "input" in the inputs' own: the two yardsticks of the error budget.
+    The mode "float64" is the oracle. The modes "float32" (logits in float32) and "input" (logits in
+    the inputs' dtype) are the two yardsticks of the error budget.
     """
     objective = Objective.of(objective)
     dtype = {"float64": torch.float64, "float32": torch.float32, "input": hidden.dtype}[mode]
@@ -105,7 +105,7 @@ def plain(
 
 
 def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
-    """What may require a gradient, by name: hidden, weight, bias, lora0.a, lora0.b, ..."""
+    """Return tensors that may require a gradient, by name: hidden, weight, bias, lora0.a, ..."""
     tensors = {"hidden": hidden, "weight": head.weight}
     if head.bias is not None:
         tensors["bias"] = head.bias
@@ -115,7 +115,7 @@ def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
 
 
 def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
-    """[T, V] before the temperature, in `wide`, from a product in the tensors' own dtype."""
+    """Return the logits [T, V] before the temperature, in `wide`; products keep the input dtype."""
     scored = slice(head.vocabulary)
     z = F.linear(x, leaves["weight"][scored]).to(wide)
     for i, lora in enumerate(head.lora):
@@ -130,7 +130,7 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 
 
 def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
-    supported = torch.zeros_like(z, dtype=torch.bool)  # the columns that a softmax runs over
+    supported = torch.zeros_like(z, dtype=torch.bool)  # [T, V], columns inside each token's softmax
     if (pairs := packing.support) is not None:
         present = pairs.ids >= 0
         counts = pairs.offsets.diff()
@@ -156,17 +156,16 @@ def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> St
 
 
 def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
-    """[T, K + 1] log-probs of K columns, 0 in empty slots, and of all others together."""
+    """Return [T, K + 1] log-probs: of K columns (0 in empty slots) and of all further columns."""
     empty = ids < 0
     chosen = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, 0)
-    others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # a column for empty slots
+    others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # last: of empty slots
     others = others.scatter(1, torch.where(empty, log_p.shape[1], ids), -math.inf)[:, :-1]
     return torch.cat([chosen, (log_p + others).logsumexp(-1, keepdim=True)], 1)
 
 
 class _Measured(dict[object, Tensor]):
-    """What is measured beside the statistics; measures of a teacher, of raw, soft-capped logits
-    [T, V], come as they are read."""
+    """Extra statistics; a teacher's measures are computed from soft-capped logits when read."""
 
     def __init__(self, student: Tensor, batch: PackedBatch, extras: dict[object, Tensor]) -> None:
         super().__init__(extras)
@@ -183,8 +182,10 @@ class _Measured(dict[object, Tensor]):
 def plain_divergence(
     student: Tensor, teacher: Teacher, measure: Measure, batch: PackedBatch
 ) -> Tensor:
-    """[T] divergences of a student's raw, soft-capped logits [T, V] from a teacher, whose tail is
-    "bucket", "truncated", "generalized" or "sampled"."""
+    """Return the [T] divergences of a student's raw, soft-capped logits [T, V] from a teacher.
+
+    The teacher's tail is "bucket", "truncated", "generalized" or "sampled".
+    """
     log_p = (student / teacher.temperature).log_softmax(-1)
     log_of_target = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)
     form = teacher.source(batch)
@@ -232,7 +233,7 @@ def plain_divergence(
 
 
 def error(value: Tensor, oracle: Tensor) -> float:
-    """The norm of the difference over the norm of the oracle (of the difference, if that is 0)."""
+    """Return the norm of the difference over the oracle's norm, or over 1 if that norm is 0."""
     value = value.detach().double().cpu()
     oracle = oracle.detach().double().cpu()
     if value.shape != oracle.shape:
@@ -243,12 +244,12 @@ def error(value: Tensor, oracle: Tensor) -> float:
 
 
 def budget(yardstick: Tensor, oracle: Tensor) -> float:
-    """What `error` may be: 3 err(yardstick) + 1e-6."""
+    """Return the largest error allowed, 3 err(yardstick) + 1e-6."""
     return 3 * error(yardstick, oracle) + 1e-6
 
 
 def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
-    """Whether the error is within the budget; NaN never is."""
+    """Return whether the error is within the budget; False for a NaN error."""
     return error(value, oracle) <= budget(yardstick, oracle)
 
 
@@ -260,7 +261,7 @@ def trained_looking(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [T, H], weight [V, H] and targets [T] whose p(target) has a mean near one half."""
+    """Return hidden [T, H], weight [V, H] and targets [T] of mean probability near 1/2."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -276,11 +277,11 @@ def trained_looking(
 def random_batch(
     targets: Tensor,  # [T]
     segments: Segments,
-    logps: Tensor,  # [T], around which old, reference and sampler scatter
+    logps: Tensor,  # [T], centre of the random old, reference and sampler log-probs
     seed: int = 0,
     **fields: Tensor,
 ) -> Batch:
-    """A batch with every field that the shipped terms read."""
+    """Return a batch with every field that the shipped terms read."""
     generator = torch.Generator(device=logps.device).manual_seed(seed)
 
     def near(scale: float) -> Tensor:
