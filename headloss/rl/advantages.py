@@ -1,7 +1,7 @@
-"""Advantage estimators, on padded rows of tokens.
+"""Advantage estimators on padded rows of tokens.
 
-B rows, C columns; `mask` [B, C] is True at tokens that count. The others get 0, and are stepped
-over: a token's successor is the next one that counts.
+B rows, C columns; `mask` [B, C] is True at tokens that count. Masked tokens get 0 and are skipped:
+the successor of a token is the next token that counts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ def rewards_at_tokens(
     kl: Tensor | None = None,  # [B, C]
     beta: float = 0.0,
 ) -> Tensor:
-    """-beta kl_t at each token, and the score at the last one: [B, C].
+    """Return [B, C] rewards: -beta kl_t at each token, plus the score at the row's last token.
 
-    The reference as part of the reward: Ziegler et al. 2019, arXiv:1909.08593.
+    The KL divergence from the reference as part of the reward: Ziegler et al. 2019,
+    arXiv:1909.08593.
     """
     (scores,) = _checked(mask, scores=scores)
-    after = mask.flip(1).long().cumsum(1).flip(1)  # tokens from here on
+    after = mask.flip(1).long().cumsum(1).flip(1)  # number of counted tokens from the column on
     rewards = torch.where(mask & (after == 1), scores[:, None], 0.0)
     if kl is not None:
         (kl,) = _checked(mask, kl=kl)
@@ -36,11 +37,11 @@ def generalised(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation; (advantages, returns), each [B, C].
+    """Return (advantages, returns) of generalised advantage estimation, each [B, C].
 
         A_t = sum_k (gamma lam)^k (r_(t+k) + gamma V_(t+k+1) - V_(t+k)), return_t = A_t + V_t
 
-    Schulman et al. 2016, arXiv:1506.02438. After the last token the value is 0.
+    Schulman et al. 2016, arXiv:1506.02438. The value after the last token is 0.
     """
     rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
@@ -54,12 +55,12 @@ def generalised(
 
 
 def discounted(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """sum_k gamma^k r_(t+k) at each token: [B, C]."""
+    """Return the discounted rewards sum_k gamma^k r_(t+k) at each token, [B, C]."""
     return generalised(rewards, torch.zeros_like(rewards), mask, gamma)[0]
 
 
 def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tensor:
-    """Zero mean and unit standard deviation over all tokens, of all ranks if `distributed`."""
+    """Scale to mean 0 and standard deviation 1 over all tokens, of all ranks if `distributed`."""
     (values,) = _checked(mask, values=values)
     kept = torch.where(mask, values, 0.0).double()
     sums = torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
@@ -72,10 +73,10 @@ def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tenso
 
 
 def leave_one_out(rewards: Tensor, group: int) -> Tensor:
-    """[N] factor from "less the mean of the group" to "less the mean of the others": n / (n - 1).
+    """Return the factor [N] that turns group-mean advantages into leave-one-out advantages.
 
-    n counts the rewards of a group of consecutive rows that are not NaN. Kool et al. 2019; Ahmadian
-    et al. 2024, arXiv:2402.14740.
+    The factor is n / (n - 1), where n counts the rewards of a group of consecutive rows that are
+    not NaN. Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
     """
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group: got {group} of {len(rewards)} rewards, want rows of whole groups")
@@ -84,8 +85,10 @@ def leave_one_out(rewards: Tensor, group: int) -> Tensor:
 
 
 def _checked(mask: Tensor, **given: Tensor) -> list[Tensor]:
-    """What is given, per row (`scores`) or per token, as floating numbers: integers would round
-    what is made of them."""
+    """Return `scores` (per row) or per-token tensors as floating tensors, after a shape check.
+
+    Integer tensors would round the results.
+    """
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise TypeError(f"mask: got {mask.dtype} {tuple(mask.shape)}, want torch.bool [B, C]")
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""What the trainers add to TRL's configuration, and where an algorithm's defaults differ."""
+"""Configurations of the trainers: options added to TRL's, and each algorithm's defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _option(default, text: str):
 
 @dataclass
 class RLConfig(grpo_config.GRPOConfig):
-    """TRL's `GRPOConfig`, and which passes do without the logits."""
+    """TRL's `GRPOConfig`, with options that choose which forward passes avoid the logits."""
 
     use_fused_loss: bool | None = _option(
         None, "None: on where the head can be read. False: materialise the logits."
@@ -31,7 +31,7 @@ class RLConfig(grpo_config.GRPOConfig):
 
 @dataclass
 class GRPOConfig(RLConfig):
-    """Group-relative advantages, scaled as `scale_rewards` says: "group", "batch" or "none"."""
+    """Group-relative advantages, scaled by `scale_rewards`: "group", "batch" or "none"."""
 
     loss_type: str = _option("grpo", "How tokens are clipped and averaged; see TRL.")
     leave_one_out: bool = _option(False, "Compare a reward with the mean of the group's others.")
@@ -48,7 +48,7 @@ class GSPOConfig(GRPOConfig):
 
 @dataclass
 class CISPOConfig(GRPOConfig):
-    """The capped weight of a token takes no gradient away."""
+    """Weights capped per token, where a capped token keeps its gradient."""
 
     loss_type: str = _option("cispo", "How tokens are weighted and averaged.")
     epsilon_high: float | None = _option(

@@ -1,6 +1,7 @@
-"""Trainers: an objective, an advantage estimator, and what it needs.
+"""Trainers: each combines an objective with an advantage estimator.
 
-B rows, C completion columns, H hidden width. Each takes the arguments of `trl.GRPOTrainer`.
+B rows, C completion columns, H hidden width. Each trainer accepts the arguments of
+`trl.GRPOTrainer`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .config import CISPOConfig, GRPOConfig, GSPOConfig, PPOConfig, REINFORCECon
 
 
 class _Trainer(GRPOTrainer):
-    """The three switches, and rewards where advantages are made."""
+    """Base of the trainers: passes the fused-loss switches on, and computes the advantages."""
 
     config: ClassVar[type[RLConfig]]
     args: Any  # an instance of `config`
@@ -48,11 +49,11 @@ class _Trainer(GRPOTrainer):
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
 
     def advantages(self, batch: dict[str, Any], scores: Tensor) -> dict[str, Tensor]:
-        """Fields of what was generated; "advantages" are [B] or [B, C].
+        """Return batch fields to replace; "advantages" are [B] or [B, C].
 
         Args:
-            batch: what TRL makes of a generation, with its own group-relative advantages [B].
-            scores: [B] weighted sum of the rewards, NaN where no reward function gave one.
+            batch: TRL's batch of a generation, with group-relative advantages [B].
+            scores: [B] weighted sum of the rewards, NaN where no reward function gave a reward.
         """
         raise NotImplementedError
 
@@ -100,7 +101,7 @@ class CISPO(GRPO):
 
 
 class _TokenRewards(_Trainer):
-    """The reference enters the reward of each token, and advantages are per token."""
+    """Base of trainers with per-token advantages and the reference's KL in the reward."""
 
     kl_in_reward = True
 
@@ -110,7 +111,7 @@ class _TokenRewards(_Trainer):
         refuse(self, multimodal_inputs=(bool(getattr(self, "_is_vlm", False)), instead))
 
     def _at_tokens(self, batch: dict[str, Any], scores: Tensor) -> tuple[Tensor, Tensor]:
-        """(rewards, mask), each [B, C]."""
+        """Return (rewards, mask), each [B, C]."""
         mask = completion_mask(batch).bool()
         kl = None
         if self.beta != 0.0:
@@ -121,7 +122,7 @@ class _TokenRewards(_Trainer):
         return normalised(values, mask, self.accelerator.num_processes > 1)
 
     def _old_pass(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Log-probs [B, C] of the policy that sampled, and values where it has a critic."""
+        """Return log-probs [B, C] of the sampling policy, and values if the model has a critic."""
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         columns = batch["completion_ids"].shape[1]
@@ -146,7 +147,7 @@ class _TokenRewards(_Trainer):
 class REINFORCE(_TokenRewards):
     """The policy gradient with normalised returns: Williams 1992, doi:10.1007/BF00992696.
 
-    Normalisation over the batch and the reference in the reward: Hu et al. 2025 (REINFORCE++),
+    Normalised returns and the KL from the reference in the reward: Hu et al. 2025 (REINFORCE++),
     arXiv:2501.03262.
     """
 
@@ -174,8 +175,8 @@ class REINFORCE(_TokenRewards):
 class PPO(_TokenRewards):
     """Proximal policy optimization with a critic: Schulman et al. 2017, arXiv:1707.06347.
 
-    The critic is a linear layer on the backbone's last hidden states, `model.value_head`. It is
-    trained with the model and saved with it, but not with an adapter alone.
+    The critic is a linear layer on the backbone's last hidden states, `model.value_head`. The
+    critic is trained and saved with the model, but is not saved with an adapter alone.
     """
 
     config = PPOConfig
@@ -207,7 +208,7 @@ class PPO(_TokenRewards):
         return {"advantages": self._normalised(advantages, mask), "returns": returns, **old}
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor:
-        """The value loss, over the same denominator as the policy's."""
+        """Return the value loss, over the same denominator as the policy loss."""
         mask, steps = completion_mask(inputs).bool(), tokens_of_the_step(self, inputs)
         batch = Batch(
             torch.where(mask, 0, -100),
