@@ -1,20 +1,20 @@
-"""docs/losses.md: every loss of the frameworks, in headloss. `python docs losses` rewrites it.
+"""Generate docs/losses.md, every loss of the frameworks in headloss: `python docs losses`.
 
-The rows stand in docs/frameworks, one file for each framework:
+The folder docs/frameworks has the rows of the page, one file for each framework:
 
-    name = "verl"                    # shown
-    version = "0.9.1"                # that the tests compare with
+    name = "verl"                    # the heading on the page
+    version = "0.9.1"                # of the framework, in the tests
     source = "https://..."
 
     [[loss]]
-    name = 'loss_mode="dppo_tv"'     # as its users ask for it
-    equal = "hl.dppo(...)"           # the headloss expression that equals it; several lines: a sum
-    test = "tests/....py::test_name" # what shows that it does
-    note = "..."                     # optional: where the two differ, with both numbers
-    none = "..."                     # instead of equal and test: why there is no equal
+    name = 'loss_mode="dppo_tv"'     # as users of the framework write it
+    equal = "hl.dppo(...)"           # the headloss expression; several lines are a sum
+    test = "tests/....py::test_name" # a test of the equality
+    note = "..."                     # optional: differences, with both numbers
+    none = "..."                     # instead of equal and test: why no equal exists
 
 docs/frameworks/reductions.toml and metrics.toml hold two tables of names. In an expression, `hl` is
-headloss and the names in `NAMES` are numbers; tests/test_losses_page.py evaluates each.
+headloss and the names in `NAMES` are numbers; tests/test_losses_page.py evaluates each expression.
 """
 
 from __future__ import annotations
@@ -43,34 +43,35 @@ NAMES = {
 HEAD = """\
 # The losses of the frameworks, in headloss
 
-Made by `python docs losses` from [docs/frameworks](frameworks). A row names a loss of a
-framework, the headloss expression that has its value and its gradient, and the test that compares
-the two in float64; `hl` is `import headloss as hl`. Numbers in an expression stand for the
-framework's own options. Tests under `tests/frameworks` call the framework's own functions and run
-by `make test-frameworks`; the others run in `make test`.
+`python docs losses` generates this page from [docs/frameworks](frameworks). Each row names a loss
+of a framework, the headloss expression with equal value and gradient, and the test that compares
+the two in float64; `hl` is `import headloss as hl`. Numbers in an expression stand for options of
+the framework. Tests under `tests/frameworks` call the frameworks' own functions and run by `make
+test-frameworks`; all other tests run in `make test`.
 """
 REDUCTIONS = """\
 ## Reductions
 
-A reduction is a weight per token, and its denominators are those of `hl.Totals`: those of a
-micro-batch unless the batch is given the step's (`hl.Batch(..., totals=...)`). `.over(...)` gives a
-term another one.
+A reduction gives each token a weight, and `hl.Totals` holds the denominators of the weights. By
+default the totals are those of a micro-batch; `hl.Batch(..., totals=...)` sets the totals of the
+optimizer step. `.over(...)` changes the reduction of a term.
 """
 METRICS = """\
 ## Metrics
 
-A term reports under its own name: `out.metrics["grpo/ratio"]`. The table gives the name that a
-framework logs the same number by; *none* where it logs no such number.
+A term reports metrics under the term's name: `out.metrics["grpo/ratio"]`. The table lists the
+name under which each framework logs an equal number; *none* means that the framework logs no such
+number.
 """
 
 
 def framework(name: str) -> dict[str, Any]:
-    """A framework's name, version, source and rows."""
+    """Return the name, version, source and rows of a framework."""
     return {"loss": [], **_read(name)}
 
 
 def page() -> str:
-    """The whole text of docs/losses.md."""
+    """Return the whole text of docs/losses.md."""
     parts = [HEAD]
     parts += [_section(framework(name)) for name in FRAMEWORKS]
     parts += [_named(REDUCTIONS, "reductions"), _named(METRICS, "metrics")]
@@ -98,7 +99,7 @@ def _shown(row: dict[str, str]) -> str:
 
 
 def _named(text: str, name: str) -> str:
-    """A table whose columns are the keys of its rows."""
+    """Return a table whose columns are the keys of the rows in docs/frameworks/NAME.toml."""
     found = _read(name)
     columns = found["columns"]
     rows = [tuple(row.get(column, "") for column in columns) for row in found.get("row", [])]

@@ -1,4 +1,9 @@
-"""On-policy distillation on the student's own top-k; with and without the rest as one outcome."""
+"""Distil on the student's top-k tokens, with and without a tail of all other tokens.
+
+The distillation is on-policy: the student's top-k tokens change in every step.
+
+T tokens; K candidates, the top-k tokens.
+"""
 
 import torch
 
@@ -7,7 +12,10 @@ import headloss as hl
 
 @hl.term
 def candidate_kl(stats, batch, reverse=False, rest=True):
-    """KL(q || p), or KL(p || q), of the teacher's q and the student's p at the candidates."""
+    """Return KL(q || p) [T], or KL(p || q) if `reverse`, of the teacher's q and the student's p.
+
+    The KL is over the candidates and, if `rest`, over one outcome for all other tokens.
+    """
     log_p, log_q = stats.candidate_logps, batch.teacher_logps[:, :-1]
     if rest:
         log_p = torch.cat([log_p, stats.candidate_tail.unsqueeze(1)], 1)
@@ -17,7 +25,7 @@ def candidate_kl(stats, batch, reverse=False, rest=True):
 
 
 def teachers_logps(z, ids):
-    """[T, K + 1]: the teacher's log-probs at the candidates, and of all others."""
+    """Return [T, K + 1]: log-probs of the teacher at the candidates, and of all other tokens."""
     log_q = z.log_softmax(1)
     rest = log_q.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_q.gather(1, ids), rest], 1)
@@ -31,7 +39,7 @@ if __name__ == "__main__":
         optimizer = torch.optim.Adam([x, weight], lr=0.2)
         for _ in range(25):
             head, tokens = hl.Head(weight), z.argmax(1)
-            ids = hl.head_topk(x, head, k=16).ids  # the student's own, in every step
+            ids = hl.head_topk(x, head, k=16).ids  # the student's likeliest tokens
             batch = hl.Batch(tokens, candidate_ids=ids, teacher_logps=teachers_logps(z, ids))
             optimizer.zero_grad()
             hl.head_loss(x, head, batch, candidate_kl(**options)).loss.backward()

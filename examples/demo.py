@@ -1,6 +1,7 @@
-"""SFT of a small model, then GSPO on from there, on held-out problems: `python examples/demo.py`.
+"""Train a small model by SFT and then by GSPO, and score it: `python examples/demo.py`.
 
-Two runs of shipped recipes, from Python: what `headloss train sft` and `headloss train gspo` do.
+The demo runs two shipped recipes from Python, as `headloss train sft` and `headloss train gspo` do
+on the command line. Accuracy is measured on held-out problems.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headloss.train import Result
 from headloss.train.report import legend, score, table
 
 QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
-SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # a filter, whose sets are replayed
+SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # top-p, whose kept ids are replayed in the loss
 
 
 def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> int:
@@ -52,7 +53,7 @@ def accuracies(results: dict[str, Result]) -> str:
 
 
 def mismatch(result: Result) -> str:
-    """How far the trainer's log-probs were from those that tokens were drawn with."""
+    """Return a sentence about the mismatch of the trainer's log-probs and the sampler's."""
     steps = [line for line in result.metrics if "headloss/sampling/kl" in line]
     first, kept = steps[0], statistics.fmean(line["headloss/sampling/kept"] for line in steps)
     at = {name: first[f"headloss/sampling/{name}"] for name in ("ratio_min", "ratio_max", "kl")}
@@ -66,13 +67,16 @@ def mismatch(result: Result) -> str:
 
 
 def pages(results: dict[str, Result], comparison: Path) -> str:
-    """Reports that open in a browser, plots inside."""
+    """Return a list of the paths of the HTML reports, which contain the plots."""
     paths = [*(result.page for result in results.values()), comparison]
     return "\n".join(f"- {path}" for path in paths)
 
 
 def logits(recipe: train.Recipe, result: Result) -> str:
-    """Planned bytes of one loss call of the last run, plain and not, and at a vocabulary in use."""
+    """Return the planned memory of one loss call, with plain logits and with headloss.
+
+    The sizes are those of the demo's model, and the width and vocabulary of Qwen3-0.6B.
+    """
     tokens = int(sum(line["headloss/tokens"] for line in result.metrics) / len(result.metrics))
     rows = int(result.metrics[0]["headloss/segments"])
     own = {"width": recipe.tiny.hidden_size, "vocabulary": 258}

@@ -1,8 +1,9 @@
-"""An EAGLE-3 draft for the demo's model: all unrolled steps in one call, then speculative decoding.
+"""Train an EAGLE-3 draft for the demo's model, all steps in one call, and decode speculatively.
 
     python examples/draft_model.py    # three minutes; the first run trains runs/demo/sft/model
 
-B texts of T tokens, S unrolled steps, H hidden width; a row is the verifier's state of one token.
+B texts of T tokens, S unrolled steps of the draft, H hidden width. A *row* is the hidden state of
+one token in the verifier, the trained model whose tokens the draft predicts.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from headloss import train
 from headloss.train.model import load as load_model
 from headloss.train.task import load as load_task
 
-Past = list[tuple[Tensor, Tensor]]  # keys and values of each step
-END = 1  # the demo's token after an answer
+Past = list[tuple[Tensor, Tensor]]  # attention keys and values of each unrolled step
+END = 1  # the end-of-answer token of the demo
 
 
 class Draft(nn.Module):
-    """One layer over the verifier's states and the next token, as in EAGLE-3 (arXiv:2503.01840)."""
+    """A layer that reads verifier states and the next token, as in EAGLE-3 (arXiv:2503.01840)."""
 
     def __init__(self, width: int, heads: int = 4, longest: int = 64) -> None:
         super().__init__()
@@ -38,10 +39,13 @@ class Draft(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def step(self, hidden: Tensor, tokens: Tensor, first: int, past: Past) -> Tensor:
-        """[B, T, H] of the draft's last states (at first the fused ones) and of embedded tokens.
+        """Return the draft's next states [B, T, H] and append the step's keys and values to `past`.
 
-        A token attends to the first step's states up to its own, and to its own of later steps:
-        those of a draft that has come as far.
+        `hidden` [B, T, H] holds the states of the previous step, or the fused verifier states in
+        the first step; `tokens` [B, T, H] holds embeddings. Index i of every step belongs to the
+        draft that starts from row i. Index i attends to the first step's states up to index i. Of
+        every later step, index i attends only to the state at index i, because a decoder that
+        starts from row i has drafted no other states.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -65,7 +69,7 @@ class Draft(nn.Module):
 
 
 class Verifier:
-    """The trained model, frozen, and the rows of its head that the draft's vocabulary needs."""
+    """The frozen trained model, with a head of only the ids in the draft's vocabulary."""
 
     def __init__(self, model: Any, vocabulary: Tensor) -> None:
         self.model, self.vocabulary = model.eval().requires_grad_(False), vocabulary
@@ -74,14 +78,18 @@ class Verifier:
 
     @torch.no_grad()
     def states(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, 3 H] of three layers, which the draft reads, and [B, T, H] for the head."""
+        """Return states [B, T, 3 H] of three layers for the draft, and [B, T, H] for the head."""
         layers = self.model.model(ids, output_hidden_states=True).hidden_states
         return torch.cat([layers[0], layers[len(layers) // 2], layers[-1]], -1), layers[-1]
 
 
 def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor:
-    """[B, T, S, H] drafts of each row, next to the rows [B, T, 3 H] that they start from and the
-    embedded tokens. Step s of row r starts from row r - 1 - s; where there is none stand zeros."""
+    """Return the draft's states [B, T, S, H] for each row and unrolled step.
+
+    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. The state of
+    row r in step s belongs to the draft that starts from row r - 1 - s, and is zero if no draft
+    starts from row r - 1 - s.
+    """
     count, past, drafted = layers.shape[1] - steps, Past(), []
     hidden = draft.fuse(layers[:, :count])
     for step in range(steps):
@@ -91,7 +99,7 @@ def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor
 
 
 def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: int) -> hl.Output:
-    """Of S unrolled steps, on the rows scored [B, T], whose next tokens count."""
+    """Return the loss of S unrolled steps, over the rows in the mask `scored` [B, T]."""
     layers, states = verifier.states(ids)
     drafted = unrolled(draft, layers, verifier.embed(ids), steps)
     row, step = torch.arange(ids.shape[1])[:, None], torch.arange(steps)
@@ -100,7 +108,7 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
     batch = hl.Batch(
         torch.where(scored[..., None] & there, likeliest, -100),
         teacher_hidden=states.flatten(0, 1),
-        # Steps of a row are neighbours, so that one product of the verifier serves all of them.
+        # Adjacent steps of a row let one matrix product of the verifier's head serve all steps.
         teacher_index=torch.arange(ids.numel()).view(*ids.shape, 1).expand(-1, -1, steps),
         step_weights=(0.8**step).expand(*ids.shape, -1),
     )
@@ -110,8 +118,10 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
 
 @torch.no_grad()
 def propose(draft: Draft, verifier: Verifier, layers: Tensor, ids: Tensor, count: int) -> Any:
-    """[count] drafted tokens after ids [T + 1], whose first T have states, and [count, V] the
-    distributions that they were drawn from."""
+    """Return drafted tokens [count], and the distributions [count, V] of the draws.
+
+    The drafted tokens follow `ids` [T + 1]; `layers` has verifier states of the first T ids.
+    """
     hidden, tokens, past = draft.fuse(layers), ids[1:], Past()
     drafted, distributions = [], []
     for step in range(count):
@@ -126,9 +136,10 @@ def propose(draft: Draft, verifier: Verifier, layers: Tensor, ids: Tensor, count
 
 
 def accept(drafted: Tensor, p: Tensor, q: Tensor) -> Tensor:
-    """The drafted tokens [S] up to the first one that is rejected, and one of the verifier's.
+    """Return the accepted prefix of the drafted tokens [S], followed by one token of the verifier.
 
-    p [S, V] of the draft, q [S + 1, V] of the verifier; what comes out has the law of q.
+    p [S, V] and q [S + 1, V] are the distributions of draft and verifier. The returned tokens are
+    distributed as samples from q (speculative sampling).
     """
     for i, token in enumerate(drafted):
         if torch.rand(()) * p[i, token] >= q[i, token]:
@@ -140,13 +151,16 @@ def accept(drafted: Tensor, p: Tensor, q: Tensor) -> Tensor:
 def accepted_length(
     draft: Draft, verifier: Verifier, prompts: list[Tensor], count: int
 ) -> tuple[float, float]:
-    """Tokens that one pass of the verifier brings, until an answer's end or for 12 tokens; and the
-    number for a draft that is always right, whose last pass is cut by the end as well."""
+    """Return the mean number of tokens per verifier pass, for this draft and for a perfect draft.
+
+    An answer stops at its end token or after about 12 tokens, so that the last pass of an answer
+    brings fewer tokens, also with a perfect draft.
+    """
     tokens = passes = least = 0
     for prompt in prompts:
         layers, states = verifier.states(prompt[None])
         q = (states[0, -1] @ verifier.model.lm_head.weight.T).softmax(-1)
-        ids = torch.cat([prompt, q.multinomial(1)])  # before any draft
+        ids = torch.cat([prompt, q.multinomial(1)])  # the first token, without a draft
         while ids[-1] != END and len(ids) < len(prompt) + 12:
             drafted, p = propose(draft, verifier, layers, ids, count)
             layers, states = verifier.states(torch.cat([ids, drafted])[None])
@@ -164,7 +178,7 @@ def accepted_length(
 
 
 def texts(recipe: train.Recipe, tokenizer: Any) -> tuple[list[Tensor], list[int], list[Tensor]]:
-    """Ids of training texts, the lengths of their prompts, and held-out prompts."""
+    """Return the ids of training texts, the lengths of their prompts, and held-out prompts."""
     task = load_task(recipe, chat=False)
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in task.train]
     answers = [tokenizer(task.completion(row))["input_ids"] for row in task.train]

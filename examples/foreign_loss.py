@@ -1,4 +1,7 @@
-"""A trainer's own loss function on log-probs and entropies, in one pass where it is a sum."""
+"""Run a trainer's own loss function of log-probs and entropies on the head, by `hl.head_function`.
+
+A loss that is a sum over tokens or sequences needs one pass, if `separable` declares the sum.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def main() -> None:
         loss = hl.head_function(hidden, head, batch, trainers_loss, separable, options)
         gradient = torch.autograd.grad(loss, head.weight)[0]
         print(f"separable={separable}: loss {loss:.6f}, gradient {gradient.norm():.6f}")
-    stats = hl.head_stats(hidden, head, batch)  # the same by hand
+    stats = hl.head_stats(hidden, head, batch)  # without head_function
     assert stats.plan is not None
     print(f"{stats.plan.schedule}: loss {trainers_loss(stats.logp, stats.entropy):.6f}")
 

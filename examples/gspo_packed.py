@@ -1,11 +1,14 @@
 """GSPO on packed completions of any length, with a KL penalty and an entropy bonus.
 
-Four updates on the same samples. In the first the policy is the sampler's: every ratio is 1, and
-the GSPO term is minus the mean advantage, which is 0. Then the ratios move, that of the shortest
-completion most, because its mean has the fewest tokens. Outside [1 - 3e-4, 1 + 4e-4] a sequence is
-clipped: it has no further gradient, and the term gains less with each step. Beside it the loss has
-0.05 KL and -0.01 entropy. The last lines are the plan: chunks of logits end where sequences end, so
-that one pass is enough, and `total` is what it takes where plain logits take `plain`.
+The example makes four updates on the same samples. In the first update the policy is the sampler's
+policy: every ratio is 1, and the GSPO term is minus the mean advantage, which is 0. In later
+updates the ratios move. The ratio of the shortest completion moves most, because the mean of its
+log-ratios has the fewest tokens. A sequence whose ratio leaves [1 - 3e-4, 1 + 4e-4] is clipped and
+has no further gradient, so that the GSPO term gains less in each step. The loss is the GSPO term,
+plus 0.05 times the KL, minus 0.01 times the entropy.
+
+The last printed lines are the plan. Chunks of logits end where sequences end, so that one pass is
+enough. The plan's `total` is the memory of headloss, and `plain` is the memory with plain logits.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ LENGTHS = [70, 310, 120, 10, 200, 90]  # six completions, two groups of three
 
 def main() -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(sum(LENGTHS), WIDTH, requires_grad=True)  # what a model would return
+    hidden = torch.randn(sum(LENGTHS), WIDTH, requires_grad=True)  # a model's states
     lm_head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
     head = hl.Head.of(lm_head, temperature=0.8)
     segments = hl.Segments.from_lengths(LENGTHS)
@@ -28,14 +31,14 @@ def main() -> None:
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]).view(2, 3)
     advantages = (reward - reward.mean(1, keepdim=True)).flatten()  # [S]
 
-    # The log-probs that the sampler and the reference would have given.
+    # Stand-ins for the log-probs of the sampler and of the reference policy.
     with torch.no_grad():
         old = hl.head_stats(hidden, head, sampled).logp
     reference = old + 0.1 * torch.randn_like(old)
 
     objective = hl.gspo() + 0.05 * hl.kl(estimator="k3") - 0.01 * hl.entropy()
     batch = hl.Batch(sampled, segments, advantages=advantages, old_logps=old, ref_logps=reference)
-    options = hl.Options(memory_budget=16 << 20)  # for a chunk of logits
+    options = hl.Options(memory_budget=16 << 20)  # 16 MiB for the logits of a chunk
     optimizer = torch.optim.SGD([hidden, *lm_head.parameters()], lr=1e-3)
     for step in range(4):
         out = hl.head_loss(hidden, head, batch, objective, options)

@@ -1,4 +1,4 @@
-"""A loss of one's own: three lines of PyTorch on log-probs, as fused as the library's."""
+"""Write custom losses: a few lines of PyTorch on log-probs, as fused as the built-in losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def soft_policy_gradient(stats, batch, tau=1.0):
 
 @hl.term(scope="segment", per="segment")
 def worst_token(stats, batch):
-    """Tokens far below their sequence's mean log-prob, squared."""
+    """Return the mean square [S] by which log-probs fall below the mean of their sequence."""
     mean = batch.segments.expand(batch.segments.mean(stats.logp))  # [T]
     return batch.segments.mean((mean - stats.logp).relu().square())  # [S]
 
@@ -33,14 +33,14 @@ def main() -> None:
         torch.randint(300, (40,)),
         hl.Segments.from_lengths([10, 25, 5]),
         advantages=torch.tensor([1.0, -0.5, 0.2]),
-        old_logps=hl.CURRENT,  # on policy: the ratio is 1, its gradient is not 0
+        old_logps=hl.CURRENT,  # on policy: the ratio is 1, but has a gradient
     )
     objective = soft_policy_gradient(tau=2.0) + 0.01 * worst_token()
     out = hl.head_loss(hidden, hl.Head(weight), batch, objective)
     ours = torch.autograd.grad(out.loss, weight)[0]
     print({name: round(value.item(), 4) for name, value in out.terms.items()})
 
-    # The same by hand, through the logits.
+    # The reference: the same loss in plain PyTorch, through the logits.
     logps = (hidden @ weight.T).log_softmax(-1)[torch.arange(40), batch.targets]
     ratio = (logps - logps.detach()).exp()
     advantages = batch.segments.expand(batch.advantages)

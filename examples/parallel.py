@@ -1,4 +1,4 @@
-"""A training step on a 2-D mesh, data x vocabulary: a Llama whose head is cut over "tp".
+"""Train on a 2-D mesh, data x vocabulary: a Llama with its head sharded over the dimension "tp".
 
 torchrun --nproc-per-node 4 examples/parallel.py
 """
@@ -19,7 +19,7 @@ import headloss as hl
 
 
 class Policy(nn.Module):
-    """Token ids and a batch to a loss: the head's rows are read where FSDP2 has gathered them."""
+    """A model and its loss in one forward, in which FSDP2 has gathered the head's weight."""
 
     def __init__(self, model: LlamaForCausalLM) -> None:
         super().__init__()
@@ -39,21 +39,21 @@ def main() -> None:
     world = distributed.get_world_size()
     mesh = init_device_mesh(kind, (world // 2, 2), mesh_dim_names=("data", "tp"))
 
-    torch.manual_seed(0)  # every rank makes the same model
+    torch.manual_seed(0)  # equal weights on every rank
     sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 501, "pad_token_id": 0}
     layers: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     policy = Policy(LlamaForCausalLM(LlamaConfig(**sizes, **layers))).to(kind)
     rows = distribute_tensor(policy.head.weight.detach(), mesh["tp"], [Shard(0)])
     policy.head.weight = nn.Parameter(rows)  # headloss finds the mesh dimension "tp"
-    fully_shard(policy, mesh=mesh["data"])  # everything, over the ranks that hold other data
+    fully_shard(policy, mesh=mesh["data"])  # over the data-parallel ranks
 
     row = mesh["data"].get_local_rank()
-    torch.manual_seed(1 + row)  # the ranks of one vocabulary group hold the same batch
+    torch.manual_seed(1 + row)  # equal batches in a vocabulary group
     ids = torch.randint(1, 501, (2, 9 + row), device=kind)
     advantages = torch.tensor([1.0, -0.5], device=kind)  # one for each row
     batch = hl.Batch.from_labels(ids, advantages=advantages, old_logps=hl.CURRENT)
     group = mesh["data"].get_group()
-    batch.totals = hl.Totals.of(batch).all_reduce(group, gradients="mean")  # FSDP2 averages
+    batch.totals = hl.Totals.of(batch).all_reduce(group, gradients="mean")  # as FSDP2 averages
 
     objective = hl.grpo() - 0.01 * hl.entropy() + 0.1 * hl.cross_entropy()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""SASRec on clicks that are drawn here: full cross-entropy against sampled binary cross-entropy."""
+"""SASRec on synthetic clicks: full cross-entropy compared with sampled binary cross-entropy."""
 
 import argparse
 
@@ -12,7 +12,7 @@ ITEMS, LENGTH, WIDTH = 2000, 20, 32
 
 
 @hl.term
-def bce(stats, batch):  # of the positive and the negatives that were drawn
+def bce(stats, batch):  # [T], of the clicked item and the sampled negatives
     z = stats.candidate_logps + stats.lse[:, None]
     return -(logsigmoid(z[:, 0]) + logsigmoid(-z[:, 1:]).sum(1)) / z.shape[1]
 
@@ -35,8 +35,11 @@ class SASRec(nn.Module):
 
 
 def draw(users):
-    """Walks over groups of 20 items, of which users take the next one in most clicks, and popular
-    items in the others."""
+    """Return [users, LENGTH + 1] synthetic clicks.
+
+    In 70 % of clicks a user moves on by one to three items in the same group of 20 items. All other
+    clicks are drawn by the popularity of the items.
+    """
     popular = torch.distributions.Categorical(1 / torch.arange(1.0, ITEMS + 1))
     clicks = [popular.sample((users,))]
     for _ in range(LENGTH):
@@ -47,7 +50,7 @@ def draw(users):
 
 @torch.no_grad()
 def ndcg(model, clicks, k=10):
-    """Of the last click of held-out users."""
+    """Return the NDCG@k of the last click of held-out users."""
     hidden, clicked = model.eval()(clicks[:, :-1])[:, -1], clicks[:, -1]
     hits = hl.head_topk(hidden, hl.Head(model.items.weight), k=k).ids == clicked[:, None]
     model.train()

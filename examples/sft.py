@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross-entropy and a z-loss on one softmax, in two micro-batches."""
+"""Supervised fine-tuning with cross-entropy and a z-loss: one softmax, two micro-batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCAB, WIDTH, ROWS, LENGTH = 1000, 32, 8, 24
 
 
 class Model(torch.nn.Module):
-    """Anything that ends in hidden states and a linear head."""
+    """A recurrent model that returns hidden states and has a linear head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Model(torch.nn.Module):
         self.lm_head = torch.nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.body(self.embed(tokens))[0]  # [B, T, H]: the head is left to headloss
+        return self.body(self.embed(tokens))[0]  # [B, T, H]; headloss applies the head
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
     labels[:, :4] = -100  # the prompt is not scored
 
     batches = [hl.Batch.from_labels(part) for part in labels.chunk(2)]
-    totals = sum(hl.Totals.of(batch) for batch in batches)  # so that two halves make one batch
+    totals = sum(hl.Totals.of(batch) for batch in batches)  # denominators for both halves
     objective = hl.cross_entropy() + 1e-4 * hl.z_loss()
     for step in range(30):
         metrics = hl.Metrics()

@@ -1,4 +1,4 @@
-"""GRPO on answers of a top-k sampler: the ratio is 1 against what was sampled from, and only so."""
+"""GRPO on answers of a top-k sampler: the ratio is 1 only over the ids that the sampler kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEMPERATURE, KEPT = 0.8, 8
 
 
 def sample(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a top-k sampler returns: tokens, their log-probs, and the ids that it kept."""
+    """Return the tokens of a top-k sampler, their log-probs, and the ids that the sampler kept."""
     z = hl.Head(weight, temperature=TEMPERATURE).logits(hidden)
     kept = z.topk(KEPT)
     log_p = kept.values.log_softmax(-1)

@@ -1,6 +1,6 @@
-"""A task in a file, without a network: words to be spelled backward, `python examples/words.py`.
+"""Write a task file of words to spell backward, without a network: `python examples/words.py`.
 
-Each line is a prompt and its answer, as `headloss train` reads them with task=FILE.
+Each line of the file is a prompt with its answer, the format of `headloss train task=FILE`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The ratio of training to scoring is exactly 1 where the hidden states are the same.
+"""Show that the ratio of training to scoring is exactly 1 for equal hidden states.
 
-Answers are scored one by one, and trained in chunks together with others. On a GPU a token's
-log-prob is the same bits in both (bfloat16 heads without bias or adapter): what is left of a
-mismatch between sampler and trainer is none of the head's. A CPU promises it only nearly.
+The example scores answers one by one, and trains on chunks that mix several answers. On a GPU a
+token's log-prob has equal bits in scoring and training (bfloat16 heads without bias or adapter). A
+remaining mismatch between sampler and trainer is then not caused by the head. On a CPU the bits
+may differ.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main() -> None:
     weight = torch.randn(vocabulary, width, device=DEVICE, dtype=DTYPE) * width**-0.5
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     head = hl.Head(weight.requires_grad_())
-    with torch.no_grad():  # each answer by itself
+    with torch.no_grad():  # each answer in a call of its own
         answers = zip(hidden.split(LENGTHS), targets.split(LENGTHS), strict=True)
         old = torch.cat([hl.head_stats(x, head, y).logp for x, y in answers])
     segments = hl.Segments.from_lengths(torch.tensor(LENGTHS, device=DEVICE))
