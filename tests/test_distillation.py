@@ -556,3 +556,38 @@ def test_a_frozen_schedule_is_refused(setting):
             hl.distillation(),
             hl.Options(schedule="frozen"),
         )
+
+
+def test_the_host_reads_how_many_rows_are_left_once_their_gradient_is_queued(monkeypatch):
+    """Else a GPU has nothing to do from the read until the next launch, in each chunk."""
+    from headloss.kernels import reference
+    from headloss.logits import linear
+
+    events = []
+
+    class Copy(linear.HostCopy):
+        def __init__(self, values):
+            events.append("asked")
+            super().__init__(values)
+
+        def tolist(self):
+            events.append("read")
+            return super().tolist()
+
+    def gradient(*arguments):
+        events.append("gradient")
+        return part_gradient_(*arguments)
+
+    part_gradient_ = reference.part_gradient_
+    monkeypatch.setattr(linear, "HostCopy", Copy)
+    monkeypatch.setattr(reference, "part_gradient_", gradient)
+    monkeypatch.setattr("headloss.engine.plan.CPU_SKIP_WORTH", 0)
+    states = torch.randn(8, 4)
+    head = hl.Head(torch.randn(50, 4))
+    batch = hl.Batch(torch.arange(8), teacher_hidden=states, share=torch.tensor([0.0, 1] * 4))
+    hidden = torch.randn(8, 4, requires_grad=True)
+    objective = hl.distillation(teacher_head=head).weighted("share")
+    out = hl.head_loss(hidden, head, batch, objective, hl.Options(chunk_tokens=4))
+    out.loss.backward()
+    assert events == ["asked", "gradient", "read"] * 2
+    assert hidden.grad[::2].count_nonzero() == 0 and hidden.grad[1::2].all()

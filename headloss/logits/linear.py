@@ -85,13 +85,16 @@ class RowContext(NamedTuple):
         return self.shard.measured(self.acts, partials, self.needs)
 
 
-def rows_left(live: Tensor | None) -> Tensor | None:
+def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
     """[K] the rows that carry a gradient, of [n] bool, ascending; None where it does not pay to
-    leave the others out (their coefficients are 0)."""
+    leave the others out (their coefficients are 0). `count`: their number, if under way."""
     if live is None:
         return None
+    most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
+    if count is not None and count.tolist()[0] >= most:
+        return None
     index = live.nonzero().squeeze(1)
-    return None if len(index) >= (DENSE_SHARE if live.is_cuda else 1) * len(live) else index
+    return None if len(index) >= most else index
 
 
 class LogitSource:
@@ -143,15 +146,16 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """dL/draw of a tile's rows that carry a gradient."""
+        """dL/draw of a tile's rows that carry a gradient. All rows' is queued before the host reads
+        how many these are: the products follow at once."""
         raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
-        places = rows
-        index = rows_left(inputs.live)
-        if index is not None:
-            raw = compact_(raw, index)
-            places = index + (rows.start or 0)
-            inputs = inputs.rows(index)._replace(tile=None if inputs.tile is None else raw)
-        return LogitGradient(self.gradient_(raw, places, columns, inputs), places, columns)
+        live = inputs.live
+        count = None if live is None else HostCopy(live.sum(0, keepdim=True))
+        gradient = self.gradient_(raw, rows, columns, inputs)
+        index = rows_left(live, count)
+        if index is None:
+            return LogitGradient(gradient, rows, columns)
+        return LogitGradient(compact_(gradient, index), index + (rows.start or 0), columns)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""

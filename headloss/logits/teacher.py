@@ -102,8 +102,8 @@ class DenseTeacher:
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
         self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
-        # First token, logits and each token's row of these, until the gradient.
-        self.raw: tuple[int, Tensor, Tensor | None] | None = None
+        # Logits and each token's row of these, until the gradient.
+        self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
         """Of some of the tokens."""
@@ -133,7 +133,7 @@ class DenseTeacher:
         shares = merge_shares(self.shard.slices(shares), self.measures)
         values, mean_slopes = shares.unbind(-1)
         if self.keeps:
-            self.raw = (rows.start or 0, raw, places)
+            self.raw = raw, places
         extras: dict[object, Tensor] = {}
         for k, measure in enumerate(self.measures):
             value = values[:, k].contiguous()
@@ -147,7 +147,7 @@ class DenseTeacher:
         sides = torch.stack([*p, *q], 1)
         return extras | {(self.key, "vjp"): torch.cat([sides, mean_slopes], 1)}
 
-    def _scaled(self, q: Normalizer, rows: Rows) -> tuple[Normalizer, Tensor | None]:
+    def _scaled(self, q: Normalizer, rows: slice) -> tuple[Normalizer, Tensor | None]:
         """The teacher's normalizer over its larger vocabulary, and the mass [n] of this one; None
         where both are one."""
         if self.lse is None:
@@ -161,7 +161,7 @@ class DenseTeacher:
         sides = Distribution(self.student, p), Distribution(self.teacher, q)
         return Pair(*sides, measures, places)
 
-    def _teacher(self, rows: Rows, columns: slice) -> tuple[Tensor, Tensor | None]:
+    def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """[M, v] raw logits, to be read, and the row [n] of each token, None: its own. A copy where
         no act takes the logits as they are, or where the student's have more digits."""
         if self.rows is not None:
@@ -181,15 +181,11 @@ class DenseTeacher:
         return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
 
     def vjp(
-        self, rows: Rows, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
+        self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
         """What pulls slopes of the measures back to a tile."""
-        first, raw, places = self.raw or (0, None, None)
+        raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
-        if raw is None:
-            raw, places = self._teacher(rows, columns)
-        elif isinstance(rows, Tensor):
-            places = rows - first if places is None else places[rows - first]
         sides = vjp_inputs(self.key, measured)
         normalizers = Normalizer(*sides[:2]), Normalizer(*sides[2:4])
         pair = self._pair(*normalizers, tuple(slopes), places)

@@ -155,15 +155,13 @@ class SharedRows(NamedTuple):
         part = self.index[index]
         return self.of(part, int(part.max()) + 1) if len(part) else self
 
-    def at(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor | None]:
+    def at(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the rows [M] that some tokens read, and each token's place [n] among the rows.
 
         The place is None if each token has its own row.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
-        if isinstance(tokens, Tensor):
-            return self.index[tokens].unique_consecutive(return_inverse=True)
         first, last = self.on_host[tokens][[0, -1]].tolist()
         return self.rows[first : last + 1], self.run[tokens] - first
 
