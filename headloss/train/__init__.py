@@ -1,10 +1,10 @@
-"""Train from a recipe: `headloss train gspo model=Qwen/Qwen3-0.6B`.
+"""Training from a recipe: `headloss train gspo model=Qwen/Qwen3-0.6B`.
 
 from headloss import train
 result = train.run(train.recipe("gspo", ["model=Qwen/Qwen3-0.6B"]))
 
-The trainers, data handling, generation and distribution are those of `headloss.rl`, TRL and
-accelerate, which are imported only when a run starts.
+Trainers, data handling, generation and distribution come from `headloss.rl`, TRL and accelerate.
+These libraries are imported only when a run starts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["Recipe", "RecipeError", "Result", "RunError", "compare", "recipe", "
 
 
 def recipes() -> dict[str, str]:
-    """The recipes that the package ships: what each is for, by name."""
+    """Return the shipped recipes: a description by name."""
     return _module("schema").shipped()
 
 
 def recipe(name: str, overrides: list[str] | None = None) -> Recipe:
-    """The recipe of that name, or in that file, with "key=value" overrides.
+    """Return a shipped recipe by name, or a recipe from a file, with "key=value" overrides.
 
     Raises:
-        RecipeError: no such recipe, a wrong key or a value of the wrong type.
+        RecipeError: for an unknown recipe, a wrong key or a value of the wrong type.
     """
     return _module("schema").read(name, overrides or [])
 
@@ -41,23 +41,22 @@ def run(recipe: Recipe) -> Result:
     """Train, and write metrics, plots, checkpoints, the model and a report under `recipe.output`.
 
     Raises:
-        RecipeError: what the recipe asks for does not exist or does not fit together. Raised before
-            the first step.
-        RunError: a loss, a gradient or a weight is NaN or infinite. The checkpoints from before it
-            stay.
+        RecipeError: before the first step, for a recipe whose model, task or settings do not exist
+            or do not fit together.
+        RunError: for a loss, gradient or weight that is NaN or infinite. Earlier checkpoints stay.
     """
     return _module("job").run(recipe)
 
 
 def compare(outputs: Sequence[str | Path], to: str | Path = "compare.html") -> Path:
-    """One page of HTML about several runs: what they solved, their curves, and how they differ.
+    """Write one HTML page about several runs: problems solved, curves and recipe differences.
 
     Args:
         outputs: the folders of two or more runs.
-        to: the file to write. It holds its plots, and opens without a network.
+        to: the file to write. The page embeds its plots and opens without a network.
 
     Raises:
-        RecipeError: a folder holds no run, or the file cannot be written.
+        RecipeError: for a folder without a run, or a file that cannot be written.
     """
     if isinstance(outputs, str | Path):
         raise RecipeError(f"compare: got {str(outputs)!r}, want the folders of two or more runs")

@@ -1,4 +1,4 @@
-"""What accompanies the steps: metrics.jsonl, a progress bar, evaluations, Ctrl-C and SIGTERM."""
+"""Callbacks of a run: metrics.jsonl, a progress bar, held-out evaluations, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from . import files, folder, plots
 
 MIB = 1 << 20
-SHOWN = {  # the figures that matter, and what TRL calls them
+SHOWN = {  # metrics shown on the terminal, by their names in TRL's log
     "loss": "loss",
     "reward": "reward",
     "entropy": "entropy",
@@ -34,7 +34,7 @@ SHOWN = {  # the figures that matter, and what TRL calls them
 
 
 class Measure(TrainerCallback):
-    """Writes each entry of the log, with step time and peak memory, to metrics.jsonl."""
+    """Writes each log entry to metrics.jsonl, with step time and peak memory."""
 
     def __init__(self, lines: files.Lines) -> None:
         self.lines = lines
@@ -42,7 +42,7 @@ class Measure(TrainerCallback):
         self._times: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A run that resumes begins with the lines that its checkpoint knows."""
+        """Start a resumed run with the log lines of its checkpoint."""
         self.entries = [_line(logged) for logged in state.log_history if "loss" in logged]
         if not state.is_world_process_zero:
             return
@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # goes into the next checkpoint
+        logged = state.log_history[-1]  # log_history[-1] is stored in the next checkpoint
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
@@ -73,12 +73,12 @@ class Measure(TrainerCallback):
 
 
 def _line(logged: dict[str, Any]) -> dict[str, Any]:
-    """An entry of the trainer's log as one of metrics.jsonl."""
+    """Return an entry of the trainer's log as a line of metrics.jsonl."""
     return {"step": logged["step"], **{name: files.finite(v) for name, v in logged.items()}}
 
 
 def peak_memory() -> int:
-    """In bytes: of the GPU's tensors, or of this process where there is no GPU."""
+    """Return peak memory in bytes: of the GPU's tensors, or of the process without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -86,7 +86,7 @@ def peak_memory() -> int:
 
 
 class Bar(TrainerCallback):
-    """On a terminal a bar with the last figures and the time left; elsewhere about twenty lines."""
+    """Progress bar with metrics and time left on a terminal; about 20 printed lines elsewhere."""
 
     def __init__(self, name: str, measure: Measure) -> None:
         self.name, self.measure = name, measure
@@ -111,7 +111,7 @@ class Bar(TrainerCallback):
         self.bar.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Called after `Measure.on_log`."""
+        """Show the latest metrics; runs after `Measure.on_log`."""
         if "loss" not in logs or not state.is_world_process_zero or self.bar is None:
             return
         line = figures(latest(self.measure.entries))
@@ -125,7 +125,7 @@ class Bar(TrainerCallback):
             print(f"{self.name} {state.global_step}/{state.max_steps}  {line}{left}", flush=True)
 
     def _left(self, state: Any) -> str:
-        """How long the remaining steps take at the pace of those so far, as h:mm:ss."""
+        """Return the time left at the average pace of the run so far, as h:mm:ss."""
         done = state.global_step - self._begun_at
         pace = (time.perf_counter() - self._begun) / max(done, 1)
         return str(timedelta(seconds=round(pace * (state.max_steps - state.global_step))))
@@ -134,14 +134,16 @@ class Bar(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def latest(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last value of each figure. A second step on the same samples logs no reward: theirs was
-    logged with the first."""
+    """Return the last value of each metric.
+
+    A second step on the same samples logs no reward; the first step has logged the samples' reward.
+    """
     found: dict[str, Any] = {"tokens_per_second": plots.rate(entries)}
     for entry in entries[-plots.WINDOW :]:
         found |= {name: value for name, value in entry.items() if value is not None}
@@ -149,7 +151,7 @@ def latest(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(entry: dict[str, Any]) -> str:
-    """The figures that matter, in a line."""
+    """Return the metrics of `SHOWN` as one line of text."""
     shown = {k: f"{entry[k]:.3g}" for k in SHOWN if entry.get(k) is not None}
     if "tokens_per_second" in shown:
         shown["tokens_per_second"] = f"{entry['tokens_per_second']:.0f}"
@@ -157,14 +159,14 @@ def figures(entry: dict[str, Any]) -> str:
 
 
 class HeldOut(TrainerCallback):
-    """Scores the problems kept aside every so many steps, and writes them to held_out.jsonl."""
+    """Scores the held-out problems every few steps, and writes the scores to held_out.jsonl."""
 
     def __init__(self, lines: files.Lines, every: int, score: Callable[[], dict[str, Any]]) -> None:
         self.lines, self.every, self.score = lines, every, score
         self.found: list[tuple[int, dict[str, Any]]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A run that resumes forgets what was measured after its checkpoint."""
+        """Drop evaluations after the checkpoint that a run resumes from."""
         last = state.global_step
         kept = [line for line in self.lines.read() if line.get("step", math.inf) <= last]
         self.found = [(line["step"], line) for line in kept]
@@ -182,14 +184,16 @@ class HeldOut(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Handles Ctrl-C and SIGTERM inside its `with` block.
+    """Handler of Ctrl-C and SIGTERM inside its `with` block.
 
-    In training: a checkpoint at the next step that a run can resume from, then the end; a second
-    signal stops at once. Elsewhere the first one does: KeyboardInterrupt.
+    During training, the first signal saves a checkpoint at the next step that a run can resume
+    from, then stops; a second signal stops at once. Outside training, the first signal raises
+    KeyboardInterrupt.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    ONE_PRESS = 1.0  # seconds; launchers pass a signal on to their ranks
+    # Signals within so many seconds count once: launchers forward a signal to their ranks.
+    ONE_PRESS = 1.0
 
     def __init__(self) -> None:
         self.trainer: Any = None

@@ -1,11 +1,11 @@
-"""The errors of recipes and runs."""
+"""Errors of recipes and runs."""
 
 from __future__ import annotations
 
 
 class RecipeError(Exception):
-    """What is wrong with a recipe, in one line that begins with the key."""
+    """Error in a recipe; the message is one line that begins with the key."""
 
 
 class RunError(Exception):
-    """What has ended a run that had begun, in one line: the step, and what was not finite there."""
+    """Error that stopped a run; the message has the step and the value that was not finite."""

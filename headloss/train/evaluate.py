@@ -1,4 +1,4 @@
-"""How many of the held-out problems a model solves."""
+"""Evaluation of a model on the held-out problems."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from trl.data_utils import apply_chat_template, is_conversational
 from ..integrations.sharding import in_step, is_fsdp2
 from .task import SOLVED, Row, Task
 
-ROWS = 128  # generated at once
+ROWS = 128  # problems generated in one batch
 
 
 def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:
-    """Completions of at most `longest` tokens, greedy and sampled, scored as in training.
+    """Score greedy and sampled completions of at most `longest` tokens, as in training.
 
-    Ranks take every n-th problem and share their scores.
+    Each of n ranks scores every n-th problem, and the ranks exchange their scores.
 
     Returns:
-        "accuracy", the share of scores of 1 of greedy completions; "score", their mean;
-        "sampled_accuracy" and "sampled_score", the same of one completion each, sampled at the
-        temperature of training; "problems"; "samples", some prompts with greedy completion, answer
-        and score. The same model gives the same numbers in every run of the same seed.
+        "accuracy", the share of greedy completions of score 1; "score", their mean score;
+        "sampled_accuracy" and "sampled_score", the share and mean score of one completion per
+        problem sampled at the training temperature; "problems", the number of problems; "samples",
+        some prompts with greedy completion, answer and score. A model scores the same in every run
+        of the same seed.
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    per_rank = -(-len(task.held_out) // ranks)  # the same on all, for sharded weights
+    # Equal on all ranks, because generation with sharded weights needs every rank.
+    per_rank = -(-len(task.held_out) // ranks)
     rows = [task.held_out[(i * ranks + rank) % len(task.held_out)] for i in range(per_rank)]
 
     def of_all(scores: list[float]) -> Tensor:
@@ -64,10 +66,10 @@ def _scored(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> tuple[list[Any], list[float]]:
-    """(completions, scores) of all rows.
+    """Return (completions, scores) of all rows.
 
-    Each part is seeded by itself: a longer limit draws more numbers for one part, which must not
-    change the next one's.
+    Each part sets its seed, because a longer limit draws more random numbers in one part, which
+    must not change the next part's samples.
     """
     completions, scores = [], []
     for start in range(0, len(rows), ROWS):
@@ -83,7 +85,7 @@ def _scored(
 def generate(
     model: Any, tokenizer: Any, rows: list[Row], longest: int, temperature: float = 0.0
 ) -> list[Any]:
-    """Completions in the form of the prompts; greedy ones at temperature 0."""
+    """Return completions in the form of the prompts; greedy completions at temperature 0."""
     chat = is_conversational(rows[0])
     texts = [
         apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"]
@@ -112,7 +114,7 @@ def generate(
 def _inference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, cache = model.training, model.config.use_cache
-    home = model.device  # the CPU, where a model waits for FSDP to shard it
+    home = model.device  # the CPU for a model that FSDP has not sharded yet
     moves = home.type == "cpu" and not is_fsdp2(model)
     model.eval()
     model.config.use_cache = True

@@ -1,4 +1,4 @@
-"""Files that are complete or not there: they are written under another name, then renamed."""
+"""Atomic files: written under a temporary name, then renamed, so that no partial file remains."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-PARTIAL = ".partial"  # begins the names of what is not finished
+PARTIAL = ".partial"  # prefix of the names of unfinished files
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside `path` for a file or a folder; at the end it takes the place of `path`."""
+    """Yield a temporary path next to `path`; at the end the temporary file replaces `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{PARTIAL}-{path.name}")
     remove(partial)
@@ -48,7 +48,7 @@ def remove(path: Path) -> None:
 
 
 def digest(path: Path) -> str | None:
-    """The checksum of a file, after its bytes are on the disk; None if there is no file."""
+    """Return the SHA-256 of a file, after a flush to disk; None if the file does not exist."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
@@ -57,18 +57,18 @@ def digest(path: Path) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """The value; None in place of NaN and infinity, which JSON does not have."""
+    """Return the value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Lines:
-    """A JSONL file: a line is added in one write, and a line that was cut off is passed over."""
+    """JSONL file whose lines are added in one write each; a truncated last line is ignored."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """An empty dictionary in place of a line that is no JSON object."""
+        """Return the lines, with an empty dictionary for a line that is not a JSON object."""
         found: list[dict[str, Any]] = []
         if self.path.is_file():
             for line in self.path.read_bytes().split(b"\n")[:-1]:
@@ -83,7 +83,7 @@ class Lines:
             file.write(self._text(line))
 
     def keep(self, lines: list[dict[str, Any]]) -> int | None:
-        """Make these the file's lines; the number of the first that was damaged or missing."""
+        """Replace the file's lines, and return the number of the first damaged or missing line."""
         damaged, kept = None, []
         pairs = zip_longest(self.read(), lines)
         for number, (old, want) in enumerate(pairs, 1):

@@ -1,4 +1,4 @@
-"""The folder of a run: who may write to it, and which checkpoint a run can go on from."""
+"""Output folder of a run: write access, the lock, and the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .schema import write as recipe_text
 LOCK = ".lock"
 CHECKSUMS = "checksums.json"
 BEFORE = "before.json"
-WRITTEN = (  # what a run writes into its folder
+WRITTEN = (  # files and folders that a run writes into its output folder
     "recipe.yaml",
     split.FILE,
     BEFORE,
@@ -37,9 +37,9 @@ WRITTEN = (  # what a run writes into its folder
     "report.md",
     "report.html",
 )
-NEEDED = ("trainer_state.json", "scheduler.pt")  # in every checkpoint
-OPTIMIZERS = ("optimizer", "global_step")  # how its names begin
-MAY_CHANGE = {  # between a run and its continuation
+NEEDED = ("trainer_state.json", "scheduler.pt")  # files in every checkpoint
+OPTIMIZERS = ("optimizer", "global_step")  # prefixes of the optimizer's files in a checkpoint
+MAY_CHANGE = {  # recipe keys that may differ when a run resumes
     "resume",
     "overwrite",
     "trainer.max_steps",
@@ -50,7 +50,7 @@ MAY_CHANGE = {  # between a run and its continuation
 
 
 def check(recipe: Recipe) -> None:
-    """RecipeError where a run may not write to `recipe.output`. Nothing is written."""
+    """Raise RecipeError if a run may not write to `recipe.output`; write nothing."""
     output = Path(recipe.output)
     _check_place(output)
     if recipe.overwrite and recipe.resume:
@@ -58,7 +58,7 @@ def check(recipe: Recipe) -> None:
     if recipe.overwrite and output.resolve() in (Path(recipe.model).resolve().parents):
         raise RecipeError(f"overwrite: {output} holds the model {recipe.model} that is asked for")
     if (output / LOCK).is_file():
-        with locked(output, fcntl.LOCK_SH):  # several processes may look at once
+        with locked(output, fcntl.LOCK_SH):  # shared: processes may check at once
             pass
     if recipe.resume:
         checkpoint(recipe, whole=False)
@@ -67,9 +67,10 @@ def check(recipe: Recipe) -> None:
 
 
 def claim(recipe: Recipe) -> str | None:
-    """The checkpoint to go on from; called by one process, which holds the lock.
+    """Return the checkpoint to resume from, or None; called by the process that holds the lock.
 
-    What an earlier run left unfinished is removed, with `overwrite` all that it has left.
+    The unfinished checkpoint of an earlier run is removed. With `overwrite`, every file of an
+    earlier run is removed.
     """
     output = Path(recipe.output)
     found = checkpoint(recipe, whole=True) if recipe.resume else None
@@ -85,10 +86,10 @@ def claim(recipe: Recipe) -> str | None:
 
 @contextlib.contextmanager
 def locked(output: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold the folder's lock. The system releases it if the process dies.
+    """Hold the folder's lock; the operating system releases the lock if the process dies.
 
     Raises:
-        RecipeError: another run has it, or there can be no file in that folder.
+        RecipeError: if another run holds the lock, or the folder cannot be written.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -109,7 +110,7 @@ def locked(output: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(output: Path) -> Iterator[None]:
-    """Make the folder for checkpoints; remove it again if an error comes up inside."""
+    """Make the folder for checkpoints; remove the new folders if the `with` block raises."""
     paths = [output / "checkpoints", output, *output.parents]
     made = [path for path in paths if not path.exists()]
     try:
@@ -129,7 +130,7 @@ def warn(text: str) -> None:
     print(f"headloss: warning: {text}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------- who may write
+# ---------------------------------------------------------------------- write access
 
 
 def _check_place(output: Path) -> None:
@@ -144,7 +145,7 @@ def _check_place(output: Path) -> None:
 
 
 def _check_vacant(recipe: Recipe, output: Path) -> None:
-    """RecipeError unless the folder is empty, or holds a start of this run without checkpoint."""
+    """Raise RecipeError unless the folder is empty or holds this run without a checkpoint."""
     inside = sorted(output.iterdir()) if output.is_dir() else []
     names = [path.name for path in inside if not _is_nothing(path)]
     if not names:
@@ -161,14 +162,14 @@ def _check_vacant(recipe: Recipe, output: Path) -> None:
 
 
 def _is_nothing(path: Path) -> bool:
-    """Whether a path is what a run leaves that has not begun."""
+    """Return whether a path is left by a run that wrote no checkpoint: a lock or partial file."""
     if path.name == "checkpoints" and path.is_dir():
         return all(inner.name.startswith(files.PARTIAL) for inner in path.iterdir())
     return path.name == LOCK or path.name.startswith(files.PARTIAL)
 
 
 def _recipe_in(output: Path) -> dict[str, Any] | None:
-    """The recipe that a run has left there, None where there is none."""
+    """Return the recipe stored in the folder, or None without a complete recipe."""
     try:
         found = yaml.safe_load((output / "recipe.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError):
@@ -182,14 +183,14 @@ def _recipe_in(output: Path) -> dict[str, Any] | None:
 
 
 def checkpoints(output: Path) -> list[Path]:
-    """The folders of checkpoints, the newest last."""
+    """Return the checkpoint folders, the newest last."""
     found = (output / "checkpoints").glob("checkpoint-*")
     named = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in found if path.is_dir()}
     return sorted((p for p, m in named.items() if m), key=lambda p: int(p.name.split("-")[1]))
 
 
 def seal(checkpoint: Path, output: Path) -> None:
-    """Note what is in a checkpoint, and the evaluation that the run began with."""
+    """Write the checksums of a checkpoint's files and of the evaluation before the run."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     found = {str(path.relative_to(checkpoint)): files.digest(path) for path in paths}
     sums = {"files": found, BEFORE: files.digest(output / BEFORE)}
@@ -197,15 +198,15 @@ def seal(checkpoint: Path, output: Path) -> None:
 
 
 def _own(sums: dict[str, Any]) -> str:
-    """The checksum of the checksums."""
+    """Return the checksum of the checksums."""
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint(recipe: Recipe, whole: bool) -> str:
-    """The newest checkpoint; `whole`: check that its bytes are those that were written.
+    """Return the newest checkpoint; with `whole`, verify the checksums of its files.
 
     Raises:
-        RecipeError: there is none, it is damaged, or the run has another recipe.
+        RecipeError: without a checkpoint, for a damaged one, or if the run has another recipe.
     """
     output = Path(recipe.output)
     found = checkpoints(output)
@@ -221,7 +222,7 @@ def checkpoint(recipe: Recipe, whole: bool) -> str:
 
 
 def kept_before(checkpoint: str | None, output: Path) -> bool:
-    """Whether before.json is what it was when the checkpoint was written."""
+    """Return whether before.json is unchanged since the checkpoint was written."""
     if checkpoint is None:
         return False
     noted = json.loads((Path(checkpoint) / CHECKSUMS).read_text())[BEFORE]
@@ -232,7 +233,7 @@ def kept_before(checkpoint: str | None, output: Path) -> bool:
 
 
 def _damage(path: Path, whole: bool) -> str | None:
-    """What is wrong with a checkpoint, as the rest of a message; None if it is intact."""
+    """Return the end of an error message about a damaged checkpoint; None if intact."""
     try:
         noted = json.loads((path / CHECKSUMS).read_text())
         if noted.pop("own") != _own(noted):
@@ -275,7 +276,7 @@ def _check_same(recipe: Recipe, output: Path) -> None:
 
 
 def flat(mapping: dict[str, Any], at: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}."""
     found: dict[str, Any] = {}
     for key, value in mapping.items():
         inner = isinstance(value, dict)

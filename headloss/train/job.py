@@ -1,4 +1,4 @@
-"""One run, from a recipe to a folder with all that came of it."""
+"""A training run: from a recipe to a folder of metrics, plots, checkpoints, model and report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .schema import Recipe
 
 
 def run(recipe: Recipe) -> Result:
-    """See `headloss.train.run`."""
+    """Train by a recipe; see `headloss.train.run`."""
     begun = time.perf_counter()
     quiet()
     folder.check(recipe)
@@ -38,7 +38,7 @@ def run(recipe: Recipe) -> Result:
         with folder.without_trace(Path(recipe.output)):
             trainer = trainers.build(recipe, work, language_model, tokenizer)
             if recipe.algorithm != "sft" and not work.held_out:
-                work.rehearse()  # else the first evaluation does
+                work.rehearse()  # without held-out problems no evaluation would try the reward
         checkpoint = _claim(trainer, recipe, work.split, held)
         score = functools.partial(_score, trainer, tokenizer, work)
         measure, bar, between = _watch(trainer, recipe, interrupt, score)
@@ -65,7 +65,7 @@ def run(recipe: Recipe) -> Result:
 def _claim(
     trainer: Any, recipe: Recipe, parts: split.Split, held: contextlib.ExitStack
 ) -> str | None:
-    """The checkpoint to go on from. The folder is locked while `held` is open; on all ranks."""
+    """Return the checkpoint to resume from, on all ranks; lock the folder while `held` is open."""
     found: list[Any] = [None, None]
     if trainer.accelerator.is_main_process:
         try:
@@ -125,16 +125,16 @@ def _ending(
 
 
 def quiet() -> None:
-    """Silence progress bars and warnings of other libraries that nobody here can act on."""
+    """Silence progress bars and warnings of other libraries that a user cannot act on."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
-    # These come when Python first compiles a package that the tasks import.
+    # Python raises these warnings when it first compiles a package that the tasks import.
     warnings.filterwarnings("ignore", '"is( not)?" with', SyntaxWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
-# ---------------------------------------------------------------------- around the training
+# ---------------------------------------------------------------------- evaluation and saving
 
 
 def _score(trainer: Any, tokenizer: Any, work: task.Task) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _points(
     after: dict[str, Any] | None,
     last: int,
 ) -> plots.HeldOut:
-    """(step, what was found) of all evaluations of a run."""
+    """Return (step, scores) of all evaluations of a run, in order."""
     first = [] if before is None else [(0, before)]
     return [*first, *between, *([] if after is None else [(last, after)])]
 
@@ -160,10 +160,10 @@ def _held_out(
     name: str,
     checkpoint: str | None = None,
 ) -> dict[str, Any] | None:
-    """Score the held-out problems and write NAME.json, or read that if the checkpoint knows it.
+    """Score the held-out problems and write NAME.json; read the file if the checkpoint knows it.
 
     Raises:
-        RunError: it fails, and the model's weights are not finite.
+        RunError: if scoring fails and the model's weights are not finite.
     """
     if not recipe.held_out:
         return None
@@ -199,7 +199,7 @@ def _watch(
 
 
 def _save_model(trainer: Any, tokenizer: Any, parts: split.Split, path: Path) -> None:
-    """Safetensors, the tokenizer and the split; all ranks take part."""
+    """Save safetensors, the tokenizer and the split; all ranks take part in the save."""
     partial = path.with_name(f"{files.PARTIAL}-{path.name}")
     trainer.save_model(str(partial))
     if trainer.accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""The model and tokenizer of a recipe."""
+"""Model, tokenizer and adapter of a recipe."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PAD, END = "<pad>", "<end>"
 
 
 def load(recipe: Recipe) -> tuple[Any, Any]:
-    """(model, tokenizer).
+    """Return (model, tokenizer).
 
     Raises:
-        RecipeError: where there is no such model.
+        RecipeError: if the model does not exist or cannot be loaded.
     """
     if recipe.model == "tiny":
         return _saved(tiny(recipe)), byte_tokenizer(recipe.tiny.max_position_embeddings)
@@ -57,7 +57,7 @@ def _advice(name: str) -> str:
 
 
 def tiny(recipe: Recipe) -> LlamaForCausalLM:
-    """A small Llama over bytes, random by the recipe's seed."""
+    """Return a small Llama over bytes, with random weights from the recipe's seed."""
     config = LlamaConfig(
         **dataclasses.asdict(recipe.tiny),
         vocab_size=len(byte_tokenizer()),
@@ -72,17 +72,20 @@ def tiny(recipe: Recipe) -> LlamaForCausalLM:
 
 
 def _saved(model: Any) -> Any:
-    """The model, with a copy on disk until the process ends: TRL reads its reference from there."""
+    """Save the model to a temporary folder, from where TRL loads the reference; return the model.
+
+    The folder is removed when the process ends.
+    """
     folder = tempfile.mkdtemp(prefix="headloss-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model.config.save_pretrained(folder)  # not model.save_pretrained, which writes on one rank only
+    model.config.save_pretrained(folder)  # model.save_pretrained would write on one rank only
     save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     model.config._name_or_path = model.name_or_path = folder
     return model
 
 
 def byte_tokenizer(longest: int = 512) -> PreTrainedTokenizerFast:
-    """A token for each of the 256 bytes, padding and end."""
+    """Return a tokenizer with one token per byte, a padding token and an end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([PAD, END, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -98,7 +101,7 @@ def byte_tokenizer(longest: int = 512) -> PreTrainedTokenizerFast:
 
 
 def adapter(recipe: Recipe) -> Any:
-    """PEFT's configuration of the recipe's adapter, or None."""
+    """Return PEFT's configuration of the recipe's adapter, or None without an adapter."""
     if recipe.lora is None:
         return None
     from peft import LoraConfig

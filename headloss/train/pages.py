@@ -1,4 +1,4 @@
-"""Reports as one file of HTML each, plots inside, that needs no network."""
+"""Reports as single HTML files with embedded plots, which open without a network."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .schema import write as recipe_text
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True
 )
-# What JSON of another kind than a run's own raises where it is read.
+# Errors that reading a run's folder raises for JSON that no run has written.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
 def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
-    """The report of one run."""
+    """Return the HTML report of one run."""
     known = result.before is not None
     return TEMPLATES.get_template("run.html").render(
         title=report.title(recipe),
@@ -42,7 +42,7 @@ def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def compare(outputs: Sequence[Path], to: Path) -> None:
-    """A page that shows several runs side by side; see `headloss.train.compare`."""
+    """Write a page that compares several runs; see `headloss.train.compare`."""
     runs = {name: _read(path) for name, path in _named(outputs).items()}
     drawn = {name: (run["entries"], run["held_out"]) for name, run in runs.items()}
     with tempfile.TemporaryDirectory() as room:
@@ -69,7 +69,7 @@ def _embedded(paths: Sequence[Path]) -> list[dict[str, str]]:
 
 
 def _named(outputs: Sequence[Path]) -> dict[str, Path]:
-    """Folders by their paths, without the part that all share."""
+    """Return the folders by their paths relative to the deepest shared folder."""
     given = list(dict.fromkeys(path.resolve() for path in outputs))
     if len(given) < 2:
         raise RecipeError(f"compare: got {len(given)} run, want the folders of two or more")
@@ -78,10 +78,10 @@ def _named(outputs: Sequence[Path]) -> dict[str, Path]:
 
 
 def _read(output: Path) -> dict[str, Any]:
-    """What a run has left in its folder.
+    """Return metrics, evaluations, recipe and split from the folder of a run.
 
     Raises:
-        RecipeError: it holds no run, or a file of it is damaged.
+        RecipeError: for a folder without a run, or with a damaged file.
     """
     entries = [line for line in files.Lines(output / "metrics.jsonl").read() if "step" in line]
     try:
@@ -101,7 +101,7 @@ def _read(output: Path) -> dict[str, Any]:
 
 
 def _solved(runs: dict[str, dict[str, Any]], letters: list[str]) -> list[list[str]] | None:
-    """A row for each evaluation of each run, with the letter of its split if there are several."""
+    """Return a table row per evaluation of each run; with several splits, also the split letter."""
     rows: list[list[str]] = []
     for i, (name, run) in enumerate(runs.items()):
         head, *found = run["solved"]

@@ -1,4 +1,4 @@
-"""Plots of a run's figures, and of several runs in one."""
+"""Plots of a run's metrics, and overlays of several runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from . import files
 
 Entries = list[dict[str, Any]]
 Points = list[tuple[int, float]]
-HeldOut = Sequence[tuple[int, dict[str, Any]]]  # step, what `evaluate.held_out` returned
+HeldOut = Sequence[tuple[int, dict[str, Any]]]  # pairs (step, result of `evaluate.held_out`)
 
-FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {  # file: label, the first of these that is there
+# File name: (label, log keys); the first key that was logged is drawn.
+FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward": ("mean reward of a step", ("reward",)),
     "loss": ("loss, nats per token", ("loss",)),
     "entropy": ("entropy, nats per token", ("entropy",)),
@@ -29,13 +30,13 @@ FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {  # file: label, the first of
 }
 POLICY_LOSS = "loss (its gradient counts, not its value)"
 SOLVED = "share of held-out problems solved"
-SMOOTHED = 20  # entries from which on a curve is drawn through the points
-LABEL_WIDTH, NAME_WIDTH = 36, 44  # characters of a line that a figure has room for
-WINDOW = 10  # entries that a rate is taken over
+SMOOTHED = 20  # number of entries from which a smoothed curve is drawn
+LABEL_WIDTH, NAME_WIDTH = 36, 44  # characters per line of axis labels and of legends
+WINDOW = 10  # number of entries that a rate averages
 
 
 def draw(entries: Entries, folder: Path, held_out: HeldOut = ()) -> list[Path]:
-    """A PNG for each figure that was measured, held-out points first; the paths."""
+    """Draw a PNG for each metric that was logged, with held-out scores first; return the paths."""
     shown = _solved(held_out)
     paths = [_one(folder / "held_out.png", SOLVED, {}, shown)] if shown else []
     scores = _scores(held_out)
@@ -46,7 +47,7 @@ def draw(entries: Entries, folder: Path, held_out: HeldOut = ()) -> list[Path]:
 
 
 def overlay(runs: Mapping[str, tuple[Entries, HeldOut]], folder: Path) -> list[Path]:
-    """A PNG for each figure that any run has, with one smoothed curve for each; the paths."""
+    """Draw a PNG per metric with one smoothed curve for each run; return the paths."""
     shown = {
         f"{run}, {label}": points
         for run, (_, held_out) in runs.items()
@@ -64,7 +65,7 @@ def overlay(runs: Mapping[str, tuple[Entries, HeldOut]], folder: Path) -> list[P
 
 
 def measured(entries: Entries) -> dict[str, tuple[str, Points]]:
-    """Label and (step, value) of each figure that has a value somewhere."""
+    """Return label and (step, value) points of each metric that was logged."""
     rates = [rate(entries[: i + 1]) for i in range(len(entries))]
     entries = [{**e, "tokens_per_second": r} for e, r in zip(entries, rates, strict=True)]
     found: dict[str, tuple[str, Points]] = {}
@@ -79,7 +80,7 @@ def measured(entries: Entries) -> dict[str, tuple[str, Points]]:
 
 
 def rate(entries: Entries) -> float | None:
-    """Tokens per second over the last entries, with prompts; None where they are not counted."""
+    """Return tokens per second, prompts included, over the last entries; None without counts."""
     counted = [entry for entry in entries if entry.get("num_tokens") is not None]
     last = counted[-WINDOW:]
     if not last or any(entry.get("step_time") is None for entry in last):
@@ -94,7 +95,7 @@ def rate(entries: Entries) -> float | None:
 
 
 def _match(entries: Entries, key: str) -> str | None:
-    """The first name that has a value somewhere."""
+    """Return the log name that matches `key` and has a value in some entry."""
     names = dict.fromkeys(k for entry in entries for k, value in entry.items() if value is not None)
     if not key.startswith("*"):
         return key if key in names else None
@@ -102,20 +103,20 @@ def _match(entries: Entries, key: str) -> str | None:
 
 
 def _solved(held_out: HeldOut) -> dict[str, Points]:
-    """The share of problems that each way of decoding solves, at each step."""
+    """Return the share of problems solved at each step, by greedy decoding and by sampling."""
     ways = {"greedy": "accuracy", "sampled": "sampled_accuracy"}
     found = {way: [(step, row[key]) for step, row in held_out] for way, key in ways.items()}
     return {way: points for way, points in found.items() if points}
 
 
 def _scores(held_out: HeldOut) -> dict[str, Points]:
-    """The mean score of sampled completions, which is what a policy's reward estimates."""
+    """Return the mean score of sampled completions, which a policy's mean reward estimates."""
     points = [(step, row["sampled_score"]) for step, row in held_out if "sampled_score" in row]
     return {"held-out problems, sampled": points} if points else {}
 
 
 def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Points]) -> Path:
-    """A plot against steps: `curves` are smoothed, `marks` are points joined by a thin line."""
+    """Draw smoothed `curves`, and `marks` as points on a dashed line, against optimizer steps."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -142,7 +143,7 @@ def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Poi
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """An exponential mean over a tenth of the run, without a bias to the first value."""
+    """Return exponential moving averages over a tenth of the run, corrected for initial bias."""
     decay, total, weight, found = 1 - 10 / max(len(values), 20), 0.0, 0.0, []
     for value in values:
         total, weight = decay * total + value, decay * weight + 1

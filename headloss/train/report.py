@@ -1,4 +1,4 @@
-"""The report of a run in Markdown, and in one line."""
+"""Report of a run in Markdown, and its last line on the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ERROR = "± is the standard error of a share."
 
 
 def score(found: dict[str, Any]) -> str:
-    """One line about `evaluate.held_out`."""
+    """Return one line about the result of `evaluate.held_out`."""
     return (
         f"{found['accuracy']:.1%} of {found['problems']} problems solved by greedy decoding, "
         f"{found['sampled_accuracy']:.1%} by sampling"
@@ -50,7 +50,7 @@ def state(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def legend(result: Result) -> str:
-    """The words above the table of held-out problems."""
+    """Return the sentences above the table of held-out problems."""
     return f"{result.split} {DECODING} {ERROR}"
 
 
@@ -70,7 +70,7 @@ def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def solved_rows(held_out: HeldOut, last: int) -> list[list[str]]:
-    """A row for each evaluation up to step `last`, with the standard error of the two shares."""
+    """Return a table row per evaluation up to step `last`: shares solved, with standard errors."""
     rows = [["", "problems", "solved, greedy", "solved, sampled", "mean score, greedy"]]
     for step, found in held_out:
         name = {0: "before", last: "after"}.get(step, f"step {step}")
@@ -85,7 +85,7 @@ def _share(share: float, count: int) -> str:
 
 
 def sample_rows(result: Result) -> list[list[str]]:
-    """Problem, answer, and the greedy completions before and after."""
+    """Return table rows of problem, answer, and the greedy completions before and after."""
     rows = [["problem", "answer", "before", "after"]]
     assert result.before is not None
     after = (result.after or result.before)["samples"]
@@ -96,7 +96,7 @@ def sample_rows(result: Result) -> list[list[str]]:
 
 
 def metric_rows(entries: list[dict[str, Any]]) -> list[list[str]]:
-    """The means of the first and the last tenth of a run."""
+    """Return table rows of each metric's mean over the first and the last tenth of a run."""
     rows = [["", "first tenth", "last tenth"]]
     tenth = -(-len(entries) // 10)
     for key, name in {**SHOWN, "peak_memory_mib": "peak memory, MiB"}.items():
@@ -117,6 +117,6 @@ def _text(turns: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text as code, on one line of a table."""
+    """Return a text as inline code that fits one line of a Markdown table."""
     short = text if len(text) <= 80 else f"{text[:38]} ... {text[-38:]}"
     return f"`{' '.join(short.split()).replace('|', '¦').replace('`', chr(39))}`" if text else ""

@@ -1,4 +1,4 @@
-"""What a run came to."""
+"""Result of a run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a run came to.
+    """Result of a run.
 
     Attributes:
-        output: the folder.
-        finished: False where Ctrl-C or SIGTERM ended it; there is a checkpoint of its last step,
-            unless that came before the first step, in an evaluation, or twice.
-        steps: optimizer steps in all.
-        before, after: of the problems kept aside, "accuracy", "score", "problems", "samples";
-            None without such problems, and `after` where the run has not finished.
-        split: sentences on those problems: who was trained on them.
-        held_out: (step, what was found) of these problems: before, in between and after.
+        output: the output folder.
+        finished: False if Ctrl-C or SIGTERM stopped the run. A stopped run has a checkpoint of its
+            last step, unless the signal came before the first step, in an evaluation, or twice.
+        steps: number of optimizer steps, including those before a resume.
+        before, after: held-out results "accuracy", "score", "problems" and "samples"; None without
+            held-out problems, and `after` is None for a stopped run.
+        split: sentences on the runs that trained on the held-out problems.
+        held_out: (step, result) of each evaluation: before, during and after training.
         metrics: the lines of metrics.jsonl.
-        plots: paths of PNG files.
-        seconds: of this call.
+        plots: paths of the PNG files.
+        seconds: duration of this call.
     """
 
     output: Path
@@ -42,7 +42,7 @@ class Result:
 
     @property
     def page(self) -> Path:
-        """The report as one file of HTML, plots inside."""
+        """Path of the report as one HTML file with embedded plots."""
         return self.output / "report.html"
 
     @property

@@ -1,4 +1,4 @@
-"""A recipe: its keys and their types, read from YAML and "key=value" overrides."""
+"""Schema of recipes: keys and types, read from YAML and "key=value" overrides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALGORITHMS = ("sft", "grpo", "gspo", "cispo", "ppo", "reinforce")
 
 @dataclass
 class Tiny:
-    """The size of the Llama that `model: tiny` builds."""
+    """Size of the Llama that `model: tiny` builds."""
 
     hidden_size: int = 128
     intermediate_size: int = 384
@@ -36,36 +36,37 @@ class Tiny:
 
 @dataclass
 class Recipe:
-    """What a run is made of; `trainer` holds the fields of the algorithm's TRL configuration.
+    """Settings of a run; `trainer` holds the fields of the algorithm's TRL configuration.
 
     Attributes:
         algorithm: one of `ALGORITHMS`.
         model: "tiny", a local folder or a Hugging Face id.
-        tiny: the size of "tiny", which is built on the spot with a byte-level tokenizer.
-        dtype: of the weights, "float32", "bfloat16", "float16" or "auto" (as saved).
+        tiny: size of the model "tiny", a random Llama with a byte-level tokenizer.
+        dtype: dtype of the weights: "float32", "bfloat16", "float16" or "auto" (as saved).
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
-        task_options: of the reasoning_gym generator; an override of the task drops them.
-        reward: "module:function", with the arguments of TRL's reward functions; None is the
-            generator's own scorer, or 1 where a completion is the line's answer; "solved" gives
-            that scorer's partial credit no reward.
-        prompt: the text of a prompt, of {question}, and of other fields of a line or of the
-            generator's metadata; an override of the task drops it.
-        system: a system message, of conversations.
-        chat: whether prompts are conversations; None is where the tokenizer has a template.
-        answer_tag: the answer stands between <tag> and </tag>; None takes the whole completion.
-        train_problems: how many problems to train on; None is all others of a file, and 4096 of a
-            generator. An override of the task drops it.
-        held_out: how many more to keep aside: none of their prompts is trained on. They are scored
-            before and after.
-        held_out_steps: score them every so many steps as well; 0 does not.
-        terms: "z_loss" and "entropy" to add to the objective, with their weights.
-        split_seed: of the problems, and of which of them are held out. `seed` has no part in it,
-            so that runs which continue each other's models share a split.
-        seed: of the weights of "tiny", the order of problems and the sampling.
-        output: the folder that all is written to.
+        task_options: options of the reasoning_gym generator; an override of the task drops them.
+        reward: "module:function", with the arguments of TRL's reward functions. None is the
+            generator's scorer, or for a file 1 where the completion is the line's answer. "solved"
+            gives 1 for a full score of the generator and 0 for partial credit.
+        prompt: text of a prompt, with {question} and further fields of a line or of the generator's
+            metadata in braces; an override of the task drops the text.
+        system: system message of a conversation.
+        chat: True if prompts are conversations; None: True if the tokenizer has a chat template.
+        answer_tag: name of the tag around the answer, <tag> to </tag>; None scores the whole
+            completion.
+        train_problems: number of problems to train on; None is every problem of a file that is not
+            held out, and 4096 problems of a generator. An override of the task drops the number.
+        held_out: number of problems kept out of training. Held-out problems are scored before and
+            after training.
+        held_out_steps: steps between evaluations during training; 0 for no such evaluation.
+        terms: weights of "z_loss" and "entropy", which are added to the objective.
+        split_seed: seed of the problems and of the held-out choice. The split is independent of
+            `seed`, so that runs which continue each other's models can share a split.
+        seed: seed of the weights of "tiny", the order of problems and the sampling.
+        output: folder of every file that the run writes.
         resume: continue from the last checkpoint in `output`.
-        overwrite: replace what is in `output` under the names that a run writes.
+        overwrite: replace the files of an earlier run in `output`.
         trainer: fields of TRL's `SFTConfig`, or of a configuration of `headloss.rl`.
     """
 
@@ -93,7 +94,7 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
-WANTED = {  # of the keys without a default
+WANTED = {  # expected values of the keys without a default
     "algorithm": f"one of {', '.join(ALGORITHMS)}",
     "task": "reasoning_gym:NAME, or a JSONL file with a prompt and an answer on each line",
 }
@@ -103,7 +104,7 @@ WANTED = {  # of the keys without a default
 
 
 def shipped() -> dict[str, str]:
-    """The first comment of each shipped recipe, by its name."""
+    """Return the first comment of each shipped recipe, by name."""
     found = {}
     for path in sorted(SHIPPED.glob("*.yaml")):
         found[path.stem] = path.read_text().partition("\n")[0].removeprefix("# ")
@@ -123,7 +124,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
             for key, value in OmegaConf.to_container(part).items():  # type: ignore[union-attr]
                 if isinstance(value, list):
                     raise RecipeError(f"{key}: got a list, which no key of a recipe is")
-        if "task" in changes:  # the recipe's own belong to another task
+        if "task" in changes:  # the recipe's task options belong to the replaced task
             for key in ("task_options", "prompt", "train_problems"):
                 given.pop(key, None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
@@ -133,7 +134,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
         raise RecipeError(f"{name}: is not YAML: {' '.join(str(error).split())}") from None
     except UnicodeDecodeError as error:
         raise RecipeError(f"{name}: cannot be read as UTF-8: {error}") from None
-    except OSError as error:  # OmegaConf's too, of YAML that is one number
+    except OSError as error:  # OmegaConf raises OSError also for YAML that is a single number
         raise RecipeError(f"{name}: cannot be read: {error}") from None
     assert isinstance(found, Recipe)
     _check(found)
@@ -141,7 +142,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
 
 
 def write(recipe: Recipe) -> str:
-    """The recipe as YAML, with every key."""
+    """Return the recipe as YAML, with every key."""
     return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False)
 
 
@@ -157,7 +158,7 @@ def _path(name: str) -> Path:
 
 
 def _one_line(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message, or ours where a key does not exist."""
+    """Return OmegaConf's message in one line, or a message with a suggestion for an unknown key."""
     key = error.full_key or "recipe"
     kind, last = error.object_type, str(error.key)
     text = str(error.msg or error).partition("\n")[0]
@@ -169,9 +170,9 @@ def _one_line(error: OmegaConfBaseException) -> str:
 
 
 def unknown(key: str, name: str, known: Iterable[str]) -> str:
-    """One line about a key that does not exist, with the nearest that does."""
+    """Return one line about an unknown key, with the nearest known key."""
     near = difflib.get_close_matches(name, list(known), 1)
-    if not near and "." not in key:  # it may be one of the trainer's keys
+    if not near and "." not in key:  # `name` may be a key of `trainer`
         near = [f"trainer.{n}" for n in difflib.get_close_matches(name, [*INTERVALS, *CHOICES], 1)]
     return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
@@ -180,7 +181,7 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 
 def _check(recipe: Recipe) -> None:
-    """RecipeError for what can be known before anything is imported or read."""
+    """Raise RecipeError for errors that need no import and no file to find."""
     for name in ("train_problems", "held_out", "held_out_steps"):
         count = getattr(recipe, name)
         if count is not None and count < (name == "train_problems"):
@@ -224,7 +225,7 @@ def _check_tiny(tiny: Tiny) -> None:
         )
 
 
-OURS = {  # fields of a trainer's configuration that a recipe has keys of its own for
+OURS = {  # trainer fields that a key of the recipe sets
     "output_dir": "output",
     "seed": "seed",
     "data_seed": "seed",
@@ -233,7 +234,7 @@ OURS = {  # fields of a trainer's configuration that a recipe has keys of its ow
     "reward_weights": "reward",
 }
 
-# Intervals of numbers among a trainer's fields. NaN is in none.
+# Intervals of numeric trainer fields. NaN lies in no interval.
 INTERVALS = {
     **dict.fromkeys(
         (
@@ -293,7 +294,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_fields(given: dict[str, Any], kind: type, at: str) -> None:
-    """RecipeError for a key that `kind` does not have, or a value of another type."""
+    """Raise RecipeError for a field that `kind` does not have, or a value of the wrong type."""
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     for name, value in given.items():
@@ -322,7 +323,7 @@ def _lies_in(value: float, interval: str) -> bool:
 
 
 def _kinds(hint: Any) -> set[type]:
-    """The plain types that a hint allows; empty if it allows others too."""
+    """Return the plain types that a type hint allows; empty if the hint allows further types."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     found = set(typing.get_args(hint)) if union else {hint}
     if not found <= {int, float, str, bool, type(None)}:

@@ -1,4 +1,4 @@
-"""The split of a task into held-out problems and those to train on, and its record of a model."""
+"""Split of a task into held-out and training problems, recorded next to each model."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from typing import Any
 from .errors import RecipeError
 from .schema import Recipe
 
-FILE = "split.json"  # in a run's folder, and in those of its model and of its checkpoints
+FILE = "split.json"  # in the folders of a run, of its model and of its checkpoints
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-KEYS = ("task", "task_options", "split_seed", "held_out")  # of a recipe, that a split follows from
+KEYS = ("task", "task_options", "split_seed", "held_out")  # recipe keys that determine a split
 
 
 def digest(question: Any) -> str:
-    """64 bits of the checksum of a question, which is a text or a conversation."""
+    """Return 64 bits of the SHA-256 of a question, which is a text or a conversation."""
     return hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The problems of a run and of the model that it begins from, by digests of their questions.
+    """Problems of a run and of the model that the run starts from, as digests of the questions.
 
     Attributes:
-        settings: the keys of the recipe that the split follows from.
+        settings: recipe keys that determine the split.
         held_out, train: digests of this run's problems.
-        start: the recipe's model, in messages.
-        history: the record beside that model; None where there is none.
+        start: the recipe's model, named in messages.
+        history: the split record next to the model; None if the model has no record.
     """
 
     settings: dict[str, Any]
@@ -41,10 +41,10 @@ class Split:
 
     @classmethod
     def of(cls, recipe: Recipe, held_out: Iterable[str], train: Iterable[str]) -> Split:
-        """The split of a recipe.
+        """Return the split of a recipe.
 
         Raises:
-            RecipeError: the record beside the model is damaged.
+            RecipeError: if the record next to the model is damaged.
         """
         path = Path(recipe.model) / FILE
         try:
@@ -63,12 +63,12 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """The splits that the model was trained on before and that differ from this one."""
+        """Earlier splits in the model's record that differ from the split of this run."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 
     def record(self) -> dict[str, Any]:
-        """The contents of `FILE`: the splits of this run and of those before, oldest first."""
+        """Return the contents of `FILE`: the splits of earlier runs and of this run, in order."""
         past: dict[str, Any] = self.history or {"splits": [], "trained_on": []}
         return {
             "splits": [*past["splits"], {**self.settings, "digest": digest(self.held_out)}],
@@ -79,7 +79,7 @@ class Split:
 
     @property
     def note(self) -> str:
-        """Sentences on the held-out problems, and who has been trained on them."""
+        """Sentences on which runs trained on the held-out problems."""
         if self.history is None:
             note = "None of these problems is among those that this run trained on."
             unknown = "" if self.start == "tiny" else f" {self.start} has no record of its split."
@@ -104,7 +104,7 @@ class Split:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The record in a file, None where there is no file; an error of `DAMAGED` for another file."""
+    """Return the record in a file, None without a file; raise one of `DAMAGED` for a wrong file."""
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
@@ -115,9 +115,9 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def marks(runs: dict[str, dict[str, Any] | None]) -> tuple[list[str], list[str]]:
-    """(a letter for each run, notes) of a comparison; no letters where all splits are one.
+    """Return (a letter per run, notes) for a comparison; no letters if all runs share one split.
 
-    `runs` holds the record of each, None of a run that has none.
+    The mapping `runs` holds each run's split record, or None for a run without a record.
     """
     digests = {name: run["splits"][-1]["digest"] if run else None for name, run in runs.items()}
     notes = [f"{name}: {run['note']}" for name, run in runs.items() if run and run["differs"]]

@@ -1,4 +1,4 @@
-"""Problems to train on, held-out problems, and how completions are scored."""
+"""Tasks: problems to train on, held-out problems, and the scores of completions."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from .schema import Recipe, unknown
 from .split import Split, digest
 
 Row = dict[str, Any]
-REPEATS = 1000  # after so many repeated problems in a row there are no others
-GENERATED = 4096  # problems of a generator to train on, by default
+REPEATS = 1000  # repeated problems in a row after which a generator counts as exhausted
+GENERATED = 4096  # default number of a generator's training problems
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Rows have "prompt", "answer", and whatever the scorer reads.
+    """Problems of a run and their reward; a row has "prompt", "answer" and the scorer's fields.
 
     Attributes:
-        train, held_out: rows; no prompt is in both, nor twice in one of them.
-        reward: with the arguments of a reward function of TRL; a score per completion.
-        split: of the problems, with the record of the model that the run begins from.
-        name: of the reward, in messages.
-        completion: the text that a row's answer is as a completion.
+        train, held_out: rows; a prompt occurs once in both lists together.
+        reward: function with the arguments of TRL's reward functions; returns a score per
+            completion.
+        split: split of the problems, with the record of the model that the run starts from.
+        name: name of the reward in messages.
+        completion: function from a row to its answer in the form of a completion.
     """
 
     train: list[Row]
@@ -49,21 +50,21 @@ class Task:
     name: str = "reward"
 
     def prompts(self) -> Dataset:
-        """For the trainers of `headloss.rl`."""
+        """Return the dataset for the trainers of `headloss.rl`."""
         return _dataset(self.train)
 
     def demonstrations(self) -> Dataset:
-        """For the supervised trainer."""
+        """Return the dataset for the supervised trainer."""
         return _dataset(
             [{"prompt": row["prompt"], "completion": self._turn(row)} for row in self.train]
         )
 
     @functools.cached_property
     def scored(self) -> Callable[..., list[float | None]]:
-        """The reward, with what it returns checked; None is no score, as in TRL.
+        """Reward with checked results; None means no score, as in TRL.
 
         Raises:
-            RecipeError: it gives no number for a completion, or not one for each.
+            RecipeError: if a score is not a finite number, or the number of scores is wrong.
         """
 
         @functools.wraps(self.reward)
@@ -91,7 +92,7 @@ class Task:
         return scored
 
     def scores(self, rows: list[Row], completions: list[Any]) -> list[float | None]:
-        """Of a completion for each row, outside of a trainer."""
+        """Return the score of one completion per row, outside of a trainer."""
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
         found = self.scored(prompts=columns.pop("prompt"), completions=completions, **columns)
         if all(score is None for score in found):
@@ -99,12 +100,12 @@ class Task:
         return found
 
     def rehearse(self) -> None:
-        """Try the reward on a few right answers; RecipeError if it fails on them."""
+        """Try the reward on a few right answers; RecipeError if the reward fails."""
         rows = self.train[:8]
         self.scores(rows, [self._turn(row) for row in rows])
 
     def longest(self, tokenizer: Any) -> int:
-        """Tokens of a held-out answer with its end, at most."""
+        """Return the largest number of tokens of a held-out answer, end token included."""
         texts = [self.completion(row) for row in self.held_out]
         return max(map(len, tokenizer(texts)["input_ids"])) + 1
 
@@ -116,10 +117,10 @@ class Task:
 
 
 def load(recipe: Recipe, chat: bool) -> Task:
-    """The task of a recipe; `chat`: prompts are conversations.
+    """Return the task of a recipe; with `chat`, prompts are conversations.
 
     Raises:
-        RecipeError: a file, a function, a generator or an option that does not exist, or fewer
+        RecipeError: for a file, function, generator or option that does not exist, or for fewer
             problems than the recipe holds out and trains on.
     """
     source, _, name = recipe.task.partition(":")
@@ -162,7 +163,7 @@ def _dataset(rows: list[Row]) -> Dataset:
 
 
 def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
-    """Each question once, as long as there are new ones."""
+    """Yield each question once; stop after `REPEATS` repeated questions in a row."""
     seen, repeated = set(), 0
     for row in rows:
         key = json.dumps(row["question"])
@@ -175,7 +176,7 @@ def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _prompt(row: Row, recipe: Recipe, chat: bool) -> Any:
-    if not isinstance(row["question"], str):  # a conversation already
+    if not isinstance(row["question"], str):  # the question is a conversation already
         return row["question"]
 
     def value(match: re.Match[str]) -> str:
@@ -194,7 +195,7 @@ def _prompt(row: Row, recipe: Recipe, chat: bool) -> Any:
 
 
 def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str, Row], float]]:
-    """Endless problems of a reasoning_gym generator, and its scorer."""
+    """Return an endless iterator over a reasoning_gym generator's problems, and its scorer."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -248,7 +249,7 @@ def _from_file(path: Path, seed: int) -> Iterator[Row]:
     return iter(rows)
 
 
-RESERVED = {  # what a scorer is given beside a line's own fields, and what TRL takes for images
+RESERVED = {  # field names that a scorer is given by headloss, or that TRL reads as images
     "question",
     "fields",
     "prompts",
@@ -294,7 +295,7 @@ def _exact(answer: str, row: Row) -> float:
     return float(answer == row["answer"].strip())
 
 
-SOLVED = 0.999  # a score of 1, less rounding
+SOLVED = 0.999  # a score of 1 up to rounding
 
 
 def _reward_of(recipe: Recipe, score: Callable[[str, Row], float]) -> Callable[..., list[float]]:
@@ -306,7 +307,7 @@ def _reward_of(recipe: Recipe, score: Callable[[str, Row], float]) -> Callable[.
 
 
 def _reward(score: Callable[[str, Row], float], tag: str | None) -> Callable[..., list[float]]:
-    """TRL's form of a scorer of one answer."""
+    """Return a reward function in TRL's form from a scorer of one answer."""
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
         names = ("answer", "entry") if "entry" in columns else ("answer",)
@@ -319,12 +320,12 @@ def _reward(score: Callable[[str, Row], float], tag: str | None) -> Callable[...
 
 
 def text(completion: Any) -> str:
-    """Of a completion, which is a text or the turns of a conversation."""
+    """Return the text of a completion, which is a text or the turns of a conversation."""
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
 def answer_in(completion: str, tag: str | None) -> str:
-    """What stands between the last <tag> and </tag>; without a tag, all of it."""
+    """Return the text between the last <tag> and </tag>; without a tag, the whole text."""
     if tag is None:
         return completion.strip()
     name = re.escape(tag)
@@ -333,21 +334,21 @@ def answer_in(completion: str, tag: str | None) -> str:
 
 
 def _function(name: str) -> Callable[..., list[float]]:
-    """`module:function`, from the path, or else from the current folder."""
+    """Import `module:function` from Python's path, or from the current folder."""
     module, _, function = name.partition(":")
     if not module or not function:
         raise RecipeError(f"reward: got {name!r}, want module:function")
     if "" not in sys.path:
-        sys.path.append("")  # the last place: a file here takes no other module's place
+        sys.path.append("")  # last, so that a local file hides no installed module
     try:
         found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(f"reward: {name}: {error}") from None
-    except Exception as error:  # of the module's own, while it is imported
+    except Exception as error:  # an error inside the imported module
         raise RecipeError(f"reward: {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise RecipeError(f"reward: {name} is no function")
-    with contextlib.suppress(ValueError):  # a callable without a signature
+    with contextlib.suppress(ValueError):  # signature raises ValueError for some callables
         try:
             inspect.signature(found).bind(prompts=[], completions=[], completion_ids=[], answer=[])
         except TypeError as error:

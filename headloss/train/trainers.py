@@ -1,4 +1,4 @@
-"""The trainer of an algorithm: further terms, whole checkpoints, exact resumption."""
+"""Trainers of the algorithms, with additional terms, whole checkpoints and exact resumption."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIGS: dict[str, type] = {
 
 
 class _Run:
-    """Goes before a trainer. Attributes that it reads are TRL's."""
+    """Mixin in front of a TRL trainer, whose attributes it reads."""
 
     terms: dict[str, float]
     split: Split
@@ -47,10 +47,10 @@ class _Run:
     state: Any
     accelerator: Any
     _partial = False
-    _loss: Any = 0.0  # the sum over the micro-batches of a step
+    _loss: Any = 0.0  # sum of the loss over the micro-batches of a step
 
     def count_on(self, log: list[dict[str, Any]]) -> None:
-        """Go on from what the log of a checkpoint says."""
+        """Continue the counts of a checkpoint's log."""
 
     def _terms(self, inputs: dict[str, Any]) -> Objective | None:
         parts = [weight * getattr(losses, name)() for name, weight in self.terms.items()]
@@ -58,14 +58,14 @@ class _Run:
 
     @property
     def can_resume_here(self) -> bool:
-        """TRL's state between two generations is not part of a checkpoint."""
+        """True between two generations: a checkpoint does not store TRL's state within one."""
         generations = getattr(self.args, "steps_per_generation", None)
         if generations is None:
             return True
         return self._step % (generations * self.num_iterations) == 0  # type: ignore[attr-defined]
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """The order of an epoch depends on the seed and the epoch, not on the epochs before."""
+        """Seed the order of an epoch by seed and epoch number, so that a resumed run repeats it."""
         sampler: Any = super()._get_train_sampler(*args, **kwargs)  # type: ignore[misc]
         if isinstance(sampler, RepeatSampler) and sampler.shuffle:
             seed = self.args.seed
@@ -77,7 +77,7 @@ class _Run:
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """No step beyond the last one: transformers looks only after a step."""
+        """Stop before a step beyond the last one: transformers checks only after a step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
             return
@@ -89,18 +89,19 @@ class _Run:
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """The last that is called before the weights change."""
+        """Check loss and gradient norm: the last hook before the optimizer changes the weights."""
         norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
         measured = {"loss": self._loss, "grad_norm": norm}
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
-            del measured["grad_norm"]  # such a step is left out, and the next one's scale is less
+            # The scaler skips a step with a gradient that is not finite, and lowers its scale.
+            del measured["grad_norm"]
         self._loss = 0.0
         self._stop_unless_finite(measured, self.state.global_step + 1)
         return norm
 
     def check_weights(self) -> None:
-        """RunError for a weight that is trained and not finite; all ranks take part."""
+        """Raise RunError for a trained weight that is not finite; all ranks take part."""
         found = {}
         for name, weight in self.model.named_parameters():  # type: ignore[attr-defined]
             if weight.requires_grad and weight.numel():
@@ -130,7 +131,7 @@ class _Run:
         return str(Path(folder) / files.PARTIAL) if self._partial else folder
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Under another name until all ranks have written their part."""
+        """Save under a temporary name until all ranks have written their parts."""
         self.check_weights()
         checkpoints = Path(self.args.output_dir)
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -153,12 +154,12 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The report takes its place."""
+        """Write no model card: the run has a report."""
 
 
 class _Supervised(_Run, SFTTrainer):
     def count_on(self, log: list[dict[str, Any]]) -> None:
-        """Tokens are counted from there, which TRL leaves out of a checkpoint."""
+        """Restore the token count, which TRL leaves out of a checkpoint."""
         seen = [entry["num_tokens"] for entry in log if "num_tokens" in entry]
         self._total_train_tokens = seen[-1] if seen else 0
 
@@ -179,10 +180,10 @@ class _Policy(_Run):
 
 
 def build(recipe: Recipe, task: Task, language_model: Any, tokenizer: Any) -> Any:
-    """The trainer of a recipe.
+    """Return the trainer of a recipe.
 
     Raises:
-        RecipeError: a field that TRL's configuration does not have, or refuses.
+        RecipeError: for a field that TRL's configuration does not have, or refuses.
     """
     arguments = {
         "model": language_model,
@@ -208,7 +209,7 @@ def build(recipe: Recipe, task: Task, language_model: Any, tokenizer: Any) -> An
 
 @contextlib.contextmanager
 def _configuring() -> Iterator[None]:
-    """What TRL and transformers say of a configuration, by errors of all kinds, in a line."""
+    """Turn every error of TRL or transformers about a configuration into a short RecipeError."""
     try:
         yield
     except RecipeError:
@@ -219,7 +220,7 @@ def _configuring() -> Iterator[None]:
 
 
 def _rehearse(trainer: Any) -> None:
-    """RecipeError for what would otherwise come up in the first step, after an evaluation."""
+    """Raise RecipeError for errors that would otherwise appear in the first training step."""
     args = trainer.args
     if not len(trainer.train_dataset):
         raise RecipeError(
@@ -237,7 +238,8 @@ def _rehearse(trainer: Any) -> None:
             raise ValueError("eval_on_start: there is no eval_dataset; see held_out")
         of: Any = trainer.model
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
-        if options.keys() & {"params", "model", "optimizer_dict"}:  # made of the model itself
+        # An optimizer with these options needs the model's own parameters.
+        if options.keys() & {"params", "model", "optimizer_dict"}:
             return
         like: Any = {"dtype": torch.float32, "device": args.device}
         optimizer = kind([torch.nn.Parameter(torch.zeros(1, **like))], **options)
@@ -251,7 +253,7 @@ def _rehearse(trainer: Any) -> None:
 
 
 def settings(recipe: Recipe) -> Any:
-    """TRL's configuration: the recipe's fields, and defaults that fit the machine."""
+    """Return TRL's configuration: the recipe's fields, and defaults that fit the machine."""
     kind = CONFIGS[recipe.algorithm]
     check_fields(recipe.trainer, kind, at="trainer")
     if recipe.trainer.get("deepspeed") or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -285,7 +287,7 @@ def settings(recipe: Recipe) -> Any:
 
 
 def _check_saving(trainer: Any) -> None:
-    """RecipeError for checkpoints between two generations, which would not resume exactly."""
+    """Raise RecipeError for checkpoints between two generations, which would not resume exactly."""
     args = trainer.args
     if getattr(args, "steps_per_generation", None) is None or args.save_strategy != "steps":
         return
