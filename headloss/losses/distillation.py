@@ -135,8 +135,8 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation. MOPD (Xiaomi 2026,
     MiMo-V2-Flash, arXiv:2601.02780) is this term under `.corrected("token_mask", min=..., max=...)`
-    and added to a policy term. The gradient equals that of kl(estimator="k2") with the teacher as
-    the reference.
+    and added to a policy term. The gradient equals the gradient of kl(estimator="k2") with the
+    teacher as the reference.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """

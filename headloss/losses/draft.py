@@ -75,9 +75,9 @@ def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> T
 
         -log sum_j min(p_j, q_j)
 
-    Samarin et al. 2026 (LK losses), arXiv:2602.23881; the loss of `nla`. A token whose draft and
-    verifier distributions share no mass has a finite loss of 10000, where SpecForge and NeMo
-    Automodel count 0.
+    Samarin et al. 2026 (LK losses), arXiv:2602.23881; the loss equals that of `nla`. A token whose
+    draft and verifier distributions share no mass has a finite loss of 10000, where SpecForge and
+    NeMo Automodel count 0.
 
     Args:
         teacher_head, temperature: as in `nla`.

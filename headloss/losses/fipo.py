@@ -26,7 +26,8 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-SAFE = (0.8, 1.0)  # bounds of f for a token whose large ratio makes the loss large already
+# Bounds of the weight f for a token whose large ratio makes the loss large already.
+SAFE = (0.8, 1.0)
 
 
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
@@ -109,10 +110,10 @@ def fipo(
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), f_t = clip(exp(F_t), lo, 1 + weight_clip), F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k
 
     m_k is 0 where r_k > delta, else 1; lo is 1 if high_only, else 1 - weight_clip. Where A < 0 and
-    r > safety, f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift has the
-    loss. The distance k - t counts the scored tokens of a segment; other frameworks count all
-    positions, unscored ones included. F is clamped to [-20, 20]; the log-ratios d_k in the sum of F
-    are not clamped. With old_logps=CURRENT every weight f is 1.
+    r > safety, the weight f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift
+    has the loss. The distance k - t counts the scored tokens of a segment; other frameworks count
+    all positions, unscored ones included. F is clamped to [-20, 20]; the log-ratios d_k in the sum
+    of F are not clamped. With old_logps=CURRENT every weight f is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

@@ -3,9 +3,9 @@
 T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
     token             r_t = exp(d_t)                           [T]
-    sequence          s_i = exp(mean_t d_t)                    [S], advantages averaged likewise
+    sequence          s_i = exp(mean_t d_t)                    [S], advantages averaged over t
     sequence_token    s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
-    sequence_product  exp(sum_t d_t)                           [S], advantages averaged
+    sequence_product  exp(sum_t d_t)                           [S], advantages averaged over t
 
 The exponent (d_t, its mean or its sum) is clamped to [-20, 20], so that every ratio and every
 gradient is finite. The log-ratios inside a mean or sum are not clamped. An empty segment has ratio

@@ -162,8 +162,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
 
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u and v sorted: u = logp_chosen - logp_rejected and v of the reference, or u = chosen and v = rejected sums of logp - ref
 
-    Melnyk et al. 2024, arXiv:2406.05882. All pairs of a call are sorted together, so that the mean
-    over the call stands at each pair. A pair without a scored token is left out of the sort.
+    Melnyk et al. 2024, arXiv:2406.05882. All pairs of a call are sorted together, and the mean
+    over the call is repeated at each pair. A pair without a scored token is left out of the sort.
 
     Args:
         beta: scale of the difference, > 0.

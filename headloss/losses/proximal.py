@@ -172,8 +172,8 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
 
         -r A; 0 where mean_t |r - 1| > delta and the token would move further, (r - 1) A > 0
 
-    Honari et al. 2026, arXiv:2603.01365, with the total variation of each sequence. The log of the
-    policy ratio r is clamped to [-20, 20].
+    Honari et al. 2026, arXiv:2603.01365, with the total variation measured per sequence. The log of
+    the policy ratio r is clamped to [-20, 20].
 
     Args:
         delta: largest mean_t |r - 1| of a sequence, twice its total variation, >= 0.

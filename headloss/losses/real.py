@@ -73,11 +73,11 @@ def real(*, tau: float = 0.5) -> Term:
 
         log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t d_t; sums over the answers to i's prompt, 0 where all of them are on one side
 
-    Zhai et al. 2026, arXiv:2602.05630. The loss of a group stands at each segment of the group. For
-    groups of equal size the mean over segments is the mean over prompts, including prompts of loss
-    0; for groups of unequal size use `.over("prompt_mean")`. The score s_i is not clamped, and the
-    gradient with respect to s_i is at most 1 / tau. An empty segment has s = 0 and A = 0 in its
-    group, and no weight in the mean.
+    Zhai et al. 2026, arXiv:2602.05630. The loss of a group is repeated at each segment of the
+    group. For groups of equal size the mean over segments is the mean over prompts, including
+    prompts of loss 0; for groups of unequal size use `.over("prompt_mean")`. The score s_i is not
+    clamped, and the gradient with respect to s_i is at most 1 / tau. An empty segment has s = 0 and
+    A = 0 in its group, and no weight in the mean.
 
     Args:
         tau: temperature of the scores, > 0.

@@ -168,8 +168,8 @@ def vespo(
     Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. If the batch has
     sampling_logps, sum_t (old_t - sampling_t) is added to log w before the clamp; `.corrected`
     would then count the sampler twice. If the batch has importance_sampling_ratio (old over
-    sampling, truncated or masked by the caller), the sum of the log of this ratio is added instead.
-    A ratio below 1e-8, such as a masked 0, counts as 1e-8.
+    sampling, truncated or masked by the caller), the sum of the log of this ratio replaces the sum
+    of old_t - sampling_t. A ratio below 1e-8, such as a masked 0, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: shape of phi where A >= 0, each > 0.

@@ -7,8 +7,8 @@ from typing import Literal
 
 Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # scopes that a term may have
-TRACING = ContextVar("tracing", default=False)  # set while a term is traced: no collective runs
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # Scopes that a term may have.
+TRACING = ContextVar("tracing", default=False)  # True while a term is traced: no collective runs.
 
 
 def wider(a: Scope, b: Scope) -> Scope:

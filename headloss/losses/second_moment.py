@@ -61,7 +61,7 @@ class _SecondMoment:
 
 @with_floats
 def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modifier:
-    """Mask of the tokens on which trainer and sampler differ most, as few tokens as needed.
+    """Mask that drops the tokens of largest trainer-sampler mismatch until the mean is low enough.
 
         0 for the n largest m, else 1; m = (old - sampling)^2, n the least with mean(the other m) < threshold
 
@@ -97,9 +97,9 @@ def _made(threshold: float, live: bool = False) -> _SecondMoment:
 
 @with_floats
 def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
-    """Mask of `.second_moment_masked` as a batch field for `.where`; the denominator counts kept.
+    """Mask of `.second_moment_masked` as a batch field for `.where`.
 
-    AReaL also counts the kept tokens alone in the denominator.
+    With `.where`, the denominator counts the kept tokens alone, as in AReaL.
 
         kept = hl.second_moment_mask(batch, threshold=0.04)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))

@@ -48,7 +48,7 @@ class Teacher:
     tail: Tail = "bucket"
 
     def _identity(self) -> tuple[Any, ...]:
-        if not isinstance(self.head, Head):  # the call refuses other types later, by name
+        if not isinstance(self.head, Head):  # the call refuses other types
             return self.temperature, id(self.head), self.tail
         return self.temperature, tuple(map(_identity, vars(self.head).values())), self.tail
 
@@ -129,12 +129,19 @@ def measure_of(kind: str, beta: float = 0.5) -> Measure:
 
 
 class SharedRows(NamedTuple):
-    """Rows of `teacher_hidden` by token; neighbouring tokens of one row share the row's product."""
+    """Rows of `teacher_hidden` by token; neighbouring tokens of one row share the row's product.
 
-    index: Tensor  # [T] the row of each token
-    rows: Tensor | None  # [R] the row of each run of equal neighbours; None: no token shares a row
-    run: Tensor  # [T] the run of each token
-    on_host: Tensor  # `run` on the host, so that a block of tokens reads nothing from the device
+    Attributes:
+        index: [T] the row of each token.
+        rows: [R] the row of each run of tokens with equal rows; None if no token shares a row.
+        run: [T] the run of each token.
+        on_host: `run` on the host, so that a block of tokens reads nothing from the device.
+    """
+
+    index: Tensor
+    rows: Tensor | None
+    run: Tensor
+    on_host: Tensor
 
     @classmethod
     def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:

@@ -69,7 +69,7 @@ class _Arithmetic:
     def __truediv__(self, divisor: float) -> Objective:
         if not isinstance(divisor, Real):
             return NotImplemented
-        return self * (1 / divisor if divisor else math.inf)  # inf: refused as a coefficient
+        return self * (1 / divisor if divisor else math.inf)  # Objective refuses inf
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,13 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reads:
-    """Statistics and batch fields that a term reads."""
+    """Statistics and batch fields that a term reads.
+
+    Attributes:
+        statistics: names of the statistics read.
+        fields: names of the batch fields read.
+        gradients: names of the statistics through which the loss is differentiable.
+        measures: the teacher's divergences read; empty for a stored top k.
+        observed: names of the per-token metrics.
+    """
 
     statistics: frozenset[str]
     fields: frozenset[str]
-    gradients: frozenset[str]  # statistics through which the loss is differentiable
-    measures: frozenset[Measure] = frozenset()  # divergences read; empty for a stored top k
-    observed: frozenset[str] = frozenset()  # names of the per-token metrics
+    gradients: frozenset[str]
+    measures: frozenset[Measure] = frozenset()
+    observed: frozenset[str] = frozenset()
 
 
 def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = True) -> Reads:
@@ -101,7 +109,7 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    recorded = batch._target if isinstance(batch, Recorder) else batch  # do not record this read
+    recorded = batch._target if isinstance(batch, Recorder) else batch  # not recorded as a read
     for source in (term, *term.modifiers):
         if source.observe is not None:
             report = source.observe(term.view(stats, batch), batch)

@@ -45,7 +45,7 @@ def generalised(
     """
     rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
-    ahead = following = values.new_zeros(len(values))  # A and V of the next token
+    ahead = following = values.new_zeros(len(values))  # advantage A and value V of the next token
     for t in reversed(range(values.shape[1])):
         step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * ahead
         ahead = torch.where(mask[:, t], step, ahead)

@@ -31,7 +31,7 @@ class RLConfig(grpo_config.GRPOConfig):
 
 @dataclass
 class GRPOConfig(RLConfig):
-    """Group-relative advantages, scaled by `scale_rewards`: "group", "batch" or "none"."""
+    """GRPO's group-relative advantages, scaled by `scale_rewards`: "group", "batch" or "none"."""
 
     loss_type: str = _option("grpo", "How tokens are clipped and averaged; see TRL.")
     leave_one_out: bool = _option(False, "Compare a reward with the mean of the group's others.")
@@ -39,7 +39,7 @@ class GRPOConfig(RLConfig):
 
 @dataclass
 class GSPOConfig(GRPOConfig):
-    """One ratio and one clip per sequence, or per token with the sequence's ratio."""
+    """GSPO's ratio per sequence, clipped per sequence or per token."""
 
     importance_sampling_level: str = _option("sequence", '"sequence" or "sequence_token".')
     epsilon: float = _option(3e-4, "How far the ratio may fall below 1.")
@@ -48,7 +48,7 @@ class GSPOConfig(GRPOConfig):
 
 @dataclass
 class CISPOConfig(GRPOConfig):
-    """Weights capped per token, where a capped token keeps its gradient."""
+    """CISPO's capped weight per token; a capped token keeps its gradient."""
 
     loss_type: str = _option("cispo", "How tokens are weighted and averaged.")
     epsilon_high: float | None = _option(
@@ -67,7 +67,7 @@ class CISPOConfig(GRPOConfig):
 
 @dataclass
 class PPOConfig(RLConfig):
-    """A critic on the backbone; `beta` weighs the KL from the reference in the reward."""
+    """PPO's critic on the backbone; `beta` weighs the KL from the reference in the reward."""
 
     loss_type: str = _option("dapo", "The policy loss is PPO's; this names its denominator.")
     dual_clip: float | None = _option(None, "Bound of the loss of a negative advantage, > 1.")
@@ -79,7 +79,7 @@ class PPOConfig(RLConfig):
 
 @dataclass
 class REINFORCEConfig(RLConfig):
-    """Returns normalised over the batch; `beta` weighs the KL from the reference in the reward."""
+    """REINFORCE's normalised returns; `beta` weighs the KL from the reference in the reward."""
 
     loss_type: str = _option("dapo", "The policy loss is -A log p; this names its denominator.")
     gamma: float = _option(1.0, "Discount.")

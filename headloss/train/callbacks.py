@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # log_history[-1] is stored in the next checkpoint
+        logged = state.log_history[-1]  # the next checkpoint stores this entry
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
@@ -192,7 +192,7 @@ class Interrupt(TrainerCallback):
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
-    # Signals within so many seconds count once: launchers forward a signal to their ranks.
+    # Seconds in which repeated signals count once, because launchers forward a signal to ranks.
     ONE_PRESS = 1.0
 
     def __init__(self) -> None:

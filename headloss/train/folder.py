@@ -37,9 +37,9 @@ WRITTEN = (  # files and folders that a run writes into its output folder
     "report.md",
     "report.html",
 )
-NEEDED = ("trainer_state.json", "scheduler.pt")  # files in every checkpoint
-OPTIMIZERS = ("optimizer", "global_step")  # prefixes of the optimizer's files in a checkpoint
-MAY_CHANGE = {  # recipe keys that may differ when a run resumes
+NEEDED = ("trainer_state.json", "scheduler.pt")  # Files in every checkpoint.
+OPTIMIZERS = ("optimizer", "global_step")  # Prefixes of the optimizer's files in a checkpoint.
+MAY_CHANGE = {  # Recipe keys that may differ when a run resumes.
     "resume",
     "overwrite",
     "trainer.max_steps",

@@ -50,13 +50,13 @@ class Recipe:
             generator's scorer, or for a file 1 where the completion is the line's answer. "solved"
             gives 1 for a full score of the generator and 0 for partial credit.
         prompt: text of a prompt, with {question} and further fields of a line or of the generator's
-            metadata in braces; an override of the task drops the text.
+            metadata in braces; an override of the task drops this key.
         system: system message of a conversation.
         chat: True if prompts are conversations; None: True if the tokenizer has a chat template.
         answer_tag: name of the tag around the answer, <tag> to </tag>; None scores the whole
             completion.
         train_problems: number of problems to train on; None is every problem of a file that is not
-            held out, and 4096 problems of a generator. An override of the task drops the number.
+            held out, and 4096 problems of a generator. An override of the task drops this key.
         held_out: number of problems kept out of training. Held-out problems are scored before and
             after training.
         held_out_steps: steps between evaluations during training; 0 for no such evaluation.

@@ -1,4 +1,4 @@
-"""Split of a task into held-out and training problems, recorded next to each model."""
+"""Split of a task into held-out and training problems, stored in a record next to each model."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ CONFIGS: dict[str, type] = {
 
 
 class _Run:
-    """Mixin in front of a TRL trainer, whose attributes it reads."""
+    """Mixin placed before a TRL trainer class; reads attributes of the TRL trainer."""
 
     terms: dict[str, float]
     split: Split
