@@ -139,7 +139,7 @@ def test_slopes_alone_make_a_multiple(backend):
     columns = torch.tensor([[5, 9]] * n, device=DEVICE)
     slopes = torch.tensor([[1.0, -1.0], [0.0, 0.0], [1e-6, -1e-6]], device=DEVICE)
     logps = torch.full((n, 2), -3.0, device=DEVICE)
-    multiples, features = backend.held_multiple_(
+    multiples, features = backend.exp_multiple_(
         held, backward, x=x.float(), least=slopes.abs().amax(1)
     )
     backend.chosen_gradient_(

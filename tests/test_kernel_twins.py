@@ -147,7 +147,7 @@ def test_products_and_held_terms(n, v, name):
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
             pairs = [
-                a.held_multiple_(one, backward, x=x, order=order)
+                a.exp_multiple_(one, backward, x=x, order=order)
                 for a, one in zip(held, copies, strict=True)
             ]
             terms = [one.exp_logits[:count] for one in copies]
@@ -159,7 +159,7 @@ def test_products_and_held_terms(n, v, name):
         order = triton_backend.dense_order(keep, n - 1)
         copies = [mine._replace(exp_logits=mine.exp_logits.clone()) for _ in range(2)]
         found, twin = (
-            a.held_gradient_(one, backward, order=order)
+            a.exp_gradient_(one, backward, order=order)
             for a, one in zip(held, copies, strict=True)
         )
         count = int(order.count)
@@ -187,8 +187,8 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
     order = triton_backend.dense_order(keep, n - 1)
     held = ExpTile(terms, normalizer.max_logit)
     wide = ExpTile(terms.double(), normalizer.max_logit.double())
-    found = triton_backend.held_gradient_(held, backward, order=order)[: int(keep.sum())]
-    exact = twins.held_gradient_(wide, double(backward), order=order)[: int(keep.sum())]
+    found = triton_backend.exp_gradient_(held, backward, order=order)[: int(keep.sum())]
+    exact = twins.exp_gradient_(wide, double(backward), order=order)[: int(keep.sum())]
     assert error(found, exact) <= 2 * EPS[torch.bfloat16]
 
 
@@ -402,12 +402,12 @@ def test_twins_are_the_gradient(form, name):
     elif form == "product":
         found = twins.product_gradient(x, w, backward)
     elif form == "held":
-        found = twins.held_gradient_(held, backward)
+        found = twins.exp_gradient_(held, backward)
     elif form == "multiple":
         backward = backward._replace(coefficients=SoftmaxCoefficients(target=g, prob=-g))
         if transform.softcap is not None:
             return
-        multiple, _ = twins.held_multiple_(held, backward)
+        multiple, _ = twins.exp_multiple_(held, backward)
         found = held.exp_logits * multiple.unsqueeze(1)
     else:
         out = torch.full_like(raw, math.nan)

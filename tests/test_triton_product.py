@@ -117,7 +117,7 @@ def test_held_gradient(which, name):
         c = c._replace(prob=-c.target)
     held = poisoned_held(n, v)
     found = triton_backend.product_partials(
-        x, w, Forward(targets, first, transform, NEEDS), held=held
+        x, w, Forward(targets, first, transform, NEEDS), exp_tile=held
     )
     assert not held.exp_logits.isnan().any()
     stats, normalizer = finish(found, v, frozenset({"logp"}))
@@ -125,7 +125,7 @@ def test_held_gradient(which, name):
     oracle = exact_gradient(raw, targets, first, transform, c)
     if twins.is_multiple(backward):
         copy = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift)
-        multiple, _ = triton_backend.held_multiple_(copy, backward)
+        multiple, _ = triton_backend.exp_multiple_(copy, backward)
         got = copy.exp_logits.double() * multiple.double().unsqueeze(1)
         # Row by row: a likely target's row is small, and must be good all the same.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
@@ -134,7 +134,7 @@ def test_held_gradient(which, name):
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
-        got = triton_backend.held_gradient_(copy, backward, order=order)
+        got = triton_backend.exp_gradient_(copy, backward, order=order)
         assert got.data_ptr() == copy.exp_logits.data_ptr()
         if count:
             assert error(got[:count], oracle[order.rows[:count]]) <= 2 * HELD_EPS
@@ -173,14 +173,14 @@ def test_tokens_far_above_their_reference_are_done_again():
     held = poisoned_held(n, v)
     needs = frozenset({"logp", "lse", "entropy"})
     found = triton_backend.product_partials(
-        x, w, Forward(targets, 0, Transform(), needs), held=held
+        x, w, Forward(targets, 0, Transform(), needs), exp_tile=held
     )
     exact = reference.partials(raw, Forward(targets, 0, Transform(), NEEDS))
     assert_close_statistics(found, exact, v, needs)
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     c = coefficients_of(n, "tp")
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
-    multiple, _ = triton_backend.held_multiple_(
+    multiple, _ = triton_backend.exp_multiple_(
         held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
     got = held.exp_logits.double() * multiple.double().unsqueeze(1)
@@ -193,14 +193,14 @@ def test_rows_without_coefficients_have_no_gradient():
     x, w, targets, raw = head(n, 64, v)
     held = poisoned_held(n, v)
     found = triton_backend.product_partials(
-        x, w, Forward(targets, 0, Transform(), NEEDS), held=held
+        x, w, Forward(targets, 0, Transform(), NEEDS), exp_tile=held
     )
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     c = SoftmaxCoefficients(
         target=torch.tensor([0.0, 0.0, 2.0], device=DEVICE),
         prob=torch.tensor([0.0, -1.0, 0.0], device=DEVICE),
     )
-    multiple, _ = triton_backend.held_multiple_(
+    multiple, _ = triton_backend.exp_multiple_(
         held, Backward(targets, 0, Transform(), normalizer, c, stats.logp)
     )
     oracle = exact_gradient(raw, targets, 0, Transform(), c)
@@ -282,7 +282,7 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     transform, c = transforms(n)["rows"], coefficients_of(n, "tp")
     held = poisoned_held(n, v)
     found = triton_backend.product_partials(
-        x, w, Forward(targets, first, transform, NEEDS), held=held
+        x, w, Forward(targets, first, transform, NEEDS), exp_tile=held
     )
     stats, normalizer = finish(found, v, frozenset({"logp"}))
     backward = Backward(targets, first, transform, normalizer, c, stats.logp)
@@ -291,8 +291,8 @@ def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory
     mask[list(kept)] = True
     order = None if case == "no order" else triton_backend.dense_order(mask, n)
     one, other = (ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift) for _ in range(2))
-    multiple, features = triton_backend.held_multiple_(one, backward, x=x, order=order)
-    expected, nothing = triton_backend.held_multiple_(other, backward)
+    multiple, features = triton_backend.exp_multiple_(one, backward, x=x, order=order)
+    expected, nothing = triton_backend.exp_multiple_(other, backward)
     assert nothing is None and features is not None
     rows, count = torch.arange(n, device=DEVICE), n
     if order is not None:
@@ -309,7 +309,7 @@ def test_multiples_of_no_tokens():
     none = held.shift
     normalizer, c = Normalizer(none, none), SoftmaxCoefficients(prob=none)
     backward = Backward(none.long(), 0, Transform(), normalizer, c, none)
-    multiple, features = triton_backend.held_multiple_(held, backward, x=none[:, None])
+    multiple, features = triton_backend.exp_multiple_(held, backward, x=none[:, None])
     assert multiple.shape == (0,) and features is not None and features.shape == (0, 1)
 
 
@@ -352,11 +352,11 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
     def run() -> tuple[torch.Tensor, ...]:
         held = ExpTile.empty(n, v, torch.empty(0, dtype=SIXTEEN, device=DEVICE))
         found = triton_backend.product_partials(
-            x, w, Forward(targets, 0, Transform(), needs), held=held
+            x, w, Forward(targets, 0, Transform(), needs), exp_tile=held
         )
         stats, normalizer = finish(found, v, needs)
         backward = Backward(targets, 0, Transform(), normalizer, c, stats.logp)
-        multiple, _ = triton_backend.held_multiple_(held, backward)
+        multiple, _ = triton_backend.exp_multiple_(held, backward)
         return stats.logp, stats.entropy, held.exp_logits, multiple
 
     first = run()

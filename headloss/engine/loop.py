@@ -23,7 +23,7 @@ from ..logits.rows import (
     Accumulator,
     BackwardInputs,
     GradientSums,
-    HeldTile,
+    SourceTile,
     Tensors,
     of_several,
     steps,
@@ -38,7 +38,7 @@ class ForwardResult(NamedTuple):
     """The state that the forward pass leaves."""
 
     measured: Measured  # of all tokens
-    tiles: list[HeldTile]  # what each block's logits left, under a held schedule; they are used up
+    tiles: list[SourceTile]  # of each block, under a held schedule; they are used up
     # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
     # token's slope. None: they are to be found, from what was read.
     sums: GradientSums | None = None
@@ -100,7 +100,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
     parts = list[Measured]()
-    tiles = list[HeldTile]()
+    tiles = list[SourceTile]()
     sums: Accumulator | None = None
     shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None

@@ -264,13 +264,13 @@ class Kernels(Acts, Protocol):
         """Whether the acts on a product accept these operands; if not, those raise ValueError."""
 
     def product_partials(
-        self, x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+        self, x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
     ) -> SoftmaxState:
         """Statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
 
-        `held` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any logit
-        that is not far below the largest; the largest itself for `top1`. `merge` and `finish` of
-        `stats` take any.
+        `exp_tile` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any
+        logit that is not far below the largest; the largest itself for `top1`. `merge` and `finish`
+        of `stats` take any.
         """
 
     def product_statistics(
@@ -279,7 +279,7 @@ class Kernels(Acts, Protocol):
         w: Tensor,
         forward: Forward,
         vocabulary: int,
-        held: ExpTile | None = None,
+        exp_tile: ExpTile | None = None,
     ) -> Measured:
         """`product_partials` of all columns, and `softmax.finish`."""
 
@@ -318,17 +318,17 @@ class Kernels(Acts, Protocol):
 
     # ------------------------------------------------------------------ exp logits
 
-    def held_gradient_(
-        self, held: ExpTile, backward: Backward, *, order: Order | None = None
+    def exp_gradient_(
+        self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
         """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients but
         c_uniform under a soft cap, where exp z of 0 does not tell z. With `order`, row i of it is
         that of row order.rows[i], and rows from `count` on hold anything.
         """
 
-    def held_multiple_(
+    def exp_multiple_(
         self,
-        held: ExpTile,
+        exp_tile: ExpTile,
         backward: Backward,
         *,
         x: Tensor | None = None,
@@ -364,7 +364,7 @@ class Kernels(Acts, Protocol):
         the target's and the slopes', from the log-probs and so to the digits of 1 - p.
 
         With `multiples` [n], row i of the tile holds it over multiples[i]. `order` as in
-        `held_gradient_`.
+        `exp_gradient_`.
         """
 
     # ------------------------------------------------------------------ rows

@@ -7,7 +7,7 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, Sof
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
-State = Any  # of a measurement beside the statistics, between the tiles
+CandidateState = tuple[Tensor, SoftmaxState | None]  # z of the columns, and the others' state
 
 
 class LogitTile(NamedTuple):
@@ -117,11 +117,15 @@ class SquaredSum(NamedTuple):
         """Of some of the tokens."""
         return self._replace(transform=self.transform.rows(index))
 
-    def add(self, rows: Rows, logits: LogitTile | Pairs, state: State) -> SoftmaxState:
+    def add(
+        self, rows: Rows, logits: LogitTile | Pairs, state: SoftmaxState | None
+    ) -> SoftmaxState:
         """What is known once some more of the logits of some tokens are."""
         return logits.state(self.transform.rows(rows), state)
 
-    def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
+    def value(
+        self, rows: Rows, state: SoftmaxState, normalizer: Normalizer
+    ) -> dict[object, Tensor]:
         """[n], once all logits were added."""
         twice = normalizer_of(self.shard, state)
         peak, log_sum = normalizer
@@ -158,7 +162,9 @@ class Candidates(NamedTuple):
         """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
-    def add(self, rows: Rows, logits: LogitTile | Pairs, state: State) -> State:
+    def add(
+        self, rows: Rows, logits: LogitTile | Pairs, state: CandidateState | None
+    ) -> CandidateState:
         """z of the columns, 0 where they are not among the logits so far, and the others' state."""
         ids = self.ids[rows].long()
         transform = self.transform.rows(rows)
@@ -171,7 +177,9 @@ class Candidates(NamedTuple):
             others = logits.state(transform, others, ids)
         return z, others
 
-    def value(self, rows: Rows, state: State, normalizer: Normalizer) -> dict[object, Tensor]:
+    def value(
+        self, rows: Rows, state: CandidateState, normalizer: Normalizer
+    ) -> dict[object, Tensor]:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
         z, others = state
@@ -179,7 +187,7 @@ class Candidates(NamedTuple):
         of_tail = normalizer
         z = self.shard.sum(z).to(peak.dtype if self.heads_own else torch.float64)
         tail = torch.zeros_like(z[:, 0])
-        if self.tail:
+        if others is not None:
             of_tail = normalizer_of(self.shard, others)
             top, top_sum = (t.to(z.dtype) for t in of_tail)
             tail = (top - peak) + (top_sum - log_sum) if self.heads_own else top + top_sum

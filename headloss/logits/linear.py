@@ -17,13 +17,13 @@ from ..batch.segments import Chunk
 from ..head import products
 from ..head.products import GRAIN, PARTS, FixedProducts
 from ..host_copy import HostCopy
-from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured
+from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured, ShiftedSums
 from ..kernels.pair import Chosen
 from ..kernels.transform import Transform
 from ..parallel.vocabulary import WholeVocabulary
 from ..statistics.softmax import CANDIDATES, PEAK, SoftmaxState
-from .beside import LogitTile, State
-from .rows import ALL, BackwardInputs, HeldTile, LogitGradient, Rows, compact_, steps
+from .beside import LogitTile
+from .rows import ALL, BackwardInputs, LogitGradient, Rows, SourceTile, compact_, steps
 
 R = TypeVar("R", Forward, Backward)
 DENSE_SHARE = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
@@ -55,10 +55,11 @@ class RowContext(NamedTuple):
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
-        targets = self.targets[index]
-        transform = self.transform.rows(index)
-        beside = tuple(part.take(index) for part in self.beside)
-        return self._replace(targets=targets, transform=transform, beside=beside)
+        return self._replace(
+            targets=self.targets[index],
+            transform=self.transform.rows(index),
+            beside=tuple(part.take(index) for part in self.beside),
+        )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """What the statistics of a tile are taken by, beside its logits."""
@@ -72,12 +73,17 @@ class RowContext(NamedTuple):
         """What the gradient of a tile is taken by, beside its logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        first = self.shard.first + (columns.start or 0)
-        transform = self.transform.rows(rows)
-        arguments = self.targets[rows], first, transform, normalizer
         logits = isinstance(inputs.tile, Tensor) and not extras  # `part_gradient_` takes any
-        all_columns = self.all_columns and columns is ALL and logits
-        return Backward(*arguments, coefficients, stats.logp, dtype, all_columns)
+        return Backward(
+            self.targets[rows],
+            self.shard.first + (columns.start or 0),
+            self.transform.rows(rows),
+            normalizer,
+            coefficients,
+            stats.logp,
+            dtype,
+            all_columns=self.all_columns and columns is ALL and logits,
+        )
 
     def measured(self, partials: SoftmaxState | None) -> Measured:
         """The statistics over the whole vocabulary, from partials of this rank's slice."""
@@ -119,12 +125,12 @@ class LogitSource:
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
-    ) -> tuple[Measured, HeldTile]:
+    ) -> tuple[Measured, SourceTile]:
         """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
         gradient will take of their logits, which are then one tile."""
         partials: SoftmaxState | None = None
         raw = tile = None
-        states: list[State] = [None] * len(self.beside)
+        states: list[Any] = [None] * len(self.beside)
         for columns in tiles:
             raw = tile = None  # before the next one is made
             raw = self.raw(rows, columns)
@@ -135,20 +141,19 @@ class LogitSource:
         measured = self.context.measured(partials)
         return self.completed(rows, measured, states), raw if keep else None
 
-    def completed(self, rows: slice, measured: Measured, states: Sequence[State] = ()) -> Measured:
-        """With what is measured in addition to the statistics, and what its gradient takes."""
-        extras = measured.stats.extras
-        normalizer = measured.normalizer
+    def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
+        """With the measurements beside the statistics, and what their gradient takes."""
+        stats, normalizer = measured
         if PEAK in self.context.needs:
-            extras[PEAK] = normalizer.max_logit.clone()
+            stats.extras[PEAK] = normalizer.max_logit.clone()
         for part, state in zip(self.beside, states, strict=True):
-            extras.update(part.value(rows, state, normalizer))
+            stats.extras.update(part.value(rows, state, normalizer))
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         """dL/draw of a tile's rows that carry a gradient. All rows' is queued before the host reads
         how many these are: the products follow at once."""
-        raw = self.raw(rows, columns) if inputs.tile is None else inputs.tile
+        raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         count = None if live is None else HostCopy(live.sum(0, keepdim=True))
         gradient = self.gradient_(raw, rows, columns, inputs)
@@ -160,18 +165,16 @@ class LogitSource:
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
         """dL/draw of a tile, teachers' part included, in the tile's memory."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
-        tile = (rows, columns, inputs.measured)
-        slopes = inputs.coefficients.extras
-        pairs = [(part, part.slopes(slopes)) for part in self.beside]
-        parts = [(part, of_part) for part, of_part in pairs if of_part is not None]
+        extras = inputs.coefficients.extras
+        parts = [part for part in self.beside if part.slopes(extras) is not None]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
-        extra: Tensor | None = None
-        for part, of_part in parts:  # all but the last need the student's logits unchanged
-            last = others if part is parts[-1][0] else None
-            extra = self.acts.part_gradient_(raw, part.vjp(*tile, of_part), extra, last)
-        assert extra is not None
-        return extra
+        gradient: Any = None
+        for part in parts:  # all but the last need the student's logits unchanged
+            of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
+            last = others if part is parts[-1] else None
+            gradient = self.acts.part_gradient_(raw, of_part, gradient, last)
+        return gradient  # type: ignore[no-any-return]
 
 
 class LinearLogits(LogitSource):
@@ -246,32 +249,32 @@ class ExpLogits(LinearLogits):
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
-    ) -> tuple[Measured, HeldTile]:
+    ) -> tuple[Measured, SourceTile]:
         x = self.features[0][rows]
         weight = self.weights[0]
         forward = self._biased(self.context.forward(rows))
-        held: HeldTile = None
-        if keep and not self.on_chip:
-            held = ExpTile.empty(len(x), len(weight), weight)
+        shard = self.context.shard
+        tile: ExpTile | ShiftedSums | None
         if self.on_chip:
-            partials, held = self.acts.narrow_partials(x, weight, forward, keep)
+            partials, tile = self.acts.narrow_partials(x, weight, forward, keep)
             measured = self.context.measured(partials)
-        elif (shard := self.context.shard).group is None:
-            measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, held)
         else:
-            measured = self.context.measured(self.acts.product_partials(x, weight, forward, held))
+            tile = ExpTile.empty(len(x), len(weight), weight) if keep else None
+            if shard.group is None:
+                measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, tile)
+            else:
+                partials = self.acts.product_partials(x, weight, forward, tile)
+                measured = self.context.measured(partials)
         states = [  # of candidates without their tail, whose transform is the head's
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
         ]
-        if states or PEAK in forward.needs:
-            measured = self.completed(rows, measured, states)
-        return measured, held
+        return self.completed(rows, measured, states), tile
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)
-        if inputs.tile is not None:
-            return self._of_terms(rows, inputs, backward)
+        if isinstance(inputs.tile, ExpTile):
+            return self._of_terms(rows, inputs, inputs.tile, backward)
         # The product that would make the logits again makes their gradient.
         x = self.features[0][rows]
         weight = self.weights[0][columns]
@@ -288,38 +291,40 @@ class ExpLogits(LinearLogits):
         logps = inputs.measured.stats.extras[CANDIDATES]
         return Chosen(part.columns(rows, columns), logps[:, :-1], slopes[:, :-1])
 
-    def _of_terms(self, rows: slice, inputs: BackwardInputs, backward: Backward) -> LogitGradient:
+    def _of_terms(
+        self, rows: slice, inputs: BackwardInputs, exp_tile: ExpTile, backward: Backward
+    ) -> LogitGradient:
         """Everything but the products is queued before the host reads how many rows there are, and
         most of it runs meanwhile: the products follow at once."""
         acts = self.acts
         x = self.features[0][rows]
-        held = inputs.tile
         live = inputs.live
         order = None if live is None else acts.dense_order(live, int(DENSE_SHARE * len(live)))
         count_copy = order and HostCopy(order.count)
         chosen = self._chosen(rows, ALL, inputs)
         c = backward.coefficients
-        cap = backward.transform.softcap
+        softcap = backward.transform.softcap
         multiple: Tensor | None = None
         features: Tensor | None = None
-        if c.prob is not None and c.entropy is c.uniform is cap is None:  # s e but for the targets
+        # s e but for the targets
+        if c.prob is not None and c.entropy is c.uniform is softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
-            multiple, features = acts.held_multiple_(held, backward, x=x, order=order, least=least)
+            options = {"order": order, "least": least}
+            multiple, features = acts.exp_multiple_(exp_tile, backward, x=x, **options)
         else:
-            acts.held_gradient_(held, backward, order=order)
+            acts.exp_gradient_(exp_tile, backward, order=order)
         if chosen:
             options = {"multiples": multiple, "order": order}
-            acts.chosen_gradient_(held.exp_logits, chosen, backward, **options)
-        values = held.exp_logits
+            acts.chosen_gradient_(exp_tile.exp_logits, chosen, backward, **options)
+        dlogits = exp_tile.exp_logits
         places = rows
         if order and count_copy and (count := count_copy.tolist()[0]) < len(x):
-            values = values[:count]
+            dlogits = dlogits[:count]
             places = order.rows[:count] + (rows.start or 0)
-            if features is not None:
-                assert multiple is not None
+            if multiple is not None and features is not None:
                 multiple = multiple[:count]
                 features = features[:count]
-        return LogitGradient(values, places, ALL, multiple, features)
+        return LogitGradient(dlogits, places, ALL, multiple, features)
 
 
 class NarrowLogits(ExpLogits):
@@ -331,7 +336,7 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # SlabAccumulator
         inputs: BackwardInputs,  # of all tokens
-        tiles: Sequence[HeldTile],  # the sums of each block; none: hidden states take a sweep again
+        tiles: Sequence[SourceTile],  # each block's sums; none: hidden states take a sweep again
         blocks: Sequence[Chunk],
         skip_rows: bool,
         factor: Tensor | None,  # of the weight's gradient
@@ -339,11 +344,12 @@ class NarrowLogits(ExpLogits):
         """Put the gradients in their places; rows without one leave the weight's sweep alone."""
         x = self.features[0]
         weight = self.weights[0]
+        shifted = [tile for tile in tiles if isinstance(tile, ShiftedSums)]
         for total in sums.hidden.totals.values():
             for i, block in enumerate(blocks):
                 rows = block.rows
                 backward = self._biased(self.context.backward(rows, ALL, inputs.rows(rows)))
-                of_block = x[rows], weight, backward, *tiles[i : i + 1]
+                of_block = x[rows], weight, backward, *shifted[i : i + 1]
                 total[rows] = self.acts.narrow_hidden(*of_block)
         index = rows_left(inputs.coefficients.live() if skip_rows else None)
         some = self

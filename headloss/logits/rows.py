@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..kernels.interface import Kernels, Measured, Support
+from ..kernels.interface import ExpTile, Kernels, Measured, ShiftedSums, Support
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
 Rows = slice | Tensor  # of a source's tokens
-HeldTile = Any  # the part of a block's logits that a source keeps for their gradient
+# The part of a block's logits that a source leaves for their gradient: the logits, exp logits,
+# sums of a narrow head, or those of a support (`SupportLogits`).
+SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
 Tensors = Sequence[Tensor | None]  # of a source, in the order of its gradients
 Gradients = list[Tensor | None]
 ALL = slice(None)  # what `is` this is not cut: that would be an operation
@@ -26,7 +28,7 @@ class BackwardInputs(NamedTuple):
 
     measured: Measured
     coefficients: Coefficients
-    tile: HeldTile = None  # used up by the gradient
+    tile: SourceTile = None  # used up by the gradient
     live: Tensor | None = None  # [n] bool, where those without gradient may be left out
 
     def rows(self, rows: Rows) -> BackwardInputs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +17,15 @@ from ..kernels.interface import Measured, Support
 from ..statistics.softmax import finish
 from .beside import Pairs
 from .linear import LinearLogits
-from .rows import ALL, BackwardInputs, HeldTile, LogitGradient, PairGradient, Rows, of_several
+from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, SourceTile, of_several
+
+
+class SupportTile(NamedTuple):
+    """The part of a block's logits that `SupportLogits` leaves for their gradient."""
+
+    raw: Tensor  # [P]
+    full: LinearLogits | None = None  # of the tokens without a support
+    of_full: SourceTile = None
 
 
 class SupportLogits(LinearLogits):
@@ -47,7 +56,7 @@ class SupportLogits(LinearLogits):
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
-    ) -> tuple[Measured, HeldTile]:
+    ) -> tuple[Measured, SourceTile]:
         raw = self.raw(rows)
         needs = self.context.needs
         support = self._window(rows, ALL)
@@ -58,27 +67,29 @@ class SupportLogits(LinearLogits):
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
         measured = self.completed(rows, Measured(stats, normalizer), states)
-        full = None
-        held = None
+        tile = SupportTile(raw)
         index = self.support.unrestricted(rows)
         if index is not None:
             full = self.full.take(index + (rows.start or 0))
-            others, held = full.statistics(slice(0, len(index)), tiles, keep)
+            others, of_full = full.statistics(slice(0, len(index)), tiles, keep)
+            tile = SupportTile(raw, full, of_full)
             both = [measured, others]
             measured = of_several(lambda pair: pair[0].index_copy(0, index, pair[1]), both)
-        return measured, (raw, full, held) if keep else None
+        return measured, tile if keep else None
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        raw, full, tile = inputs.tile or (self.raw(rows, columns), None, None)
-        pairs = self._pairs(raw, rows, columns, inputs)
+        tile = inputs.tile
+        if not isinstance(tile, SupportTile):
+            tile = SupportTile(self.raw(rows, columns))
+        pairs = self._pairs(tile.raw, rows, columns, inputs)
         index = self.support.unrestricted(rows)
         if index is None:
-            nothing = raw.new_empty(0, pairs.support.size)
+            nothing = tile.raw.new_empty(0, pairs.support.size)
             return LogitGradient(nothing, slice(0, 0), columns, pairs=pairs)
         places = index + (rows.start or 0)
-        full = self.full.take(places) if full is None else full
+        full = self.full.take(places) if tile.full is None else tile.full
         live = None if inputs.live is None else inputs.live[index]
-        of_others = inputs.rows(index)._replace(tile=tile, live=live)
+        of_others = inputs.rows(index)._replace(tile=tile.of_full, live=live)
         gradient = full.logit_gradient(slice(0, len(index)), columns, of_others).at(places)
         return gradient._replace(pairs=pairs)
 

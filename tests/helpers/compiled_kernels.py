@@ -134,7 +134,7 @@ class Form:
         self.forward = Forward(self.targets, 0, self.transform, ALL if full else LEAST)
         self.backward = Backward(self.targets, 0, self.transform, self.normalizer, self.c, some(N))
         self.multiple = self.backward._replace(transform=self.plain, coefficients=self.one)
-        self.held = ExpTile.empty(len(self.x), V, self.x)
+        self.exp_tile = ExpTile.empty(len(self.x), V, self.x)
         self.order = Order(whole(N), whole(1)) if full else None
 
     def if_full(self, value: Any) -> Any:
@@ -143,7 +143,7 @@ class Form:
     def products(self) -> Iterator[tuple[str, Call]]:
         x, w, given = self.x, self.w, {"transform": self.biased}
         forward, backward = self.forward._replace(**given), self.backward._replace(**given)
-        yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.held)
+        yield "terms", lambda: acts.product_statistics(x, w, forward, V, self.exp_tile)
         yield "product", lambda: acts.product_partials(x, w, forward)
         yield "slab", lambda: acts.product_gradient(x, w, backward)
 
@@ -161,7 +161,7 @@ class Form:
         yield "narrow, weight", lambda: acts.narrow_weight_(x, w, backward, out, **more)
 
     def tiles(self) -> Iterator[tuple[str, Call]]:
-        raw, held, order, backward = self.raw, self.held, self.order, self.backward
+        raw, exp_tile, order, backward = self.raw, self.exp_tile, self.order, self.backward
         no_mean = backward._replace(coefficients=self.c._replace(uniform=None))
         onto = self.if_full(acts.partials)
         yield "best", lambda: acts.best(self.raw, self.plain)
@@ -169,11 +169,11 @@ class Form:
         if onto is not None:
             yield "partials onto", lambda: acts.partials(raw, self.forward, partials_of(N))
         yield "gradient", lambda: acts.logit_gradient_(raw, backward)
-        yield "terms' gradient", lambda: acts.held_gradient_(held, no_mean, order=order)
+        yield "terms' gradient", lambda: acts.exp_gradient_(exp_tile, no_mean, order=order)
         yield (
             "multiple",
-            lambda: acts.held_multiple_(
-                held, self.multiple, x=self.x, order=order, least=self.if_full(some(N))
+            lambda: acts.exp_multiple_(
+                exp_tile, self.multiple, x=self.x, order=order, least=self.if_full(some(N))
             ),
         )
         fields = 5 if self.full else 3
@@ -222,7 +222,7 @@ class Form:
         yield "chosen", lambda: acts.chosen_logits(x, w, columns, self.biased)
         yield (
             "chosen gradient",
-            lambda: acts.chosen_gradient_(self.held.exp_logits, chosen, self.backward, **more),
+            lambda: acts.chosen_gradient_(self.exp_tile.exp_logits, chosen, self.backward, **more),
         )
         for few in (columns, whole(N, 1)):
             yield "tail", lambda few=few: acts.partials(self.raw, tail, onto, few)

@@ -30,9 +30,7 @@ def inputs_of(call: Call) -> Any:
 
 
 def run_all(calls: list[Call]) -> list[dict[str, Any]]:
-    return [
-        parallel_cases.run_inputs(inputs_of(call), OPTIONS[call[2]], call[3]) for call in calls
-    ]
+    return [parallel_cases.run_inputs(inputs_of(call), OPTIONS[call[2]], call[3]) for call in calls]
 
 
 def other_supports() -> None:

@@ -48,8 +48,12 @@ def request(ids: Tensor) -> Request:
         share=torch.rand(targets.shape, generator=generator),
     )
     weight = torch.tensor(0.1001)
-    objective = hl.grpo().weighted("share") + 0.1001 * hl.kl() + hl.z_loss().over(
-        hl.Reduction("per_weight", lambda lengths, *_: weight.expand_as(lengths))
+    objective = (
+        hl.grpo().weighted("share")
+        + 0.1001 * hl.kl()
+        + hl.z_loss().over(
+            hl.Reduction("per_weight", lambda lengths, *_: weight.expand_as(lengths))
+        )
     )
     return Request(batch=batch, objective=objective)
 

@@ -73,23 +73,23 @@ def fixed_product(
 
 
 def product_partials(
-    x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+    x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
 ) -> SoftmaxState:
     raw = _product(x, w, forward.transform.bias)
     found = partials(raw, forward)
-    if held is not None:
-        held.shift.copy_(found.max_logit)
+    if exp_tile is not None:
+        exp_tile.shift.copy_(found.max_logit)
         for rows in blocks(*raw.shape):
             z = forward.transform.rows(rows)(raw[rows])
             e = z.sub_(found.max_logit[rows].unsqueeze(1)).exp_()
-            held.exp_logits[rows] = e.to(held.exp_logits.dtype)
+            exp_tile.exp_logits[rows] = e.to(exp_tile.exp_logits.dtype)
     return found
 
 
 def product_statistics(
-    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, held: ExpTile | None = None
+    x: Tensor, w: Tensor, forward: Forward, vocabulary: int, exp_tile: ExpTile | None = None
 ) -> Measured:
-    found = product_partials(x, w, forward, held)
+    found = product_partials(x, w, forward, exp_tile)
     return Measured(*stats.finish(found, vocabulary, forward.needs))
 
 
@@ -151,14 +151,14 @@ def narrow_weight_(
         bias[: len(w)] = g.sum(0)
 
 
-def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
-    terms = held.exp_logits
+def exp_gradient_(exp_tile: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
+    terms = exp_tile.exp_logits
     for rows in blocks(*terms.shape):
         picked = rows if order is None else order.rows[rows]
         own = backward.rows(picked)
         (max_logit, log_sum), c = own.normalizer, own.coefficients.map(lambda t: t.unsqueeze(1))
         e = terms[picked].to(max_logit.dtype)
-        log_p = e.log().sub_(((max_logit - held.shift[picked]) + log_sum).unsqueeze(1))
+        log_p = e.log().sub_(((max_logit - exp_tile.shift[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
         if own.logps is not None:  # a term of 0 no longer tells its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
@@ -170,8 +170,8 @@ def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = N
     return terms
 
 
-def held_multiple_(
-    held: ExpTile,
+def exp_multiple_(
+    exp_tile: ExpTile,
     backward: Backward,
     *,
     x: Tensor | None = None,
@@ -181,17 +181,17 @@ def held_multiple_(
     transform, c = backward.transform, backward.coefficients
     max_logit, log_sum = backward.normalizer
     assert is_multiple(backward) and c.prob is not None and backward.logps is not None
-    multiple = c.prob * ((held.shift - max_logit) - log_sum).exp()
+    multiple = c.prob * ((exp_tile.shift - max_logit) - log_sum).exp()
     own = gradient_from_logp(backward.logps, c.target, c)
     others = [t.abs() for t in (c.target, least) if t is not None]
     if others:
         floor = torch.stack(others).amax(0) * SMALLEST
         multiple = torch.where(multiple.abs() < floor, floor, multiple)
     own = torch.where(multiple == 0, 0, own / torch.where(multiple == 0, 1, multiple))
-    put_(held.exp_logits, backward, own)
+    put_(exp_tile.exp_logits, backward, own)
     multiple = transform.vjp_(multiple.unsqueeze(1), multiple.unsqueeze(1)).squeeze(1)
     if order is not None:
-        held.exp_logits.copy_(held.exp_logits[order.rows])
+        exp_tile.exp_logits.copy_(exp_tile.exp_logits[order.rows])
         multiple = multiple[order.rows]
         x = None if x is None else x[order.rows]
     return multiple, None if x is None else scaled_rows(x, multiple)

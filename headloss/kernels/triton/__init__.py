@@ -8,7 +8,7 @@ from __future__ import annotations
 from .chosen import chosen_gradient_, chosen_logits
 from .fixed import fixed_product
 from .given import given_rows
-from .gradient import held_gradient_, held_multiple_, logit_gradient_
+from .gradient import exp_gradient_, exp_multiple_, logit_gradient_
 from .likeliest import best
 from .merge import finish
 from .narrow import can_sweep, narrow_hidden, narrow_partials, narrow_weight_

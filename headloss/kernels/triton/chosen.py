@@ -37,7 +37,7 @@ TOKENS = 8  # chosen columns of one token, or tokens, of a program
 def shifts_kernel(
     x,
     w,
-    held,
+    exp_tile,
     targets,
     of,
     first,

@@ -197,7 +197,7 @@ def load_for_sums(pointers, first, block, n):
 
 
 @gluon.jit
-def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constexpr):
+def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.constexpr):
     """Statistics: sums over a tile's columns; exp logits are written."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
@@ -231,8 +231,8 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
             mass, entropy_sum = e, e * below
         else:
             mass, entropy_sum = mass + e, entropy_sum + e * below
-        if held is not None:
-            write(e, held, out, first, block, WHO, i)
+        if exp_tile is not None:
+            write(e, exp_tile, out, first, block, WHO, i)
     gl.store(sumexps + place, gl.sum(mass, 1), mask=inside)
     if entropy_sums is not None:
         gl.store(entropy_sums + place, gl.sum(entropy_sum, 1) * LN2, mask=inside)
@@ -240,7 +240,7 @@ def sum_tile(z, loaded, out, held, pointers, first, block, n, v, WHO: gl.constex
 
 @gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def overlapping_product_kernel(
-    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
+    x, w, exp_tile, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
 ):
     """As product_kernel."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
@@ -253,7 +253,7 @@ def overlapping_product_kernel(
     if of.epilogue.flags.top1:
         max_logits = parts[3]
     pointers = of.epilogue, (parts[0], entropy_sums, logit_sums, max_logits)
-    each_tile(x, w, held, pointers, n, v, h, PROGRAMS, load_for_sums, sum_tile)
+    each_tile(x, w, exp_tile, pointers, n, v, h, PROGRAMS, load_for_sums, sum_tile)
 
 
 @gluon.jit
@@ -302,5 +302,5 @@ LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
 STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
 launch_product = launchers(overlapping_product_kernel, LOADED, **OPTIONS)
-launch_held = launchers(overlapping_product_kernel, LOADED | {"held": STORED}, **OPTIONS)
+launch_exp = launchers(overlapping_product_kernel, LOADED | {"exp_tile": STORED}, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=LOADED | {"to": STORED}, **OPTIONS)

@@ -189,27 +189,27 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
 launch_rows = Launcher(multiple_rows_kernel, num_warps=8)
 
 
-def held_multiple_(
-    held: ExpTile,
+def exp_multiple_(
+    exp_tile: ExpTile,
     backward: Backward,
     *,
     x: Tensor | None = None,
     order: Order | None = None,
     least: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    n, v = held.exp_logits.shape
+    n, v = exp_tile.exp_logits.shape
     h = 0
     rows = None
     features = None
-    multiples = held.shift.new_empty(n)
+    multiples = exp_tile.shift.new_empty(n)
     if x is not None:
         rows = Matrix(x, x.stride(0))
         features = x.new_empty(n, h := x.shape[1])
     if n:
         a = gradient_inputs(backward)._replace(
-            tile=matrix_of(held.exp_logits),
+            tile=matrix_of(exp_tile.exp_logits),
             order=order,
-            shifts=held.shift,
+            shifts=exp_tile.shift,
             multiples=multiples,
             x=rows,
             features=features,
@@ -219,6 +219,6 @@ def held_multiple_(
     return multiples, features
 
 
-def held_gradient_(held: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
+def exp_gradient_(exp_tile: ExpTile, backward: Backward, *, order: Order | None = None) -> Tensor:
     plain = backward._replace(dtype=None)
-    return logit_gradient_(held.exp_logits, plain, order=order, shifts=held.shift)
+    return logit_gradient_(exp_tile.exp_logits, plain, order=order, shifts=exp_tile.shift)

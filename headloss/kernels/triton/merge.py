@@ -57,7 +57,7 @@ class ProductStatistics(NamedTuple):
 
     x_stride: int  # of the rows of x [n, H], and so on
     w_stride: int
-    held_stride: int | None  # of exp logits [n, v]; None: there are none
+    exp_stride: int | None  # of exp logits [n, v]; None: there are none
     z: LogitScaling
     partials: tl.constexpr
     epilogue: Epilogue
@@ -74,14 +74,16 @@ def parts_of(of):
 
 
 @triton.jit
-def summed_again(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HELD: tl.constexpr):
-    """max_logit, sumexp_m1 and entropy_sum of one token, whose exp logits are written to `held`."""
+def summed_again(
+    x, w, w_stride, exp_tile, v, h, z, outer, ENTROPY: tl.constexpr, WRITES: tl.constexpr
+):
+    """max_logit, sumexp_m1 and entropy_sum of one token; `exp_tile` takes its exp logits."""
     COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
     x += tl.zeros((1,), tl.int64)
     max_logit = float("-inf")
     sumexp_m1 = -1.0
     entropy_sum = 0.0
-    for sweep in range(1 + HELD):
+    for sweep in range(1 + WRITES):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             inside = columns < v
@@ -93,9 +95,9 @@ def summed_again(x, w, w_stride, held, v, h, z, outer, ENTROPY: tl.constexpr, HE
                 block = block_partials(logit, inside, ENTROPY)
                 before = max_logit, sumexp_m1, entropy_sum
                 max_logit, sumexp_m1, entropy_sum = merged(before, block)
-            elif HELD:
+            elif WRITES:
                 e = tl.exp(tl.maximum(logit - max_logit, FLOOR))
-                tl.store(held + columns, e.to(tl.bfloat16), mask=inside)
+                tl.store(exp_tile + columns, e.to(tl.bfloat16), mask=inside)
     return max_logit, sumexp_m1, entropy_sum
 
 
@@ -129,7 +131,18 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def finish_kernel(
-    x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr, ROWS: tl.constexpr
+    x,
+    w,
+    exp_tile,
+    targets,
+    of,
+    first,
+    n,
+    v,
+    h,
+    vocabulary,
+    PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """From `ProductStatistics`. PROGRAMS are the product's; `vocabulary` has all ranks' columns."""
     HALVES: tl.constexpr = 6
@@ -167,17 +180,17 @@ def finish_kernel(
 
     column = shift_column(of.epilogue, rows, inside)
     far = inside & ((sumexp_m1 < FAR) == 0)
-    if of.held_stride is not None:
+    if of.exp_stride is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(held + rows * of.held_stride + column, one, mask=inside & (far == 0))
+        tl.store(exp_tile + rows * of.exp_stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
         for i in range(ROWS):
             this = far & (tl.arange(0, ROWS) == i)
             if tl.max(this.to(tl.int32), 0) > 0:
                 row = tl.program_id(0).to(tl.int64) * ROWS + i
                 terms = more
-                if of.held_stride is not None:
-                    terms = held + row * of.held_stride
+                if of.exp_stride is not None:
+                    terms = exp_tile + row * of.exp_stride
                 max_of_row, sumexp_m1_of_row, entropy_sum_of_row = summed_again(
                     x + row * of.x_stride,
                     w,
@@ -188,7 +201,7 @@ def finish_kernel(
                     of.z,
                     per_row(of.z.outer, of.z, row),
                     ENTROPY,
-                    of.held_stride is not None,
+                    of.exp_stride is not None,
                 )
                 shift = tl.where(this, max_of_row, shift)
                 sumexp_m1 = tl.where(this, sumexp_m1_of_row, sumexp_m1)

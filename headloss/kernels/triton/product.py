@@ -7,8 +7,8 @@ which keeps the digits of a likely target's log-prob.
 
 Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's product.
 
-With `held`, e is written in bf16, which has the exponents of float32, so that any shift suits that
-is not far below the largest logit. Tokens for which it is are summed again, one by one.
+With `exp_tile`, e is written in bf16, which has the exponents of float32, so that any shift suits
+that is not far below the largest logit. Tokens for which it is are summed again, one by one.
 
 With the gradient in the epilogue, once the softmax's normalizer is there, a slab of columns comes
 out of its product as the gradient, and no logits are written.
@@ -63,8 +63,8 @@ def sums(z, log2_shift, ENTROPY: tl.constexpr):
 
 
 @triton.jit
-def sum_tile(z, m, block, held, of, n, v):
-    """The epilogue: sums over a tile's columns, and with `held`, exp logits."""
+def sum_tile(z, m, block, exp_tile, of, n, v):
+    """The epilogue: sums over a tile's columns, and with `exp_tile`, exp logits."""
     sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
@@ -86,13 +86,13 @@ def sum_tile(z, m, block, held, of, n, v):
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # also without `held`: the sums are the same then
+    left, right = halves(z)  # also without `exp_tile`: the sums are the same then
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
-    if held is not None:
-        held.store([m * BM, block * BN], e.to(held.dtype))
+    if exp_tile is not None:
+        exp_tile.store([m * BM, block * BN], e.to(exp_tile.dtype))
     e, more_mass, more_spread = sums(right, log2_shift, of.flags.entropy)
-    if held is not None:
-        held.store([m * BM, block * BN + BN // 2], e.to(held.dtype))
+    if exp_tile is not None:
+        exp_tile.store([m * BM, block * BN + BN // 2], e.to(exp_tile.dtype))
     mass += more_mass
     entropy_sum += more_spread
     tl.store(sumexps + place, mass, mask=inside)
@@ -101,12 +101,12 @@ def sum_tile(z, m, block, held, of, n, v):
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def product_kernel(x, w, held, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr):
-    each_tile(x, w, held, of.epilogue, n, v, h, PROGRAMS, sum_tile)
+def product_kernel(x, w, exp_tile, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr):
+    each_tile(x, w, exp_tile, of.epilogue, n, v, h, PROGRAMS, sum_tile)
 
 
 launch_product = launchers(product_kernel, LOADED, **OPTIONS)
-launch_held = launchers(product_kernel, LOADED | {"held": STORED}, **OPTIONS)
+launch_exp = launchers(product_kernel, LOADED | {"exp_tile": STORED}, **OPTIONS)
 
 
 def in_gluon() -> Any:
@@ -119,8 +119,8 @@ def in_gluon() -> Any:
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Launcher, ...]:
     """The kernels of the statistics, with exp logits or without."""
     if z.outer > LEAST_SCALE and overlaps(device):
-        return in_gluon().launch_held if holds else in_gluon().launch_product  # type: ignore
-    return launch_held if holds else launch_product
+        return in_gluon().launch_exp if holds else in_gluon().launch_product  # type: ignore
+    return launch_exp if holds else launch_product
 
 
 def accelerated(x: Tensor) -> bool:
@@ -155,10 +155,10 @@ def check_operands(x: Tensor, w: Tensor) -> None:
 
 
 def product_partials(
-    x: Tensor, w: Tensor, forward: Forward, held: ExpTile | None = None
+    x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
 ) -> SoftmaxState:
     check_operands(x, w)
-    return partials_of(statistics_of(x, w, forward, None, held), forward.needs)
+    return partials_of(statistics_of(x, w, forward, None, exp_tile), forward.needs)
 
 
 def product_statistics(
@@ -166,10 +166,10 @@ def product_statistics(
     w: Tensor,
     forward: Forward,
     vocabulary: int,
-    held: ExpTile | None = None,
+    exp_tile: ExpTile | None = None,
 ) -> Measured:
     check_operands(x, w)
-    return measured(statistics_of(x, w, forward, vocabulary, held), forward.needs)
+    return measured(statistics_of(x, w, forward, vocabulary, exp_tile), forward.needs)
 
 
 def statistics_of(
@@ -177,7 +177,7 @@ def statistics_of(
     w: Tensor,
     forward: Forward,
     vocabulary: int | None,
-    held: ExpTile | None = None,
+    exp_tile: ExpTile | None = None,
     sweep: tuple[int, Any] | None = None,
 ) -> Sequence[Tensor]:
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
@@ -194,8 +194,8 @@ def statistics_of(
     if n:
         blocks, product = sweep or (cdiv(v, WIDTH), None)
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
-        shift = out.new_empty(n) if held is None else held.shift
-        exp_logits = None if held is None else held.exp_logits
+        shift = out.new_empty(n) if exp_tile is None else exp_tile.shift
+        exp_logits = None if exp_tile is None else exp_tile.exp_logits
         stride = None if exp_logits is None else exp_logits.stride(0)
         z = scaling(transform)
         unbiased = scaling(transform, bias_of(x))
