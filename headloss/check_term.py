@@ -15,14 +15,13 @@ from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
 from .losses.term import Term
-from .losses.trial import NEEDS, Reads, on_pieces
+from .losses.trial import Piece, Reads, check_pieces
 from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
 from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 VOCABULARY = 1 << 31  # of a user's ids, any
-Piece = tuple[slice | Tensor, PackedBatch]  # where its tokens are in the whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +89,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     _check_gradient(term, traced, stats, batch)
     cuts = _cuts(term, batch)
     for cut, pieces in cuts.items():
-        got = on_pieces(term, [(stats.map(lambda t, rows=r: t[rows]), b) for r, b in pieces])
-        want = torch.cat([values[rows] for rows, _ in pieces])
-        if not torch.allclose(got, want, rtol=1e-9, atol=1e-9):
-            worst = float((got - want).abs().max())
-            raise ValueError(
-                f"term {term.name}: differs by {worst:.3g} between the whole batch and {cut}; its "
-                f'scope is "{term.scope}"; {NEEDS}'
-            )
+        check_pieces(term, stats, values, pieces, cut, 1e-9)
     beside = {name for name in traced.statistics if BESIDE.get(name) in traced.gradients}
     return TermReport(
         statistics=tuple(sorted(traced.statistics & {*STATISTICS, *BESIDE})),

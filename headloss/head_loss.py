@@ -280,12 +280,11 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
 @torch.no_grad()
 def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -> dict[str, Tensor]:
     """[..] what the options name, in their order."""
-    names = call.options.per_token
     values = {"top1": stats.top1}
     batch = call.packed.on(stats)
     for part in parts:
         values |= part.per_token(stats, batch)
-    return {name: call.scored.scatter(values[name]) for name in names}
+    return {name: call.scored.scatter(values[name]) for name in call.options.per_token}
 
 
 def _measure_of(

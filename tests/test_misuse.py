@@ -705,7 +705,7 @@ PARTS = {
 @pytest.mark.parametrize("name", PARTS)
 def test_a_mean_inside_a_term_is_noticed(name: str) -> None:
     given = batch(w=torch.rand(T), kept=torch.ones(T, dtype=torch.bool))
-    match = 'term mine: has another value on a part .* scope is "{}", .* another position .*'
+    match = 'term mine: differs by .* scope is "{}", .* another position .*'
     match += ' as a field of the batch, or declare scope="batch"'
     for options in (hl.Options(), hl.Options(chunk_tokens=2)):
         with pytest.raises(ValueError, match=match.format("token")):

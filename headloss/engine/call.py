@@ -55,15 +55,17 @@ class Call:
     def open(self) -> Callable[[Tensors], LogitSource]:
         """Makes the logits of the scored tokens."""
         required = self.requirements
-        plan = self.plan
         support = self.scored.support
         if required.given:
-            kind = InPlaceLogits if plan.in_place else GivenLogits
-            options = {"order": self.scored, "overwrites": required.overwrites}
-            return partial(kind, context=self.context, **options)
-        exp = ExpLogits if plan.exp_tiles else LinearLogits
+            return partial(
+                InPlaceLogits if self.plan.in_place else GivenLogits,
+                context=self.context,
+                order=self.scored,
+                overwrites=required.overwrites,
+            )
+        exp = ExpLogits if self.plan.exp_tiles else LinearLogits
         linear = partial(
-            NarrowLogits if plan.on_chip else exp,
+            NarrowLogits if self.plan.on_chip else exp,
             context=self.context,
             compute_dtype=required.compute_dtype,
             logits_dtype=self.options.logits_dtype,
@@ -77,8 +79,12 @@ class Call:
         """Makes the sums of a source's gradient, in blocks of tokens or (given logits) tiles."""
         if self.requirements.given:
             return GivenAccumulator
-        more = {"blocks": self.plan.chunks, "single_block": self.plan.single_block}
-        return partial(BlockAccumulator, buffers=self.buffers, **more)
+        return partial(
+            BlockAccumulator,
+            buffers=self.buffers,
+            blocks=self.plan.chunks,
+            single_block=self.plan.single_block,
+        )
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -87,10 +93,12 @@ class Call:
         options = self.options
         # Coefficients hold the upstream gradient already.
         final = options.upstream is not None or required.objective.scope == "external"
-        direct = final and not required.rescaled
-        dtype = options.accumulate_dtype
-        main_grad = options.main_grad
-        return GradientBuffers(required.needs_grad, dtype, main_grad, direct)
+        return GradientBuffers(
+            required.needs_grad,
+            options.accumulate_dtype,
+            options.main_grad,
+            direct=final and not required.rescaled,
+        )
 
     @property
     def options(self) -> Options:
@@ -104,8 +112,9 @@ class Call:
     @property
     def in_one_launch(self) -> bool:
         """Whether one launch gives statistics and gradient of given logits: it has closed form."""
-        written = self.plan.in_place and self.plan.schedule == "one_pass"
-        return written and self.groups == (None, None) and self.requirements.slopes
+        plan = self.plan
+        alone = self.groups == (None, None)
+        return plan.in_place and plan.schedule == "one_pass" and alone and self.requirements.slopes
 
     @property
     def groups(self) -> tuple[distributed.ProcessGroup | None, ...]:
@@ -185,34 +194,34 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     head = arguments.head
     if head is None:
         return call, [arguments.tensor]
-    hidden = arguments.tensor
     scored = call.scored
-    shard = call.shard
     compute_dtype = call.requirements.compute_dtype
-    states = [hidden, *(features for features, _ in head.beside)]
-    # Else autograd gets a step more.
-    states = [x if x.dim() == 2 else x.flatten(0, -2) for x in states]
-    if compute_dtype is not None:
-        states = [x.to(compute_dtype) for x in states]
-    if call.options.sequence_parallel:
-        states = [shard.gathered(x) for x in states]
-    if scored.index is not None:
-        states = [
-            Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
-            for x in states
-        ]
-    elif (call.plan.exp_tiles or call.plan.on_chip) and not kernels.suits_product(hidden):
-        states = [x.clone(memory_format=torch.contiguous_format) for x in states]
-    x, *features = states
-    factors = [(x, head.weight)]
-    if head.lora or head.beside:
-        beside = tuple((f, weight) for f, (_, weight) in zip(features, head.beside, strict=True))
-        factors = replace(head, beside=beside).factors(x, shard.dropout, call.context.fixed)
+    aligned = call.plan.exp_tiles or call.plan.on_chip
+    states = list[Tensor]()
+    for x in (arguments.tensor, *(features for features, _ in head.beside)):
+        if x.dim() != 2:  # else autograd gets a step more
+            x = x.flatten(0, -2)
+        if compute_dtype is not None:
+            x = x.to(compute_dtype)
+        if call.options.sequence_parallel:
+            x = call.shard.gathered(x)
+        if scored.index is not None:
+            x = Linear.apply(scored.gather, scored.scatter, x.view(*scored.shape, x.shape[1]))
+        elif aligned and not kernels.suits_product(arguments.tensor):
+            x = x.clone(memory_format=torch.contiguous_format)
+        states.append(x)
+    hidden, *features = states
+    if not (head.lora or features):
+        return call, [hidden, head.weight, head.bias]
+    beside = tuple((x, weight) for x, (_, weight) in zip(features, head.beside, strict=True))
+    factors = replace(head, beside=beside).factors(hidden, call.shard.dropout, call.context.fixed)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
 def call_of(arguments: Arguments) -> Call:
-    """A call that the ranks of its groups agree on. Hidden states may be on the meta device."""
+    """A call that its ranks agree on; ValueError for fields of teachers and candidates. Hidden
+    states may be on the meta device. An adapter of a teacher may drop what the first rank of the
+    vocabulary drops, in a collective."""
     a = arguments
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
@@ -232,12 +241,22 @@ def call_of(arguments: Arguments) -> Call:
         share = share if plan.skip_rows else 0.0
         zero = packed.targets.new_zeros((), dtype=torch.float64)
         tolerance = Tolerance(share, required.transform, shard.vocabulary, zero, zero, zero)
+    context = RowContext(
+        kernels.load(required.backend),
+        packed.targets,
+        required.transform,
+        required.needs,
+        shard,
+        all_columns=shard.group is None and packed.live is None,
+    )
+    if required.options.batch_invariant and not required.given:
+        context = context._replace(fixed=FixedProducts(context.acts.fixed_product))
     return Call(
         requirements=required,
         shard=shard,
         plan=plan,
         packed=packed,
-        context=_context(required, shard, plan, packed),
+        context=measuring(context, packed, required.teachers, required.wide, plan.keeps_tiles),
         tolerance=tolerance,
     )
 
@@ -262,21 +281,3 @@ def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
         shard = VocabShard(a.group, numbers, a.head and a.head.vocab_size, a.batch)
     inputs = inputs_of(a, required, shard)
     return required, shard, make_plan(inputs, required.options, required.backend)
-
-
-def _context(
-    required: Requirements, shard: WholeVocabulary, plan: Plan, packed: PackedBatch
-) -> RowContext:
-    """The tokens for a source of logits; ValueError for fields of teachers and candidates. An
-    adapter of a teacher may drop what the first rank of the vocabulary drops, in a collective."""
-    context = RowContext(
-        kernels.load(required.backend),
-        packed.targets,
-        required.transform,
-        required.needs,
-        shard,
-        all_columns=shard.group is None and packed.live is None,
-    )
-    if required.options.batch_invariant and not required.given:
-        context = context._replace(fixed=FixedProducts(context.acts.fixed_product))
-    return measuring(context, packed, required.teachers, required.wide, plan.keeps_tiles)

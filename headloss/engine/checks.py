@@ -215,18 +215,6 @@ def check_segments(count: int, objective: Objective) -> None:
         raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 
 
-def check_positions(
-    name: str, shape: torch.Size, device: torch.device, batch: Batch, spread: bool
-) -> None:
-    """ValueError for what has not a row [V] or [H] for each of the batch's positions, there."""
-    targets = batch.targets
-    if len(shape) < 2 or (shape[:-1] != targets.shape and not spread):
-        want = f"the targets' {tuple(targets.shape)} and one more dimension"
-        raise ValueError(f"{name}: got shape {tuple(shape)}, want {want}")
-    if device not in (targets.device, torch.device("meta")):
-        raise ValueError(f"batch: got targets on {targets.device}, want {name}'s device {device}")
-
-
 def check_targets(targets: object, hidden: object, options: Options) -> Batch:
     """A batch of targets alone, beside hidden states that are checked later."""
     check_options(options)

@@ -53,7 +53,16 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
     }
     apart = ("static", "check_ranks")
     chosen = [o for o in vars(options).items() if not (o[0] in apart or isinstance(o[1], Tensor))]
-    same = _of_logits(tensor) if head is None else _of_head(head, tensor)
+    same = (
+        _of_head(head, tensor)
+        if head is not None
+        else {
+            "dtype": tensor.dtype,
+            "logits, contiguous along the vocabulary": tensor.stride(-1) == 1
+            or tensor.shape[-1] <= 1,
+            "logits.requires_grad": tensor.requires_grad and torch.is_grad_enabled(),
+        }
+    )
     same |= _of_transform(a.transform) | _of_batch(batch)
     same |= {
         "objective": _names(required.objective),
@@ -82,8 +91,7 @@ def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
     """This rank's slice for a verb on positions alone, which `check` refuses on all ranks."""
-    group = head.vocab_group
-    if group is None:
+    if head.vocab_group is None:
         check()
         return WholeVocabulary(head.vocabulary)
     if torch.compiler.is_compiling():
@@ -100,19 +108,16 @@ def shard_of_positions(
             check=check_ranks,
         ), None
 
-    _, numbers = agree("vocab_group", group, prepare)
-    return VocabShard(group, numbers, head.vocab_size)
+    _, numbers = agree("vocab_group", head.vocab_group, prepare)
+    return VocabShard(head.vocab_group, numbers, head.vocab_size)
 
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
     """Facts of a call whose segments run across ranks, each of which holds some of their tokens;
     with the forms of each field there. Other choices (schedule, chunks) may differ."""
     batch = a.batch
-    objective = required.objective
-    if len(batch.fields) > MOST_NUMBERS:
-        got = len(batch.fields)
-        want = f"at most {MOST_NUMBERS} across ranks"
-        raise ValueError(f"fields: got {got}, want {want}")
+    if (count := len(batch.fields)) > MOST_NUMBERS:
+        raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
     forms = {}
     for name in sorted(batch.fields):
         as_token, as_segment = batch._fits(name)
@@ -121,13 +126,13 @@ def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
         "fields": " ".join(forms),
         "segments.count": batch.segments.count,
         "a gradient is wanted": plan.schedule != "statistics",
-        "objective": _names(objective),
+        "objective": _names(required.objective),
         "metrics": a.options.metrics,
         "statistics": statistics_of(required),
     }
 
     def tensors(numbers: OwnNumbers) -> Tensors:
-        of_call = _text_of(objective, batch)
+        of_call = _text_of(required.objective, batch)
         for name in per_segment(numbers):
             value = batch.fields[name]
             assert isinstance(value, Tensor)
@@ -161,31 +166,20 @@ def per_segment(numbers: OwnNumbers) -> frozenset[str]:
 
 
 def _of_batch(batch: Batch) -> dict[str, object]:
-    rank = batch.targets.dim()
-    totals = batch.totals
+    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
     fields = []
-    numbers = [] if totals is None else totals._numbers
     for name, value in sorted(batch.fields.items()):
         kind = ""
-        most = rank if name in APART else None
         if isinstance(value, Tensor):
-            kind = f"{value.dtype}{tuple(value.shape[:most])}"
+            shape = value.shape[: batch.targets.dim() if name in APART else None]
+            kind = f"{value.dtype}{tuple(shape)}"
         fields.append(f"{name}:{kind}")
     return {
         "targets.shape": f"{tuple(batch.targets.shape)} {tuple(batch.segments.ids.shape)}",
         "segments.count": batch.segments.count,
         "support_ids": batch.support is not None,
         "fields": " ".join(fields),
-        "totals": [None if isinstance(t, Tensor) else float(t) for t in numbers],
-    }
-
-
-def _of_logits(logits: Tensor) -> dict[str, object]:
-    unit_stride = logits.stride(-1) == 1 or logits.shape[-1] <= 1
-    return {
-        "dtype": logits.dtype,
-        "logits, contiguous along the vocabulary": unit_stride,
-        "logits.requires_grad": logits.requires_grad and torch.is_grad_enabled(),
+        "totals": [None if isinstance(t, Tensor) else float(t) for t in totals],
     }
 
 
@@ -266,9 +260,10 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
         for c, t in objective.parts
     ]
     text = bytearray(_spelt(fingerprint(parts, tensors)).encode())
-    options = [tensor.to(batch.targets.device) for tensor in tensors]
-    as_bytes = torch.frombuffer(text, dtype=torch.uint8)
-    return {"objective: differs": [as_bytes], "values of options: differs": options}
+    return {
+        "objective: differs": [torch.frombuffer(text, dtype=torch.uint8)],
+        "values of options: differs": [tensor.to(batch.targets.device) for tensor in tensors],
+    }
 
 
 def _spelt(value: Any) -> str:

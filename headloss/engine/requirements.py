@@ -133,8 +133,14 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     name = "hidden" if head else "logits"
     if is_dtensor(a.tensor):
         raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
+    shape = tuple(batch.targets.shape)
     spread = a.options.sequence_parallel
-    checks.check_positions(name, a.tensor.shape, a.tensor.device, batch, spread)
+    if a.tensor.dim() < 2 or (a.tensor.shape[:-1] != shape and not spread):
+        want = f"the targets' {shape} and one more dimension"
+        raise ValueError(f"{name}: got shape {tuple(a.tensor.shape)}, want {want}")
+    if a.tensor.device != batch.targets.device and not a.tensor.is_meta:
+        got = f"targets on {batch.targets.device}"
+        raise ValueError(f"batch: got {got}, want {name}'s device {a.tensor.device}")
     if objective.teachers:
         checks.check_teacher_fields(batch)
     return compute_dtype
@@ -155,18 +161,19 @@ def _backend(a: Arguments, dtype: torch.dtype) -> str:
 
 def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     """The tensors of a call that require a gradient, where gradients are taken."""
-    enabled = torch.is_grad_enabled()
-    into = enabled and tensor.requires_grad
+
+    def wants(tensor: Tensor | None) -> bool:
+        return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+    into = wants(tensor)
     if head is None:
         return NeedsGrad((into,))
-    lora = head.lora
-    bias = head.bias
-    weights = (head.weight, *(x.b for x in lora), *(w for _, w in head.beside))
-    of_lora = (into or (enabled and x.a.requires_grad) for x in lora)
+    weights = (head.weight, *(x.b for x in head.lora), *(w for _, w in head.beside))
+    of_lora = (into or wants(x.a) for x in head.lora)
     return NeedsGrad(
-        features=(into, *of_lora, *(enabled and x.requires_grad for x, _ in head.beside)),
-        weights=tuple(enabled and w.requires_grad for w in weights),
-        bias=enabled and bias is not None and bias.requires_grad,
+        features=(into, *of_lora, *(wants(x) for x, _ in head.beside)),
+        weights=tuple(map(wants, weights)),
+        bias=wants(head.bias),
     )
 
 
@@ -211,7 +218,6 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     options = required.options
     needs = required.needs
     kinds = required.batch.kinds(required.wide)
-    size = required.dtype.itemsize
     tolerance = options.gradient_tolerance > 0
     support = scored.support
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
@@ -231,9 +237,12 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         exp_tiles = kernels.can_write_exp(*weight) and not capped
         on_chip, by_sweeps = kernels.can_sweep(*weight, shard.widest)
     # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-    in_place = head is None and required.backend == "triton"
-    in_place &= not of_tiles and "candidate_logps" not in needs
-    in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+    in_place = (
+        head is None
+        and required.backend == "triton"
+        and not (of_tiles or "candidate_logps" in needs)
+        and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
+    )
     # Terms that depend on statistics may clip; readers of a field may weigh by 0 or leave out.
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
@@ -253,7 +262,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         logp_only=required.gradients <= logp_only,
         hidden_gradient=any(required.needs_grad.features),
         weight_gradient=required.needs_grad.any_weight or shard.weight_gradient,
-        element_size=size,
+        element_size=required.dtype.itemsize,
         weight_size=4 if head is None else head.weight.dtype.itemsize,
         on_chip=on_chip,
         by_sweeps=by_sweeps,

@@ -269,7 +269,9 @@ class ExpLogits(LinearLogits):
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
         ]
-        return self.completed(rows, measured, states), tile
+        if states or PEAK in forward.needs:
+            measured = self.completed(rows, measured, states)
+        return measured, tile
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         backward = self.context.backward(rows, columns, inputs)

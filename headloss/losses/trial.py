@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from .term import Objective, Term
 
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
+
+Piece = tuple[slice | Tensor, "PackedBatch"]  # the place of its tokens in the whole batch
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,33 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> tuple[Tensor, s
 NEEDS = 'declare scope="batch", or segments_per_unit=2 of a term of pairs of segments'
 
 
-def on_pieces(term: Term, pieces: Iterable[tuple[Statistics, Any]]) -> Tensor:
-    """Return a term's values on the pieces of a sample that the term accepted whole, concatenated.
+def check_pieces(
+    term: Term, stats: Statistics, values: Tensor, pieces: Sequence[Piece], cut: str, rtol: float
+) -> None:
+    """Compare a term's values on the pieces of a cut with those on the whole batch.
 
     Raises:
-        ValueError: if the term fails on a piece.
+        ValueError: if the term fails on a piece, or its values differ.
     """
     try:
-        return torch.cat([term(stats, batch) for stats, batch in pieces])
+        parts = []
+        for rows, piece in pieces:
+            part = stats.map(lambda t, rows=rows: t[rows])
+            parts.append(term(part, piece.on(part)))
     except (IndexError, RuntimeError, ValueError) as error:
         problem = " ".join(str(error).split())
         raise ValueError(
             f"term {term.name}: fails on a part of the segments: {problem}; {NEEDS}"
         ) from error
+    got = torch.cat(parts)
+    want = torch.cat([values[rows] for rows, _ in pieces])
+    if not torch.allclose(got, want, rtol, rtol / 100, equal_nan=True):
+        raise ValueError(
+            f"term {term.name}: differs by {float((got - want).abs().max()):.3g} between the whole "
+            f'batch and {cut}; its scope is "{term.scope}", by which it may be cut there: leave a '
+            "mean over tokens to its reduction, give the value of another position (the next "
+            f"token's, say) as a field of the batch, or {NEEDS}"
+        )
 
 
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
@@ -170,20 +186,12 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     kinds = batch.kinds().items()
     vectors = [n for n, (dtype, more) in kinds if dtype and dtype.is_floating_point and not more]
     batch = batch.replacing({name: getattr(batch, name) * ramp for name in vectors})
-    pieces = [Chunk(i, i + 1, i, i + 1) for i in range(len(batch))]
+    chunks = [Chunk(i, i + 1, i, i + 1) for i in range(len(batch))]
     token = TRACING.set(True)
     try:
         with torch.no_grad():
-            want = term(stats, batch.on(stats))
-            parts = [stats.map(lambda t, rows=piece.rows: t[rows]) for piece in pieces]
-            slices = [batch.slice(p).on(s) for s, p in zip(parts, pieces, strict=True)]
-            each = on_pieces(term, zip(parts, slices, strict=True))
+            values = term(stats, batch.on(stats))
+            pieces = [(chunk.rows, batch.slice(chunk)) for chunk in chunks]
+            check_pieces(term, stats, values, pieces, "single tokens", 1e-4)
     finally:
         TRACING.reset(token)
-    if not torch.allclose(each, want, 1e-4, 1e-6, equal_nan=True):
-        raise ValueError(
-            f"term {term.name}: has another value on a part of the tokens than on all of them; "
-            f'its scope is "{term.scope}", so that they may be cut apart: leave a mean over tokens '
-            "to its reduction, give the value of another position (the next token's, say) as a "
-            f"field of the batch, or {NEEDS}"
-        )
