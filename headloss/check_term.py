@@ -18,7 +18,14 @@ from .losses.term import Term
 from .losses.trial import Piece, Reads, check_pieces
 from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
-from .statistics.softmax import BESIDE, CANDIDATES, DIFFERENTIABLE, STATISTICS, Statistics
+from .statistics.softmax import (
+    BESIDE,
+    CANDIDATES,
+    DIFFERENTIABLE,
+    STATISTICS,
+    ByStatistic,
+    Statistics,
+)
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
 VOCABULARY = 1 << 31  # of a user's ids, any
@@ -168,7 +175,7 @@ def _permute(term: Term, batch: PackedBatch) -> Piece:
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
     """The term's value, which two evaluations agree on."""
-    inputs: dict[object, Tensor] = {n: getattr(batch, n) for n in batch.kinds()}
+    inputs: ByStatistic = {n: getattr(batch, n) for n in batch.kinds()}
     inputs |= {**stats.tensors(), **stats.extras}
     before = {name: value.clone() for name, value in inputs.items()}
     values, again = (term(stats, batch) for _ in range(2))

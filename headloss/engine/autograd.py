@@ -20,7 +20,7 @@ from ..logits.rows import ALL, BackwardInputs, Gradients, steps
 from ..losses.trial import name_of
 from ..objective.external import READ
 from ..objective.weighted import Coefficients, power_of_two, without_constants
-from ..statistics.softmax import BESIDE, CANDIDATES, vjp
+from ..statistics.softmax import BESIDE, CANDIDATES, ByStatistic, vjp
 from .call import Call, slope_of
 from .loop import ForwardResult, forward, of_tiles, sweep
 
@@ -82,7 +82,7 @@ class HeadStatistics(torch.autograd.Function):
         result = sweep(call, tensors)
         scatter = call.scored.scatter
         stats = result.measured.stats
-        named: dict[object, Tensor] = {**stats.tensors(), **stats.extras}
+        named: ByStatistic = {**stats.tensors(), **stats.extras}
         teachers = call.requirements.teachers
         measured = [(teacher, measure) for teacher, of in teachers for measure in of]
         outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES, *measured) if n in named}
@@ -147,7 +147,7 @@ def backward_of_slopes(
     factor = None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    beside: dict[object, Tensor] = {n: g for n, g in slopes.items() if n not in READ}
+    beside: ByStatistic = {n: g for n, g in slopes.items() if n not in READ}
     coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), beside)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from ..kernels.transform import Transform
 from ..losses.teacher import INPUTS
 from ..losses.term import Objective, Term
 from ..losses.trial import Reads
+from ..objective.external import LossFunction
 from ..objective.reads import Kinds, reads
 from ..options import DEFAULT, Options
 from ..private import in_forward_mode, in_function_transform
@@ -39,9 +40,7 @@ class Arguments:
     transform: Transform  # of the head, or of logits
     group: distributed.ProcessGroup | None  # whose ranks hold slices of the vocabulary
     inplace: bool = False  # the gradient may overwrite logits
-    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = (
-        None  # somebody else's, in place of the objective's
-    )
+    loss_fn: LossFunction | None = None  # somebody else's, in place of the objective's
 
     @classmethod
     def of_head(
@@ -52,7 +51,7 @@ class Arguments:
         batch: Batch,
         terms: Term | Objective,
         options: Options | None,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss_fn: LossFunction | None = None,
     ) -> Arguments:
         """Of a verb on hidden states; raises where there is no head, or none of this rank."""
         check_head(head)

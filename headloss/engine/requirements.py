@@ -5,7 +5,6 @@ N positions, T of them scored, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +21,7 @@ from ..logits.linear import NeedsGrad
 from ..losses.teacher import Teacher
 from ..losses.term import Objective
 from ..losses.trial import measures_of
+from ..objective.external import LossFunction
 from ..objective.reads import has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
@@ -39,9 +39,7 @@ class Requirements:
 
     batch: Batch  # by position
     options: Options
-    loss_fn: (
-        Callable[[Tensor, Tensor], Tensor] | None
-    )  # somebody else's, in place of the objective's
+    loss_fn: LossFunction | None  # somebody else's, in place of the objective's
     objective: Objective
     needs: frozenset[str]  # statistics
     gradients: frozenset[str]  # statistics that the objective differentiates

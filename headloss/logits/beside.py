@@ -6,7 +6,6 @@ T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a suppo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,14 @@ from ..kernels.interface import Backward, Forward, Kernels, Measured, Support
 from ..kernels.pair import Distribution, StoredTopk
 from ..kernels.transform import Transform
 from ..parallel.vocabulary import WholeVocabulary
-from ..statistics.softmax import COLLISION, Normalizer, SoftmaxCoefficients, SoftmaxState, finish
+from ..statistics.softmax import (
+    COLLISION,
+    ByStatistic,
+    Normalizer,
+    SoftmaxCoefficients,
+    SoftmaxState,
+    finish,
+)
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
@@ -110,7 +116,7 @@ class SquaredSum(NamedTuple):
     more = ((COLLISION, ()),)
     own_logits = False
 
-    def slopes(self, extras: Mapping[object, Tensor]) -> None:
+    def slopes(self, extras: ByStatistic) -> None:
         """None: it has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
@@ -123,9 +129,7 @@ class SquaredSum(NamedTuple):
         """What is known once some more of the logits of some tokens are."""
         return logits.state(self.transform.rows(rows), state)
 
-    def value(
-        self, rows: Rows, state: SoftmaxState, normalizer: Normalizer
-    ) -> dict[object, Tensor]:
+    def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
         """[n], once all logits were added."""
         twice = normalizer_of(self.shard, state)
         peak, log_sum = normalizer
@@ -150,7 +154,7 @@ class Candidates(NamedTuple):
         """Keys and shapes of what is measured of a token."""
         return (self.key, (self.ids.shape[-1] + 1,)), ((self.key, "vjp"), (2,))
 
-    def slopes(self, extras: Mapping[object, Tensor]) -> Tensor | None:
+    def slopes(self, extras: ByStatistic) -> Tensor | None:
         """[n, K + 1] of `value`, None where nothing has one."""
         return extras.get(self.key)
 
@@ -177,9 +181,7 @@ class Candidates(NamedTuple):
             others = logits.state(transform, others, ids)
         return z, others
 
-    def value(
-        self, rows: Rows, state: CandidateState, normalizer: Normalizer
-    ) -> dict[object, Tensor]:
+    def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
         """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
         z, others = state

@@ -5,7 +5,7 @@ T tokens, n tokens of a step, v columns of a slab.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from ..kernels.pair import Distribution, Divergence, Pair
 from ..kernels.transform import Transform
 from ..losses.teacher import SharedRows, Teacher
 from ..statistics.divergence import ACCEPTANCE, LOG_ACCEPTANCE, Measure, merge_shares
-from ..statistics.softmax import CANDIDATES, COLLISION, Normalizer
+from ..statistics.softmax import CANDIDATES, COLLISION, ByStatistic, Normalizer
 from .beside import NOTHING, Candidates, LogitTile, SquaredSum, normalizer_of, vjp_inputs
 from .given import View
 from .linear import LinearLogits, RowContext
@@ -120,7 +120,7 @@ class DenseTeacher:
         """The student's logits of some tokens, which come in one tile."""
         return tile
 
-    def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> dict[object, Tensor]:
+    def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
         """[n] each measure; and both sides' normalizers and the mean slopes [n, 4 + K];
         `normalizer` is the student's at its head's own temperature."""
         self.raw = None
@@ -134,7 +134,7 @@ class DenseTeacher:
         values, mean_slopes = shares.unbind(-1)
         if self.keeps:
             self.raw = raw, places
-        extras: dict[object, Tensor] = {}
+        extras: ByStatistic = {}
         for k, measure in enumerate(self.measures):
             value = values[:, k].contiguous()
             if measure.kind == LOG_ACCEPTANCE:  # a sum of minima is rounded to above 1
@@ -176,7 +176,7 @@ class DenseTeacher:
             tile = tile.to(dtype)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
-    def slopes(self, extras: Mapping[object, Tensor]) -> dict[Measure, Tensor] | None:
+    def slopes(self, extras: ByStatistic) -> dict[Measure, Tensor] | None:
         """[n] slopes of those measures that have one, None where none has."""
         return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
 

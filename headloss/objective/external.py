@@ -24,6 +24,7 @@ from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
 READ: tuple[str, ...] = ("logp", "lse", "entropy")
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # of [..] log-probs and entropies
 CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
 
 
@@ -61,7 +62,7 @@ class ExternalLoss:
     nothing else. The value is taken once, of all tokens.
     """
 
-    loss: Callable[[Tensor, Tensor], Tensor]  # of log-probs and entropies in the targets' shape
+    loss: LossFunction
     packing: Packing
     vocabulary: int
     upstream: float  # the upstream gradient, where it is known in advance

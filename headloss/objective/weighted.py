@@ -24,6 +24,7 @@ from ..statistics.metrics import Metrics, Observed, fold_all
 from ..statistics.softmax import (
     CANDIDATES,
     DIFFERENTIABLE,
+    ByStatistic,
     Slope,
     SoftmaxCoefficients,
     Statistics,
@@ -123,7 +124,7 @@ class Coefficients(NamedTuple):
     """What the kernels need to know of the objective on some tokens."""
 
     softmax: SoftmaxCoefficients  # [n]
-    extras: dict[object, Tensor]  # slopes of `Statistics.extras`, [n] or [n, K + 1]
+    extras: ByStatistic  # slopes of `Statistics.extras`, [n] or [n, K + 1]
     shares: Tensor | None = None  # [K] float64, each term's of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
@@ -167,10 +168,10 @@ class WeightedObjective:
         if chunk is not None:
             batch = batch.slice(chunk)
             parts = tuple([p.rows(chunk.rows) for p in parts])
-        slopes: dict[object, Tensor] = {}
+        slopes: ByStatistic = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
-            inputs: dict[object, Tensor] = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
+            inputs: ByStatistic = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
             inputs = {n: t for n, t in (inputs | leaves.extras).items() if t is not None}
             for leaf in inputs.values():
                 leaf.requires_grad_()
@@ -247,9 +248,9 @@ class WeightedObjective:
         return replace(self, scale=power_of_two(sizes))
 
 
-def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> dict[object, Tensor]:
+def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
     """The sum of the slopes of each statistic, [n]."""
-    rates: dict[object, Tensor] = {}
+    rates: ByStatistic = {}
     for slope in slopes:
         rate = slope.at(logp)
         rates[slope.of] = rates[slope.of] + rate if slope.of in rates else rate

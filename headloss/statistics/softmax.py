@@ -39,6 +39,7 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
+ByStatistic = dict[object, Tensor]  # by its name, or its key in `Statistics.extras`
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -114,7 +115,7 @@ class Statistics:
     entropy: Tensor = NOT_NEEDED
     mean_logit: Tensor = NOT_NEEDED
     top1: Tensor = NOT_NEEDED
-    extras: dict[object, Tensor] = field(default_factory=dict)
+    extras: ByStatistic = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors().values())))

@@ -23,7 +23,7 @@ from ..losses.teacher import Teacher
 from ..losses.term import Objective, Term
 from ..objective.weighted import bind, check_weights
 from ..statistics.divergence import LOG_ACCEPTANCE, Measure
-from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
+from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, ByStatistic, Statistics
 
 __all__ = [
     "Mode",
@@ -141,7 +141,7 @@ def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> St
     z = z.masked_fill(~supported, -math.inf)
     log_p = z.log_softmax(-1)
     target = packing.targets.unsqueeze(1)
-    extras: dict[object, Tensor] = {COLLISION: log_p.exp().square().sum(-1).detach()}
+    extras: ByStatistic = {COLLISION: log_p.exp().square().sum(-1).detach()}
     extras[PEAK] = peak = z.detach().amax(-1)
     if candidate_ids is not None:
         extras[CANDIDATES] = _candidates(log_p, candidate_ids)
@@ -167,7 +167,7 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
 class _Measured(dict[object, Tensor]):
     """Extra statistics; a teacher's measures are computed from soft-capped logits when read."""
 
-    def __init__(self, student: Tensor, batch: PackedBatch, extras: dict[object, Tensor]) -> None:
+    def __init__(self, student: Tensor, batch: PackedBatch, extras: ByStatistic) -> None:
         super().__init__(extras)
         self.student = student
         self.batch = batch
