@@ -141,7 +141,7 @@ def head_stats(
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
-        outputs = HeadStatistics.apply(call, names, *tensors)
+        outputs = HeadStatistics.apply(call, *tensors)
     return _named(outputs, names, candidates, measures, call.plan)
 
 

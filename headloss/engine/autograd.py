@@ -20,7 +20,7 @@ from ..logits.rows import ALL, BackwardInputs, Gradients, steps
 from ..losses.trial import name_of
 from ..objective.external import READ
 from ..objective.weighted import Coefficients, power_of_two, without_constants
-from ..statistics.softmax import BESIDE, CANDIDATES, ByStatistic, vjp
+from ..statistics.softmax import CANDIDATES, ByStatistic, vjp
 from .call import Call, slope_of
 from .loop import ForwardResult, forward, of_tiles, sweep
 
@@ -74,11 +74,11 @@ class HeadLoss(torch.autograd.Function):
 
 class HeadStatistics(torch.autograd.Function):
     """logp, lse and entropy of all positions, [.., K + 1] of candidates where there are any, and
-    measures of a teacher, of which `gradients` names those that carry a gradient. The tiles of a
-    held schedule are saved with autograd, so that checkpointing drops them and makes them again."""
+    measures of a teacher; some carry a gradient (`Requirements.gradients`). The tiles of a held
+    schedule are saved with autograd, so that checkpointing drops them and makes them again."""
 
     @staticmethod
-    def forward(ctx, call: Call, gradients, *tensors):
+    def forward(ctx, call: Call, *tensors):
         result = sweep(call, tensors)
         scatter = call.scored.scatter
         stats = result.measured.stats
@@ -86,7 +86,7 @@ class HeadStatistics(torch.autograd.Function):
         teachers = call.requirements.teachers
         measured = [(teacher, measure) for teacher, of in teachers for measure in of]
         outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES, *measured) if n in named}
-        carry = {BESIDE.get(name, name) for name in gradients}
+        carry = call.requirements.gradients
         dead = (t for n, t in outputs.items() if name_of(n) not in carry)
         ctx.mark_non_differentiable(*dead)
         ctx.names = [*outputs]
@@ -112,7 +112,7 @@ class HeadStatistics(torch.autograd.Function):
                 'Options(schedule="recompute")'
             )
         slopes = dict(zip(ctx.names, upstream, strict=True))
-        return None, None, *backward_of_slopes(*take_up(ctx), slopes)
+        return None, *backward_of_slopes(*take_up(ctx), slopes)
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
@@ -175,9 +175,10 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
-    same = (upstream - stated).abs() <= 1e-6 * abs(stated)
-    message = f"out.loss: its upstream gradient differs from {stated}, as declared"
-    torch._assert_async(same, message)  # type: ignore[attr-defined]
+    torch._assert_async(  # type: ignore[attr-defined]
+        (upstream - stated).abs() <= 1e-6 * abs(stated),
+        f"out.loss: its upstream gradient differs from {stated}, as declared",
+    )
     return None if scale is None else 1 / scale
 
 
@@ -241,13 +242,12 @@ def _of_frozen_head(
     if factor is not None:
         slope = slope * factor.to(slope.dtype)
     slope = slope / call.unit(logp)
-    sparse = [part for part in source.beside if part.key in coefficients.extras]
     for i, total in hidden.totals.items():
         acts.scaled_rows(total, slope, out=total)
-        for part in sparse:
-            slopes = coefficients.extras[part.key]
-            targets = source.context.targets
-            values, pairs = part.beside_logp(result.measured, slopes, targets)
+        for part in source.beside:
+            if (slopes := coefficients.extras.get(part.key)) is None:
+                continue
+            values, pairs = part.beside_logp(result.measured, slopes, source.context.targets)
             if factor is not None:
                 values = values * factor.to(values.dtype)
             acts.support_sums(values, source.weights[i], pairs, total, add=True)

@@ -30,7 +30,7 @@ from ..logits.rows import (
 )
 from ..objective.external import ExternalLoss
 from ..objective.weighted import Coefficients, WeightedObjective
-from ..statistics.softmax import PEAK, SoftmaxCoefficients, SoftmaxState, finish
+from ..statistics.softmax import SoftmaxCoefficients
 from .call import Call
 
 
@@ -52,9 +52,9 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if call.plan.in_place:
         return in_place(call, tensors)
     result = sweep(call, tensors)
-    schedule = call.plan.schedule
     if result.shares is not None:
         return result
+    schedule = call.plan.schedule
     stats = result.measured.stats
     weighted = call.weighted()
     coefficients = weighted.coefficients(stats, call.packed, None, schedule != "statistics")
@@ -94,8 +94,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     head with dlogp/dhidden."""
     source = call.open(tensors)
     plan = call.plan
-    schedule = call.plan.schedule
-    blocks = plan.blocks
+    schedule = plan.schedule
     slabs = [ALL]
     if not (plan.keeps_tiles or plan.sweep_rows or plan.tile.columns >= source.vocabulary):
         slabs = steps(source.vocabulary, plan.tile.columns)
@@ -104,9 +103,9 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     sums: Accumulator | None = None
     shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None
-    several = len(blocks) > 1
-    for block in blocks:
-        rows = block.rows if several or plan.support else ALL
+    several = len(plan.blocks) > 1
+    for block in plan.blocks:
+        rows = block.rows if several or call.scored.support is not None else ALL
         measured, tile = source.statistics(rows, slabs, plan.keeps_tiles or plan.keeps_sums)
         parts.append(measured)
         if schedule == "held" or plan.keeps_sums:
@@ -118,12 +117,11 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             else:
                 weighted = weighted or call.weighted()  # while the first product runs
                 stats = measured.stats
-                chunk = block if several else None
-                coefficients = weighted.coefficients(stats, call.packed, chunk)
+                of_block = block if several else None
+                coefficients = weighted.coefficients(stats, call.packed, of_block)
                 if call.tolerance is not None:
                     coefficients = call.tolerance(coefficients, stats, rows, weighted.scale)
                 share = coefficients.shares
-                assert share is not None
                 shares = share if shares is None else shares + share
             live = coefficients.live() if plan.skip_rows else None
             inputs = BackwardInputs(measured, coefficients, tile, live)
@@ -132,27 +130,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             sums.add(gradient)
             del inputs, gradient  # they are used up
         del tile  # before the next one is made
-    if plan.keeps_tiles and schedule != "held":
-        sums = sums or call.accumulator(source)
-    measured = parts[0] if len(parts) == 1 else joined(call, source, parts)
-    if schedule == "one_pass" and shares is None:  # there is no token
-        weighted = call.weighted()
-        shares = measured.stats.logp.new_zeros(len(weighted.named), dtype=torch.float64)
+    measured = parts[0] if len(parts) == 1 else of_several(torch.cat, parts)
     return ForwardResult(measured, tiles, sums, weighted, shares)
-
-
-def joined(call: Call, source: LogitSource, parts: list[Measured]) -> Measured:
-    """[T] vectors from those of consecutive blocks."""
-    if parts:
-        return of_several(torch.cat, parts)
-    empty = torch.empty(0, dtype=source.dtype, device=call.packed.targets.device)
-    needs = call.requirements.needs
-    measured = Measured(*finish(SoftmaxState(*[empty] * 5), call.shard.vocabulary, needs))
-    extras = measured.stats.extras
-    extras |= dict.fromkeys(needs & {PEAK}, empty)
-    for part in source.beside:
-        extras |= {key: empty.new_empty(0, *shape) for key, shape in part.more}
-    return measured
 
 
 def of_tiles(

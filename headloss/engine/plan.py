@@ -91,7 +91,7 @@ class Plan:
         if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        starts = range(0, self.tokens, step)
+        starts = range(0, max(1, self.tokens), step)  # a block without tokens, where there are none
         return [Chunk(start, min(start + step, self.tokens), 0, 0) for start in starts]
 
     @property
@@ -325,8 +325,11 @@ def whole_waves(p: PlanInputs, most: int) -> int:
 
 
 def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
-    """Chunks of equal size; a border may fall inside a segment."""
-    ends = list(accumulate(p.lengths or []))
+    """Chunks of equal size, one where there is no token; a border may fall inside a segment."""
+    lengths = p.lengths or []
+    if p.tokens <= rows:
+        return [Chunk(0, p.tokens, 0, len(lengths))]
+    ends = list(accumulate(lengths))
     starts = range(0, p.tokens, rows)
     return [Chunk.between(ends, start, min(start + rows, p.tokens)) for start in starts]
 
@@ -335,7 +338,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     """Chunks that respect the objective's scope, or None where there are none."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
-    single = [Chunk(0, p.tokens, 0, len(lengths))] if p.tokens or p.grouped else []
+    single = cut_anywhere(p, p.tokens)
     if p.in_place:  # nothing is held
         return single
     if p.scope == "token":

@@ -113,7 +113,6 @@ class SquaredSum(NamedTuple):
     transform: Transform  # at half the temperature
     shard: WholeVocabulary  # this rank's slice
     key = COLLISION
-    more = ((COLLISION, ()),)
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> None:
@@ -148,11 +147,6 @@ class Candidates(NamedTuple):
     tail: bool  # whether the rest is asked for; else its log-prob stays 0
     shard: WholeVocabulary  # this rank's slice
     own_logits = False
-
-    @property
-    def more(self) -> tuple[tuple[object, tuple[int, ...]], ...]:
-        """Keys and shapes of what is measured of a token."""
-        return (self.key, (self.ids.shape[-1] + 1,)), ((self.key, "vjp"), (2,))
 
     def slopes(self, extras: ByStatistic) -> Tensor | None:
         """[n, K + 1] of `value`, None where nothing has one."""

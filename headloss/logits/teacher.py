@@ -84,7 +84,6 @@ class DenseTeacher:
         self.measures = measures
         self.shard = context.shard
         self.wide = wide
-        self.more = tuple(((teacher, measure), ()) for measure in measures)
         self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
         self.rows: SharedRows | None = None  # of the source, None: a token's own

@@ -23,7 +23,7 @@ from ..losses.trial import observed
 from ..statistics.metrics import Metrics, Observed, fold_all
 from ..statistics.softmax import (
     CANDIDATES,
-    DIFFERENTIABLE,
+    NOT_NEEDED,
     ByStatistic,
     Slope,
     SoftmaxCoefficients,
@@ -125,7 +125,7 @@ class Coefficients(NamedTuple):
 
     softmax: SoftmaxCoefficients  # [n]
     extras: ByStatistic  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    shares: Tensor | None = None  # [K] float64, each term's of its reduced value
+    shares: Tensor = NOT_NEEDED  # [K] float64, each term's of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Of some of the tokens."""
@@ -171,8 +171,8 @@ class WeightedObjective:
         slopes: ByStatistic = {}
         if needed and not self.closed:
             leaves = stats.map(lambda t: t.detach())
-            inputs: ByStatistic = {n: getattr(leaves, n) for n in DIFFERENTIABLE}
-            inputs = {n: t for n, t in (inputs | leaves.extras).items() if t is not None}
+            inputs: ByStatistic = {**leaves.tensors(), **leaves.extras}
+            inputs.pop("top1", None)
             for leaf in inputs.values():
                 leaf.requires_grad_()
             with torch.enable_grad():
