@@ -86,10 +86,12 @@ def head_topk(
             RowContext(kernels.load(backend), nowhere, transform, NOTHING, shard),
             compute_dtype=compute,
         )
-        both = (1 + (k > 1)) * source.dtype.itemsize  # the logits, and what top-k makes of them
-        widest = shard.widest
-        on_gpu = x.is_cuda
-        inputs = PlanInputs(tokens=len(x), vocabulary=widest, row_bytes=both, on_gpu=on_gpu)
+        inputs = PlanInputs(
+            tokens=len(x),
+            vocabulary=shard.widest,
+            row_bytes=(1 + (k > 1)) * source.dtype.itemsize,  # the logits, and copies for top-k
+            on_gpu=x.is_cuda,
+        )
         tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
         ids, logps = (x.new_empty(len(x), k, dtype=d) for d in (torch.int64, source.dtype))
         for rows in steps(len(x), tile.rows):

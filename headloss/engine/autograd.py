@@ -80,16 +80,15 @@ class HeadStatistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: Call, *tensors):
         result = sweep(call, tensors)
-        scatter = call.scored.scatter
         stats = result.measured.stats
         named: ByStatistic = {**stats.tensors(), **stats.extras}
-        teachers = call.requirements.teachers
-        measured = [(teacher, measure) for teacher, of in teachers for measure in of]
-        outputs = {n: scatter(named[n]) for n in (*READ, CANDIDATES, *measured) if n in named}
-        carry = call.requirements.gradients
-        dead = (t for n, t in outputs.items() if name_of(n) not in carry)
+        required = call.requirements
+        measures = ((teacher, measure) for teacher, of in required.teachers for measure in of)
+        names = [name for name in (*READ, CANDIDATES, *measures) if name in named]
+        outputs = {name: call.scored.scatter(named[name]) for name in names}
+        dead = (t for name, t in outputs.items() if name_of(name) not in required.gradients)
         ctx.mark_non_differentiable(*dead)
-        ctx.names = [*outputs]
+        ctx.names = names
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.result = result._replace(tiles=[])
@@ -99,7 +98,7 @@ class HeadStatistics(torch.autograd.Function):
         ctx.rebuild = [save_tile(tile, tiles) for tile in result.tiles]
         again = (*call.constants, *tensors) if result.sums is None else ()
         ctx.save_for_backward(*tiles, *again)
-        return tuple(outputs.values())
+        return (*outputs.values(),)
 
     @staticmethod
     def backward(ctx, *upstream: Tensor | None):  # type: ignore[override]
@@ -234,23 +233,21 @@ def _of_frozen_head(
     prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)
     source = sums.source
-    hidden = sums.hidden
-    acts = sums.source.acts
-    hidden.settle()
+    sums.hidden.settle()
     logp = result.measured.stats.logp
     slope = torch.zeros_like(logp) if prob is None else -prob
     if factor is not None:
         slope = slope * factor.to(slope.dtype)
     slope = slope / call.unit(logp)
-    for i, total in hidden.totals.items():
-        acts.scaled_rows(total, slope, out=total)
+    for i, total in sums.hidden.totals.items():
+        source.acts.scaled_rows(total, slope, out=total)
         for part in source.beside:
             if (slopes := coefficients.extras.get(part.key)) is None:
                 continue
             values, pairs = part.beside_logp(result.measured, slopes, source.context.targets)
             if factor is not None:
                 values = values * factor.to(values.dtype)
-            acts.support_sums(values, source.weights[i], pairs, total, add=True)
+            source.acts.support_sums(values, source.weights[i], pairs, total, add=True)
     return sums.finish(None)
 
 

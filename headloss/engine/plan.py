@@ -202,9 +202,7 @@ def _choose(
         f"the {'softmax terms' if p.exp_tiles else 'logits'} of all tokens take "
         f"{size / MIB:.1f} MiB"
     )
-    summed = "slopes of candidates would be summed over ranks in the backward pass"
     too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
-    apart = p.candidates or p.support or options.main_grad is not None
     reasons = {
         "one_pass": [
             (p.scope == "external", "the loss lives elsewhere and needs all statistics first"),
@@ -215,11 +213,17 @@ def _choose(
             (p.given, "the logits are given"),
             (p.weight_gradient, "the head requires a gradient"),
             (not p.logp_only, "the objective needs the gradient of more than logp"),
-            (p.candidates and p.sharded, summed),
+            (
+                p.candidates and p.sharded,
+                "slopes of candidates would be summed over ranks in the backward pass",
+            ),
         ],
         "narrow": [
             (not p.on_chip, "the head or the backend does not suit"),
-            (apart, "columns are measured apart, or main_grad is given"),
+            (
+                p.candidates or p.support or options.main_grad is not None,
+                "columns are measured apart, or main_grad is given",
+            ),
         ],
         "held": [
             (p.given, "the logits are given"),

@@ -132,8 +132,8 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     if is_dtensor(a.tensor):
         raise TypeError(f"{name}: got a DTensor, want this rank's own tensor: {name}.to_local()")
     shape = tuple(batch.targets.shape)
-    spread = a.options.sequence_parallel
-    if a.tensor.dim() < 2 or (a.tensor.shape[:-1] != shape and not spread):
+    fits = a.options.sequence_parallel or a.tensor.shape[:-1] == shape
+    if a.tensor.dim() < 2 or not fits:
         want = f"the targets' {shape} and one more dimension"
         raise ValueError(f"{name}: got shape {tuple(a.tensor.shape)}, want {want}")
     if a.tensor.device != batch.targets.device and not a.tensor.is_meta:

@@ -51,15 +51,14 @@ class BlockAccumulator:
         single_block: bool,
     ) -> None:
         needs_grad = buffers.needs_grad
-        main_grad = buffers.main_grad
         self.source = source
         self.hidden = HiddenGradient(source, needs_grad.features, blocks)
-        self.main_grad = main_grad if needs_grad.weights[0] else None
-        wide = source.dtype == torch.float64
-        self.sum_dtype = torch.float64 if wide else buffers.accumulate_dtype
+        self.main_grad = buffers.main_grad if needs_grad.weights[0] else None
+        self.sum_dtype = buffers.accumulate_dtype
+        if source.dtype == torch.float64:
+            self.sum_dtype = torch.float64
         self.bias: Tensor | None = None
-        if needs_grad.bias:
-            assert source.full_bias is not None
+        if needs_grad.bias and source.full_bias is not None:
             self.bias = torch.zeros_like(source.full_bias, dtype=source.dtype)
         self.weights: dict[int, Tensor] = {}
         for i, weight in enumerate(source.full_weights):
@@ -152,8 +151,8 @@ class SlabAccumulator(BlockAccumulator):
         self.fresh = set(self.places)
         self.totals = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
-            dtype = self.sum_dtype
-            self.totals = {i: torch.empty_like(t, dtype=dtype) for i, t in self.totals.items()}
+            for i, place in self.totals.items():
+                self.totals[i] = torch.empty_like(place, dtype=self.sum_dtype)
 
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of some rows of the slab."""

@@ -305,11 +305,10 @@ class ExpLogits(LinearLogits):
         count_copy = order and HostCopy(order.count)
         chosen = self._chosen(rows, ALL, inputs)
         c = backward.coefficients
-        softcap = backward.transform.softcap
         multiple: Tensor | None = None
         features: Tensor | None = None
         # s e but for the targets
-        if c.prob is not None and c.entropy is c.uniform is softcap is None:
+        if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
             multiple, features = acts.exp_multiple_(exp_tile, backward, x=x, **options)

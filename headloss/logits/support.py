@@ -58,12 +58,11 @@ class SupportLogits(LinearLogits):
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, SourceTile]:
         raw = self.raw(rows)
-        needs = self.context.needs
         support = self._window(rows, ALL)
         partials = self.acts.support_partials(raw, support, self.context.forward(rows))
         pairs = Pairs(raw, support, self.acts)
         states = [part.add(rows, pairs, None) for part in self.beside]
-        stats, normalizer = finish(self.context.shard.merge(partials), 1, needs)
+        stats, normalizer = finish(self.context.shard.merge(partials), 1, self.context.needs)
         if stats.mean_logit is not None:
             stats = replace(stats, mean_logit=stats.mean_logit / self.support.counts[rows])
         measured = self.completed(rows, Measured(stats, normalizer), states)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +48,12 @@ def measuring(
         for t, measures in teachers
         if t not in stored
     ]
-    chosen: list[Any] = [(t, t.columns(batch), _at(transform, t.temperature)) for t in stored]
+    for teacher in stored:
+        at = _at(transform, teacher.temperature)
+        beside.append(Candidates(teacher, teacher.columns(batch), at, False, True, shard))
     if needs & {"candidate_logps", "candidate_tail"}:
-        chosen.append((CANDIDATES, batch.candidate_ids, transform))
-    for key, ids, of in chosen:
-        tail = key != CANDIDATES or "candidate_tail" in needs
-        beside.append(Candidates(key, ids, of, key == CANDIDATES, tail, shard))
+        tail = "candidate_tail" in needs
+        beside.append(Candidates(CANDIDATES, batch.candidate_ids, transform, True, tail, shard))
     if COLLISION in needs:
         half = replace(transform, temperature=transform.temperature / 2)
         beside.append(SquaredSum(half, shard))
