@@ -21,7 +21,7 @@ def no_work(monkeypatch):
     def forbidden(*args, **kwargs):
         raise AssertionError("work was done on bad input")
 
-    monkeypatch.setattr(products, "logits", forbidden)
+    monkeypatch.setattr(products.PLAIN, "logits", forbidden)
     monkeypatch.setattr(GivenLogits, "raw", forbidden)
     monkeypatch.setattr(reference, "partials", forbidden)
 

@@ -438,13 +438,13 @@ def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
     seen: list[int] = []
 
     def spy_on(name):
-        inner = getattr(products, name)
+        inner = getattr(products.PLAIN, name)
 
         def spy(first, *args):
             seen.append(len(first))
             return inner(first, *args)
 
-        monkeypatch.setattr(products, name, spy)
+        monkeypatch.setattr(products.PLAIN, name, spy)
 
     spy_on("input_gradient")
     spy_on("add_input_gradient_")

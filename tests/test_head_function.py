@@ -142,7 +142,7 @@ def test_float16():
 @pytest.mark.parametrize(("separable", "chunks"), [("token", 6), ("sequence", 4), (None, 1)])
 def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
     """Each logit once, each chunk's loss once and all of it once."""
-    count, calls, inner = {"logits": 0}, [], products.logits
+    count, calls, inner = {"logits": 0}, [], products.PLAIN.logits
 
     def counted(*args, **options):
         count["logits"] += len(args[0])
@@ -155,7 +155,7 @@ def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
         assert logps.shape == entropies.shape == (B, L)
         return loss(logps, entropies)
 
-    monkeypatch.setattr(products, "logits", counted)
+    monkeypatch.setattr(products.PLAIN, "logits", counted)
     hidden, weight, targets = problem()
     options = hl.Options(chunk_tokens=3) if separable else None
     args = (hl.Head(weight.requires_grad_()), hl.Batch(targets), seen, separable, options)

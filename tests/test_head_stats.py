@@ -196,13 +196,13 @@ def test_the_choice():
 @pytest.mark.parametrize(("schedule", "logits"), [("held", 1), ("frozen", 1), ("recompute", 2)])
 def test_the_number_of_products(monkeypatch, schedule, logits):
     count = {"logits": 0}
-    inner = products.logits
+    inner = products.PLAIN.logits
 
     def counted(*args, **options):
         count["logits"] += 1
         return inner(*args, **options)
 
-    monkeypatch.setattr(products, "logits", counted)
+    monkeypatch.setattr(products.PLAIN, "logits", counted)
     hidden, weight, targets, _ = problem()
     head = hl.Head(weight.requires_grad_(schedule != "frozen"))
     options = hl.Options(schedule=schedule)

@@ -14,8 +14,7 @@ from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
 
 import headloss as hl
 from headloss import kernels
-from headloss.head import products
-from headloss.head.products import logits
+from headloss.head.products import PLAIN
 from headloss.kernels import triton as triton_backend
 from headloss.logits.accumulators import HiddenGradient
 from headloss.logits.rows import LogitGradient
@@ -150,10 +149,11 @@ def test_an_adapters_product_keeps_the_digits_of_float32(v, scale, dtype):
     inner = scale * torch.randn(60, 16, device=DEVICE)
     outer = torch.randn(v, 16, device=DEVICE).to(dtype)
     want = inner.double() @ outer.double().T
-    assert error(logits(inner, outer), want) <= 3 * error(inner @ outer.float().T, want) + 1e-7
+    narrow = inner @ outer.float().T
+    assert error(PLAIN.logits(inner, outer), want) <= 3 * error(narrow, want) + 1e-7
     onto = torch.randn(60, v, device=DEVICE)
     want += onto.double()
-    assert error(logits(inner, outer, onto), want) <= 1e-6
+    assert error(PLAIN.logits(inner, outer, onto), want) <= 1e-6
 
 
 HEADS = {
@@ -224,7 +224,7 @@ def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
     for acts in (triton_backend, twins):
         context = SimpleNamespace(shard=SimpleNamespace(group=None))
         source = SimpleNamespace(
-            features=[features], weights=[head], products=products, acts=acts, context=context
+            features=[features], weights=[head], products=PLAIN, acts=acts, context=context
         )
         hidden = HiddenGradient(source, [True], [SimpleNamespace(rows=chunk), None])
         hidden.add(LogitGradient(part, rows, multiple=multiple))

@@ -57,7 +57,7 @@ def rounded_anew(monkeypatch):
 
         return rounded
 
-    monkeypatch.setattr(products, "logits", anew(products.logits))
+    monkeypatch.setattr(products.PLAIN, "logits", anew(products.PLAIN.logits))
     for backend in (reference, triton_backend):
         monkeypatch.setattr(backend, "support_logits", anew(backend.support_logits))
 

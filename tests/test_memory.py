@@ -259,8 +259,8 @@ def products_run(monkeypatch) -> dict[str, int]:
     """How often each of the three products ran."""
     count = {"logits": 0, "input_gradient": 0, "weight_gradient": 0}
 
-    def counted(name):
-        inner = getattr(products, name)
+    def counted(home, name):
+        inner = getattr(home, name)
 
         def spy(*args, **options):
             count[name.removeprefix("add_").removesuffix("_")] += 1
@@ -269,7 +269,8 @@ def products_run(monkeypatch) -> dict[str, int]:
         return spy
 
     for name in ("logits", "input_gradient", "add_input_gradient_", "add_weight_gradient_"):
-        monkeypatch.setattr(products, name, counted(name))
+        home = products if "weight" in name else products.PLAIN
+        monkeypatch.setattr(home, name, counted(home, name))
     return count
 
 

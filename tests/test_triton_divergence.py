@@ -471,13 +471,13 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
     """Also where some rows carry no gradient."""
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
     made = []
-    product = products.logits
+    product = products.PLAIN.logits
 
     def counted(features, weight, *more):
         made.append(len(features))
         return product(features, weight, *more)
 
-    monkeypatch.setattr(products, "logits", counted)
+    monkeypatch.setattr(products.PLAIN, "logits", counted)
     batch = hl.Batch(
         targets,
         teacher_hidden=torch.randn(T, 4).to(DEVICE),

@@ -65,7 +65,7 @@ class Marks(TorchDispatchMode):
 @contextmanager
 def watched(marks: Marks):
     """Put the marks at reads and at the product, which ends the call."""
-    plain, read = products.logits, torch.Tensor.tolist
+    plain, read = products.PLAIN.logits, torch.Tensor.tolist
     product = triton_product.statistics_of
 
     def reading(tensor):
@@ -86,12 +86,12 @@ def watched(marks: Marks):
         return run
 
     torch.Tensor.tolist = reading
-    products.logits, triton_product.statistics_of = launched(plain), launched(product)
+    products.PLAIN.logits, triton_product.statistics_of = launched(plain), launched(product)
     try:
         yield
     finally:
         torch.Tensor.tolist = read
-        products.logits, triton_product.statistics_of = plain, product
+        products.PLAIN.logits, triton_product.statistics_of = plain, product
 
 
 def one(call, counted: bool, sync) -> Marks:

@@ -213,8 +213,9 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     hidden, *features = states
     if not (head.lora or features):
         return call, [hidden, head.weight, head.bias]
-    beside = tuple((x, weight) for x, (_, weight) in zip(features, head.beside, strict=True))
-    factors = replace(head, beside=beside).factors(hidden, call.shard.dropout, call.context.fixed)
+    weights = (weight for _, weight in head.beside)
+    head = replace(head, beside=tuple(zip(features, weights, strict=True)))
+    factors = head.factors(hidden, call.shard.dropout, call.context.products)
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
@@ -250,7 +251,7 @@ def call_of(arguments: Arguments) -> Call:
         all_columns=shard.group is None and packed.live is None,
     )
     if required.options.batch_invariant and not required.given:
-        context = context._replace(fixed=FixedProducts(context.acts.fixed_product))
+        context = context._replace(products=FixedProducts(context.acts.fixed_product))
     return Call(
         requirements=required,
         shard=shard,

@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, is_dtensor, plain_numbers
 from ..kernels.transform import Transform
-from .products import FixedProducts, WideLinear, sum_dtype
+from .products import PLAIN, Products, WideLinear, sum_dtype
 from .reading import Fields, read_model, read_module
 
 Dropout = Callable[[Tensor, float], Tensor]
@@ -67,12 +67,12 @@ class Lora:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
     def features(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: FixedProducts | None = None
+        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
     ) -> Tensor:
         """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
         if self.dropout:
             hidden = dropout(hidden, self.dropout)
-        return self.scaling * WideLinear.apply(hidden, self.a, fixed)
+        return self.scaling * WideLinear.apply(hidden, self.a, products)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,7 +197,7 @@ class Head:
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
     def factors(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, fixed: FixedProducts | None = None
+        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
     ) -> list[tuple[Tensor, Tensor]]:
         """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
 
@@ -206,7 +206,7 @@ class Head:
         `vocab_size`.
         """
         base = (hidden, self.weight)
-        adapters = [(x.features(hidden, dropout, fixed), x.b) for x in self.lora]
+        adapters = [(x.features(hidden, dropout, products), x.b) for x in self.lora]
         return [base, *adapters, *((x.reshape(-1, x.shape[-1]), w) for x, w in self.beside)]
 
     def logits(self, hidden: Tensor) -> Tensor:

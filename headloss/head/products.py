@@ -9,7 +9,6 @@ float32 beside a weight in bfloat16).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,19 +35,83 @@ def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-class Products(Protocol):
-    """The products with the weight: this module's functions, or `FixedProducts`."""
+class Products:
+    """The products with the weight, with float32 sums; `FixedProducts` has others."""
 
-    def logits(self, features: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor: ...
+    def logits(
+        self,
+        features: Tensor,  # [n, H]
+        weight: Tensor,  # [v, H]
+        out: Tensor | None = None,
+    ) -> Tensor:  # [n, v] float32 or float64
+        """features @ weight.T, added to `out` where it is given."""
+        if features.dtype in WIDE and features.dtype == weight.dtype:
+            if out is None:
+                return torch.nn.functional.linear(features, weight)
+            return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
+        dtypes = features.dtype, weight.dtype
+        # Of fewer elements launches count.
+        narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28
+        if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
+            high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
+            middle = (features - high).bfloat16()
+            features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
+            weight = weight.repeat(1, 3)
+        beta = 0 if out is None else 1
+        if out is None:
+            either = torch.promote_types(features.dtype, weight.dtype)
+            wide = torch.promote_types(either, torch.float32)
+            out = features.new_empty(len(features), len(weight), dtype=wide)
+        if features.is_cuda and features.dtype == weight.dtype:
+            alpha = 1 + accumulator_bias(features.device, features.shape[1])
+            operands = (out, features, weight.t(), torch.float32)
+            return aten.addmm.dtype_out(*operands, beta=beta, alpha=alpha, out=out)
+        features = features.to(out.dtype)
+        for block in _blocks(weight):
+            out[:, block].addmm_(features, weight[block].to(out.dtype).t(), beta=beta)
+        return out
 
     def input_gradient(
-        self, gradient: Tensor, weight: Tensor, dtype: torch.dtype, memory: Tensor | None = None
-    ) -> Tensor: ...
+        self,
+        gradient: Tensor,  # [n, v] d/dlogits
+        weight: Tensor,  # [v, H]
+        dtype: torch.dtype,
+        memory: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
+    ) -> Tensor:  # [n, H]
+        """gradient @ weight, in `dtype` (rounded once)."""
+        if weight.dtype in WIDE:
+            return (gradient.to(weight.dtype) @ weight).to(dtype)
+        if gradient.is_cuda:
+            gradient = gradient.to(weight.dtype)
+            if dtype == weight.dtype:
+                rows = max(1, LARGE // weight.shape[1])
+                out = memory
+                if out is None:
+                    out = gradient.new_empty(len(gradient), weight.shape[1])
+                for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
+                    torch.mm(values, weight, out=part)
+                return out
+            return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
+        total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
+        self.add_input_gradient_(total, gradient, weight)
+        return total.to(dtype)
 
-    def add_input_gradient_(self, total: Tensor, gradient: Tensor, weight: Tensor) -> None: ...
+    def add_input_gradient_(
+        self,
+        total: Tensor,  # [n, H] float32 or float64, added to
+        gradient: Tensor,  # [n, v] d/dlogits
+        weight: Tensor,  # [v, H]
+    ) -> None:
+        """total += gradient @ weight."""
+        if gradient.is_cuda and weight.dtype not in WIDE:
+            gradient = gradient.to(weight.dtype)
+            aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
+            return
+        for block in _blocks(weight):
+            total.addmm_(gradient[:, block].to(total.dtype), weight[block].to(total.dtype))
 
 
-class FixedProducts:
+class FixedProducts(Products):
     """Products of which a row's bits depend on no other row, by `Kernels.fixed_product`."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
@@ -66,72 +129,7 @@ class FixedProducts:
         self.product(gradient.to(weight.dtype), weight, out=total)
 
 
-def logits(
-    features: Tensor,  # [n, H]
-    weight: Tensor,  # [v, H]
-    out: Tensor | None = None,
-) -> Tensor:  # [n, v] float32 or float64
-    """features @ weight.T, added to `out` where it is given."""
-    if features.dtype in WIDE and features.dtype == weight.dtype:
-        if out is None:
-            return torch.nn.functional.linear(features, weight)
-        return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
-    dtypes = features.dtype, weight.dtype
-    narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28  # else launches count
-    if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
-        high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
-        middle = (features - high).bfloat16()
-        features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
-        weight = weight.repeat(1, 3)
-    beta = 0 if out is None else 1
-    if out is None:
-        wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
-        out = features.new_empty(len(features), len(weight), dtype=wide)
-    if features.is_cuda and features.dtype == weight.dtype:
-        alpha = 1 + accumulator_bias(features.device, features.shape[1])
-        operands = (out, features, weight.t(), torch.float32)
-        return aten.addmm.dtype_out(*operands, beta=beta, alpha=alpha, out=out)
-    features = features.to(out.dtype)
-    for block in _blocks(weight):
-        out[:, block].addmm_(features, weight[block].to(out.dtype).t(), beta=beta)
-    return out
-
-
-def input_gradient(
-    gradient: Tensor,  # [n, v] d/dlogits
-    weight: Tensor,  # [v, H]
-    dtype: torch.dtype,
-    memory: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
-) -> Tensor:  # [n, H]
-    """gradient @ weight, in `dtype` (rounded once)."""
-    if weight.dtype in WIDE:
-        return (gradient.to(weight.dtype) @ weight).to(dtype)
-    if gradient.is_cuda:
-        gradient = gradient.to(weight.dtype)
-        if dtype == weight.dtype:
-            rows = max(1, LARGE // weight.shape[1])
-            out = gradient.new_empty(len(gradient), weight.shape[1]) if memory is None else memory
-            for part, values in zip(out.split(rows), gradient.split(rows), strict=True):
-                torch.mm(values, weight, out=part)
-            return out
-        return torch.mm(gradient, weight, out_dtype=torch.float32).to(dtype)
-    total = gradient.new_zeros(gradient.shape[0], weight.shape[1], dtype=torch.float32)
-    add_input_gradient_(total, gradient, weight)
-    return total.to(dtype)
-
-
-def add_input_gradient_(
-    total: Tensor,  # [n, H] float32 or float64, added to
-    gradient: Tensor,  # [n, v] d/dlogits
-    weight: Tensor,  # [v, H]
-) -> None:
-    """total += gradient @ weight."""
-    if gradient.is_cuda and weight.dtype not in WIDE:
-        gradient = gradient.to(weight.dtype)
-        aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
-        return
-    for block in _blocks(weight):
-        total.addmm_(gradient[:, block].to(total.dtype), weight[block].to(total.dtype))
+PLAIN = Products()
 
 
 def add_weight_gradient_(
@@ -173,18 +171,17 @@ class WideLinear(torch.autograd.Function):
     """x @ weight.T in float32 or float64 whatever the inputs, for the inner side of an adapter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, fixed: FixedProducts | None = None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, products: Products = PLAIN) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.fixed = fixed
-        return logits(x, weight) if fixed is None else fixed.logits(x, weight)
+        ctx.products = products
+        return products.logits(x, weight)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]
         x, weight = ctx.saved_tensors
         into_x = into_weight = None
         if ctx.needs_input_grad[0]:
-            product = input_gradient if ctx.fixed is None else ctx.fixed.input_gradient
-            into_x = product(gradient, weight, x.dtype)
+            into_x = ctx.products.input_gradient(gradient, weight, x.dtype)
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
             # (In a compiled graph blocks are not counted, which would tie it to their number.)

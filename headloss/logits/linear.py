@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..batch.segments import Chunk
-from ..head import products
-from ..head.products import GRAIN, PARTS, FixedProducts
+from ..head.products import GRAIN, PARTS, PLAIN, Products, sum_dtype
 from ..host_copy import HostCopy
 from ..kernels.interface import Backward, ExpTile, Forward, Kernels, Measured, ShiftedSums
 from ..kernels.pair import Chosen
@@ -51,7 +50,7 @@ class RowContext(NamedTuple):
     shard: WholeVocabulary  # this rank's slice
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
     beside: tuple[Any, ...] = ()  # what is measured of the tiles as well, see `measuring`
-    fixed: FixedProducts | None = None  # for logits and dX, where a row's bits are to be its own
+    products: Products = PLAIN  # for logits and dX; fixed, where a row's bits are to be its own
 
     def take(self, index: Tensor) -> RowContext:
         """Of some of the tokens."""
@@ -190,7 +189,7 @@ class LinearLogits(LogitSource):
         logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
     ) -> None:
         super().__init__(context)
-        self.products: products.Products = context.fixed or products
+        self.products = context.products
         *pairs, self.full_bias = tensors
         self.features = pairs[::2]
         self.full_weights = pairs[1::2]
@@ -200,7 +199,7 @@ class LinearLogits(LogitSource):
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
         x = self.features[0]
-        self.dtype = products.sum_dtype(x.dtype)
+        self.dtype = sum_dtype(x.dtype)
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
     def take(self, index: Tensor) -> LinearLogits:
