@@ -213,10 +213,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     head = a.head
     scored = required.scored
     objective = required.objective
-    options = required.options
     needs = required.needs
     kinds = required.batch.kinds(required.wide)
-    tolerance = options.gradient_tolerance > 0
+    tolerance = required.options.gradient_tolerance > 0
     support = scored.support
     # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
     # that is measured beside the statistics but the last.
@@ -229,7 +228,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # These are measured of tiles of logits; candidates alone also of hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
-    if head is not None and not (of_tiles or head.lora or head.beside or options.logits_dtype):
+    if head is not None and not (
+        of_tiles or head.lora or head.beside or required.options.logits_dtype
+    ):
         capped = head.softcap and "mean_logit" in required.gradients
         weight = required.backend, required.dtype, head.weight
         exp_tiles = kernels.can_write_exp(*weight) and not capped
