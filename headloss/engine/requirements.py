@@ -236,12 +236,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         exp_tiles = kernels.can_write_exp(*weight) and not capped
         on_chip, by_sweeps = kernels.can_sweep(*weight, shard.widest)
     # A kernel serves the logits where they lie: with unit stride along the vocabulary.
-    in_place = (
-        head is None
-        and required.backend == "triton"
-        and not (of_tiles or "candidate_logps" in needs)
-        and (tensor.stride(-1) == 1 or tensor.shape[-1] <= 1)
-    )
+    in_place = head is None and not of_tiles and "candidate_logps" not in needs
+    in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+    in_place &= required.backend == "triton"
     # Terms that depend on statistics may clip; readers of a field may weigh by 0 or leave out.
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
