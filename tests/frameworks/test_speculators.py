@@ -214,3 +214,58 @@ def test_what_is_replaced_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "compute_metrics", lambda logits, targets: None)
     with pytest.raises(RuntimeError, match="dspark: compute_metrics: takes no loss_mask"):
         adapter.install()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Batches of headloss's calls."""
+    from headloss.integrations import drafts
+
+    seen = []
+
+    def head_loss(hidden: Tensor, head: Any, batch: Any, *rest: Any) -> Any:
+        seen.append(batch)
+        return theirs(hidden, head, batch, *rest)
+
+    theirs = drafts.head_loss
+    monkeypatch.setattr(drafts, "head_loss", head_loss)
+    return seen
+
+
+def test_all_steps_are_one_call_and_share_the_verifiers_rows(
+    installed: Any, calls: list[Any]
+) -> None:
+    installed(draft_model("eagle3"), inputs(), **STEPS, **losses("eagle3", CE_AND_TV))
+    (batch,) = calls
+    assert batch.targets.shape == (1, T, 3) and batch.fields["teacher_hidden"].shape == (T, H)
+    assert torch.equal(batch.fields["teacher_index"][0, :, 1], torch.arange(T))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
+def test_a_compiled_forward_is_compiled_once(
+    installed: Any, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As on a GPU, where speculators compiles its forwards: neither another step nor other values
+    of it compile anything again, and the numbers are those without a compiler."""
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    more = {} if kind != "dspark" else MARKOV | {"markov_head_type": "gated"}
+    model = draft_model(kind, **more)
+    named = losses(kind, "kl_div") | (STEPS if kind == "eagle3" else {"max_anchors": 6})
+    _, loss, _, gradients = train(model, inputs(), **named)
+    forward = torch.compile(type(model).forward, backend=backend)
+    monkeypatch.setattr(type(model), "forward", forward)
+    torch.compiler.reset()
+    counts = []
+    for _ in range(3):
+        _, got, _, got_gradients = installed(model, inputs(), **named)
+        assert abs(got - loss) <= 1e-6 * abs(loss)
+        for name, gradient in gradients.items():
+            error = (got_gradients[name] - gradient).norm()
+            assert error <= 4e-6 * gradient.norm() + 1e-9, name
+        counts.append(len(graphs))
+    assert counts == [counts[0]] * 3 and counts[0] > 0

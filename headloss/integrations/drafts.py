@@ -1,0 +1,185 @@
+"""Rows of draft models: heads that return their inputs, and losses by row from hidden states.
+
+n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..batch.batch import Batch
+from ..batch.reduction import Totals, token_mean
+from ..head.head import Head
+from ..head_loss import Output, head_loss
+from ..head_topk import HeadTopk, head_topk
+from ..losses.teacher import teacher
+from ..losses.term import Term
+from ..options import Options
+from ..statistics.metrics import Observed
+
+
+def _lk_hybrid(stats: Any) -> Tensor:
+    share = (-3.0 * stats.acceptance.detach()).exp()  # the eta of speculators' own functions
+    forward, distance = stats.divergence("forward_kl"), stats.divergence("total_variation")
+    return share * forward + (1 - share) * distance
+
+
+# [T] losses of rows by speculators' names; "nla" without the clamp at an acceptance of 1e-5.
+VALUES: dict[str, Callable[[Any], Tensor]] = {
+    "kl_div": lambda stats: stats.divergence("forward_kl"),
+    "rkl": lambda stats: stats.divergence("reverse_kl"),
+    "jsd": lambda stats: stats.divergence("js"),
+    "tv": lambda stats: stats.divergence("total_variation"),
+    "ce": lambda stats: -stats.logp,
+    "nla": lambda stats: -stats.log_acceptance,
+    "lk_hybrid": _lk_hybrid,
+}
+
+
+class DraftHeads:
+    """Heads of a draft and of its verifier, read while their parameters are whole."""
+
+    def __init__(self, draft: nn.Module, verifier: nn.Module, markov: Any = None) -> None:
+        self.draft, self.verifier = draft, verifier
+        self.markov: nn.Linear | None = markov  # from features [.., r] to a bias [.., V]
+        self._heads = Head.of(draft), Head.of(verifier)
+
+    @property
+    def width(self) -> int:
+        return self._heads[0].weight.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.markov is None else self.markov.in_features
+
+    def heads(self, dtype: torch.dtype) -> tuple[Head, Head]:
+        """Heads of draft and verifier, in the dtype of the states: autocast's, not the weights'."""
+        draft, verifier = (replace(h, weight=h.weight.to(dtype)) for h in self._heads)
+        return draft, verifier
+
+    def beside(self, states: Tensor) -> tuple[Tensor, Head]:
+        """[.., H] states of [h | u] and the draft's head, with the features u [.., r] beside."""
+        draft, _ = self.heads(states.dtype)
+        if self.markov is None:
+            return states, draft
+        features = (states[..., self.width :], self.markov.weight.to(states.dtype))
+        return states[..., : self.width], replace(draft, beside=(features,))
+
+    def likeliest(self, states: Tensor) -> HeadTopk:
+        """The verifier's likeliest token of each of its states [.., H]."""
+        return head_topk(states, self.heads(states.dtype)[1], 1)
+
+    @contextmanager
+    def returning_states(self) -> Iterator[None]:
+        """Draft [.., H + r] = [h | 0] from its head, [0 | u] from a Markov head, so that their sum
+        is [h | u]; the verifier's head returns [.., H], or the draft's form where it is one."""
+        replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
+        replaced[self.draft] = padded(0, self.rank)
+        if self.markov is not None:
+            replaced[self.markov] = padded(self.width, 0)
+        with returning(replaced):
+            yield
+
+    def losses(
+        self,
+        states: Tensor,  # [.., H + r] of the draft
+        targets: Tensor,  # [..], -100 where neither a loss nor a metric reads the row
+        slopes: dict[str, Tensor],  # [..] weight of each row, by names of `VALUES`
+        verifier: Tensor | None = None,  # [.., H] states; rows with `teacher_index` in `fields`
+        acceptance: bool = False,
+        **fields: Any,
+    ) -> Output:
+        """Sum over rows t and losses k of slope_kt loss_kt, with `per_token` values "ce/value",
+        .., "top1", and of the first loss "../acceptance"."""
+        fields |= {f"slopes_{name}": slope.float() for name, slope in slopes.items()}
+        if verifier is not None:
+            fields["teacher_hidden"] = verifier
+        batch = Batch(targets, totals=Totals(1, 1), **fields)
+        hidden, draft = self.beside(states)
+        _, of_verifier = self.heads(states.dtype)
+        first, *_ = slopes
+        objective: Any = sum(
+            _term(name, of_verifier, acceptance and name == first) for name in slopes
+        )
+        observed = [f"{name}/value" for name in slopes] + [f"{first}/acceptance"] * acceptance
+        options = Options(per_token=(*observed, "top1"))
+        return head_loss(hidden, draft, batch, objective, options)
+
+
+@functools.cache
+def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
+    """A head's forward that returns its input between zeros, in the dtype of its product: one
+    function for each pair of widths, so that a compiled model is not compiled again."""
+
+    def forward(states: Tensor) -> Tensor:
+        device = states.device.type
+        if torch.is_autocast_enabled(device):
+            states = states.to(torch.get_autocast_dtype(device))
+        return F.pad(states, (before, after)) if before + after else states
+
+    return forward
+
+
+@contextmanager
+def returning(replaced: dict[Any, Any]) -> Iterator[None]:
+    """Modules with another forward."""
+    try:
+        for module, function in replaced.items():
+            module.forward = function
+        yield
+    finally:
+        for module in replaced:
+            vars(module).pop("forward", None)
+
+
+class Parts(torch.autograd.Function):
+    """Values of which sum_k shares_k values_k = total has the gradient: a program's own sum of them
+    is differentiated without another pass. RuntimeError in the backward pass for other shares.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, total: Tensor, shares: tuple[float, ...], whose: str, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.shares, ctx.whose, ctx.dtype = shares, whose, total.dtype
+        return tuple(value.detach().clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        got = torch.stack([gradient.double() for gradient in gradients])
+        shares = got.new_tensor(ctx.shares)
+        scale = got @ shares / (shares @ shares).clamp_min(1e-30)
+        if ((got - scale * shares).abs() > 1e-4 * got.abs().max()).any():
+            want = f"multiples of {ctx.shares}"
+            raise RuntimeError(f"{ctx.whose}: got gradients {got.tolist()}, want {want}")
+        return scale.to(ctx.dtype), None, None, *([None] * len(got))
+
+
+# ---------------------------------------------------------------------- one loss of a row
+
+
+def _weighted(stats: Any, batch: Any, *, name: str) -> Tensor:
+    return VALUES[name](stats) * getattr(batch, f"slopes_{name}")
+
+
+def _observed(stats: Any, batch: Any, *, name: str, acceptance: bool) -> dict[str, Observed]:
+    value = {"value": Observed(VALUES[name](stats))}
+    return value | ({"acceptance": Observed(stats.acceptance)} if acceptance else {})
+
+
+def _term(name: str, verifier: Head, acceptance: bool) -> Term:
+    return Term(
+        name=name,
+        function=functools.partial(_weighted, name=name),
+        reduction=token_mean,
+        observe=functools.partial(_observed, name=name, acceptance=acceptance),
+        teacher=teacher(verifier) if acceptance or name != "ce" else None,
+    )
