@@ -25,8 +25,9 @@ class Options:
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
             "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; keeps the
             softmax terms or logits of all tokens until the loss is known); "narrow" (8NHV, a head
-            at most 256 wide of the hidden states' dtype, without adapters, candidates or
-            supports, on the triton backend), whose tiles of logits never leave the chip.
+            at most 256 wide of the hidden states' dtype, on the triton backend, without adapters,
+            teachers, candidates, supports, `logits_dtype` or `main_grad`, with which "auto"
+            takes "recompute"), whose tiles of logits never leave the chip.
         chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
         memory_budget: bytes for a chunk of logits, or for all that "held" keeps; gradients and sums
             come on top. Default: 256 MiB on a CPU; a 64th of a GPU's memory, 1.25 GiB of 80 (of a

@@ -128,6 +128,32 @@ def test_what_it_cannot_serve():
             hl.head_loss(hidden, head, batch.with_fields(**{field: ids}), term, NARROW)
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
+    """The kernel of a token's statistics follows from the head alone, also where no product writes
+    exp logits (float16), or none takes the rows (an unaligned width)."""
+    monkeypatch.setattr(kernels, "can_sweep", lambda *_: (True, True))
+    monkeypatch.setattr(twins, "can_fuse", lambda *_: aligned)
+    hidden, head, batch = problem(torch.float64)
+    alone = hl.head_loss(hidden, head, batch, hl.cross_entropy())
+    assert alone.plan.schedule == "narrow"
+    ids = (batch.targets.clamp(min=0)[:, None] + torch.arange(1, 4)) % V
+    batch = batch.with_fields(candidate_ids=ids)
+    objective = hl.cross_entropy() + first_candidate()
+    out = hl.head_loss(hidden, head, batch, objective)
+    assert (out.plan.schedule, out.plan.exp_tiles, out.plan.on_chip) == ("recompute", False, True)
+    assert torch.equal(alone.logps, out.logps)
+    out.loss.backward()
+    leaves = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
+    x, w, b = (t.detach()[:V].clone().requires_grad_() for t in leaves.values())
+    logps = (x @ w.t() + b).log_softmax(1)
+    scored = batch.targets != -100
+    loss = -logps.gather(1, batch.targets.clamp(min=0)[:, None]) - logps.gather(1, ids[:, :1])
+    loss[scored].mean().backward()
+    for leaf, want in zip(leaves.values(), (x, w, b), strict=True):
+        assert error(leaf.grad[:V], want.grad) <= 1e-10
+
+
 def test_the_planner_takes_it_by_the_head_alone():
     """Whatever the number of tokens and the budget; what it cannot serve has its statistics."""
     of = {"width": 64, "vocabulary": 1 << 20, "on_chip": True, "by_sweeps": True, "on_gpu": True}

@@ -29,7 +29,6 @@ import headloss as hl
 from headloss.kernels.interface import Backward, Forward
 from headloss.kernels.transform import Transform
 from headloss.kernels.triton import launch, narrow
-from headloss.kernels.triton.narrow import Shape
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 16384, 1_000_000
@@ -132,7 +131,7 @@ def errors(inputs: Inputs) -> dict[str, float]:
 
 
 def use(owned: str, h: int, shape: tuple[int, ...]) -> None:
-    {"tokens": narrow.TOKENS, "columns": narrow.COLUMNS}[owned][h] = Shape(*shape)
+    {"tokens": narrow.TOKENS, "columns": narrow.COLUMNS}[owned][h] = shape
 
 
 def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:

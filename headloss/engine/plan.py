@@ -158,8 +158,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     wider = options.main_grad is not None or p.given or p.rescaled
     single_block = one and not (wider or 0 < p.restricted < p.tokens)
     exp_tiles = p.exp_tiles and not p.narrow
-    swept = schedule == "statistics" or (schedule == "recompute" and exp_tiles)
-    on_chip = schedule == "narrow" or (p.by_sweeps and swept)
+    on_chip = schedule == "narrow" or (p.by_sweeps and schedule in ("statistics", "recompute"))
     keeps_sums = p.multiples and not p.rescaled and schedule == "narrow"
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH

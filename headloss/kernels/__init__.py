@@ -59,7 +59,7 @@ def can_sweep(
     """Whether sweeps of a narrow head can serve; and whether they are faster than products that
     write tiles, as they are in 16 bits for very many columns (benchmarks/NOTES.md)."""
     like = weight[:0].to(dtype)
-    able = backend == "triton" and load(backend).can_sweep(like, like)
+    able = backend == "triton" and load(backend).can_sweep(like)
     return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 
 

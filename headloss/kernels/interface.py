@@ -108,7 +108,8 @@ class ShiftedSums(NamedTuple):
 
     rows: Tensor  # [n, H] float32
     shift: Tensor  # [n] float32
-    column: Tensor  # [n] int64 in the slice, which the sum leaves out; -1: none
+    column: Tensor  # [n] int64 in the slice, which the sum leaves out
+    far: Tensor  # [n] bool: the shift is so far below the largest logit that the sum is of no use
 
 
 class LogitRows(NamedTuple):
@@ -288,9 +289,10 @@ class Kernels(Acts, Protocol):
 
     # ------------------------------------------------------------------ a narrow head
 
-    def can_sweep(self, x: Tensor, w: Tensor) -> bool:
-        """Whether the acts below take these operands here. Their sums over the vocabulary are in
-        float32 and in one order, whatever n is."""
+    def can_sweep(self, w: Tensor) -> bool:
+        """Whether the acts below take this weight here, and hidden states of its dtype with unit
+        stride along H. Their sums over the vocabulary are in float32 and in one order, whatever n
+        is."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False

@@ -332,6 +332,12 @@ class NarrowLogits(ExpLogits):
 
     on_chip = True
 
+    def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
+        """Of a slab beside candidates: by the product's epilogue where it takes these operands."""
+        takes = self.acts.can_fuse(self.features[0], self.weights[0])
+        of = ExpLogits if takes else LinearLogits
+        return of.logit_gradient(self, rows, columns, inputs)
+
     def add_to(
         self,
         sums: Any,  # SlabAccumulator

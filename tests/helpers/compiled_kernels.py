@@ -155,7 +155,7 @@ class Form:
         more = {"bias": self.if_full(some(V)), "factor": self.if_full(some(1)[0])}
         for sums in (False, True):
             yield "narrow", lambda s=sums: acts.narrow_partials(x, w, forward, s)
-        sums, multiple = ShiftedSums(some(N, width), some(N), whole(N)), self.multiple
+        sums, multiple = ShiftedSums(some(N, width), some(N), whole(N), whole(N) > 0), self.multiple
         yield "narrow, rows", lambda: acts.narrow_hidden(x, w, multiple, sums)
         yield "narrow, hidden", lambda: acts.narrow_hidden(x, w, backward)
         yield "narrow, weight", lambda: acts.narrow_weight_(x, w, backward, out, **more)

@@ -98,7 +98,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     return logit_gradient_(raw, backward._replace(dtype=None)).to(x.dtype)
 
 
-def can_sweep(x: Tensor, w: Tensor) -> bool:
+def can_sweep(w: Tensor) -> bool:
     return True
 
 
@@ -113,11 +113,9 @@ def narrow_partials(
     e = (forward.transform(raw) - shift.unsqueeze(1)).exp()
     slope = forward.transform.vjp_(torch.ones_like(e), raw)
     column = forward.targets - forward.first
-    column = torch.where((column >= 0) & (column < len(w)), column, -1)
-    terms = e * slope
-    here = (column >= 0).nonzero().squeeze(1)
-    terms[here, column[here]] = 0
-    return found, ShiftedSums(terms @ w.to(terms.dtype), shift, column)
+    column = torch.where((column >= 0) & (column < len(w)), column, raw.argmax(1))
+    terms = (e * slope).scatter_(1, column.unsqueeze(1), 0)
+    return found, ShiftedSums(terms @ w.to(terms.dtype), shift, column, shift.isnan())
 
 
 def narrow_hidden(
@@ -126,13 +124,14 @@ def narrow_hidden(
     if sums is None:
         return product_gradient(x, w, backward).to(wide(x.dtype)) @ w.to(wide(x.dtype))
     c, transform, (max_logit, log_sum) = backward[4], backward.transform, backward.normalizer
-    others = c.prob * (sums.shift - max_logit - log_sum).exp()
-    out, here = sums.rows * others.unsqueeze(1), sums.column >= 0
-    g = gradient_from_logp(backward.logps, c.target, c).unsqueeze(1)
+    others = (c.prob * (sums.shift - max_logit - log_sum).exp()).unsqueeze(1)
+    at_target = gradient_from_logp(backward.logps, c.target, c).unsqueeze(1)
+    of_target = (sums.column == backward.targets - backward.first).unsqueeze(1)
     z = (backward.logps + max_logit + log_sum).unsqueeze(1)
-    g = transform.vjp_(g, z, is_z=True)
-    out[here] += g[here] * w[sums.column[here]].to(out.dtype)
-    return out
+    at_target = transform.vjp_(at_target, z, is_z=True)
+    g = transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)
+    g = torch.where(of_target, at_target, g)
+    return sums.rows * others + g * w[sums.column].to(g.dtype)
 
 
 def narrow_weight_(

@@ -175,8 +175,11 @@ def chosen_gradient_(
         launch_gradient(n, a, 0, backward.first, n, v, count, ROWS=1, BLOCK=block)
 
 
-def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> None:
-    """The targets' own gradient, to the digits of their log-probs; of a tile of x @ w.T."""
+def target_gradient_(
+    tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
+) -> None:
+    """The targets' own gradient, to the digits of their log-probs; into a tile of x @ w.T, or into
+    these columns [n] of any tile."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first
@@ -184,7 +187,9 @@ def target_gradient_(tile: Tensor, x: Tensor, w: Tensor, backward: Backward) -> 
     if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)
-    columns = Matrix(a.targets, 1)
+    places, from_column = (a.targets, first) if columns is None else (columns, 0)
     logps = Matrix(a.logps, 1)
-    a = a._replace(to=matrix_of(tile), columns=columns, column_logps=logps, column_raw=raw)
-    launch_targets(cdiv(n, ROWS), a, first, first, n, v, 1, ROWS=ROWS, BLOCK=1)
+    a = a._replace(
+        to=matrix_of(tile), columns=Matrix(places, 1), column_logps=logps, column_raw=raw
+    )
+    launch_targets(cdiv(n, ROWS), a, from_column, first, n, v, 1, ROWS=ROWS, BLOCK=1)
