@@ -77,8 +77,9 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
     # The second name is deprecated where there is the first.
     run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    what = "an exchange with the ranks of a group"
-    together(what, group, run, of_ranks.view(-1), flat, group=group)
+    together(
+        "an exchange with the ranks of a group", group, run, of_ranks.view(-1), flat, group=group
+    )
     return of_ranks
 
 

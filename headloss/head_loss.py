@@ -25,7 +25,7 @@ from .engine.plan import Plan
 from .head.head import Head
 from .kernels.transform import Transform
 from .losses.term import Objective, Term
-from .objective.external import READ, external_loss
+from .objective.external import HEAD_STATISTICS, external_loss
 from .objective.tolerance import Tolerance
 from .objective.weighted import WeightedTerm
 from .options import DEFAULT, Options
@@ -241,7 +241,7 @@ def plan(
     >>> hl.plan(hidden, head, hl.Batch(torch.zeros(6).long()), hl.cross_entropy()).schedule
     'one_pass'
     """
-    terms = external_loss(frozenset(READ)) if objective is None else objective
+    terms = external_loss(frozenset(HEAD_STATISTICS)) if objective is None else objective
     return call_of(Arguments.of_head("plan", hidden, head, batch, terms, options)).plan
 
 

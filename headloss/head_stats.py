@@ -22,7 +22,7 @@ from .engine.plan import Plan
 from .head.head import Head, check_head
 from .losses.arguments import naming
 from .losses.teacher import Teacher, measures_by_name
-from .objective.external import CANDIDATE, READ, external_loss
+from .objective.external import CANDIDATE_STATISTICS, HEAD_STATISTICS, external_loss
 from .options import DEFAULT, Options
 from .statistics.divergence import Measure
 
@@ -53,7 +53,7 @@ class HeadStats:
         return iter((self.logp, self.lse, self.entropy))
 
     def __len__(self) -> int:
-        return len(READ)
+        return len(HEAD_STATISTICS)
 
     def __getitem__(self, index: int) -> Tensor:
         return (self.logp, self.lse, self.entropy)[index]
@@ -67,7 +67,7 @@ def head_stats(
     head: Head,
     targets_or_batch: Tensor | Batch,  # [..] int64, already shifted; -100 is not scored
     options: Options | None = None,
-    gradients: Collection[str] = READ,
+    gradients: Collection[str] = HEAD_STATISTICS,
     teacher: Teacher | None = None,
     divergences: Collection[str] = (),
 ) -> HeadStats:
@@ -110,7 +110,7 @@ def head_stats(
     options = DEFAULT if options is None else options
     measures = measures_by_name(teacher, divergences)
     candidates = isinstance(targets_or_batch, Batch) and "candidate_ids" in targets_or_batch.fields
-    allowed = (*READ, *CANDIDATE) if candidates else READ
+    allowed = (*HEAD_STATISTICS, *CANDIDATE_STATISTICS) if candidates else HEAD_STATISTICS
     names = _checked(gradients, (*allowed, *measures))
     if torch.compiler.is_compiling():
         in_no_graph = head.vocab_group, head.vocab_mesh_dim, head.beside or None, teacher
@@ -123,7 +123,7 @@ def head_stats(
         return run(*of_all)  # type: ignore[no-any-return]
     if not names:
         with torch.no_grad():
-            of_all = hidden, head, targets_or_batch, options, READ, teacher, divergences
+            of_all = hidden, head, targets_or_batch, options, HEAD_STATISTICS, teacher, divergences
             return head_stats(*of_all)
     batch: Any = targets_or_batch
     if not isinstance(batch, Batch):
@@ -160,8 +160,8 @@ def _named(
         of_candidates, *divergences = divergences
         logps = of_candidates[..., :-1]
         tail = of_candidates[..., -1]
-        stats.candidate_logps = logps if CANDIDATE[0] in names else logps.detach()
-        stats.candidate_tail = tail if CANDIDATE[1] in names else None
+        stats.candidate_logps = logps if CANDIDATE_STATISTICS[0] in names else logps.detach()
+        stats.candidate_tail = tail if CANDIDATE_STATISTICS[1] in names else None
     by_measure = dict(zip(sorted(measures.values()), divergences, strict=True))
     stats.divergences = {name: by_measure[measure] for name, measure in measures.items()}
     return stats
@@ -178,6 +178,10 @@ def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[st
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")
     for name in statistics:
         if name not in names:
-            want = "a batch with candidate_ids" if name in CANDIDATE else f"names out of {names}"
+            want = (
+                "a batch with candidate_ids"
+                if name in CANDIDATE_STATISTICS
+                else f"names out of {names}"
+            )
             raise ValueError(f"gradients: got {name!r}, want {want}")
     return statistics

@@ -165,6 +165,6 @@ def test_the_planner_takes_it_by_the_head_alone():
         assert plan.total_bytes < 120 << 20
         apart = make_plan(replace(inputs, candidates=4), hl.Options(), "triton")
         assert (apart.schedule, apart.on_chip) == ("recompute", True)
-        none = replace(inputs, hidden_gradient=False, weight_gradient=False)
+        none = replace(inputs, input_gradient=False, weight_gradient=False)
         scored = make_plan(none, hl.Options(), "triton")
         assert (scored.schedule, scored.on_chip) == ("statistics", True)

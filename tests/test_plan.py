@@ -208,7 +208,7 @@ def test_static_shapes_know_no_lengths():
             {"memory_budget": row(10)},
             "recompute",
         ),
-        ({"hidden_gradient": False, "weight_gradient": False}, {}, "statistics"),
+        ({"input_gradient": False, "weight_gradient": False}, {}, "statistics"),
         ({"scope": "external"}, {"memory_budget": row(1000)}, "held"),
         ({"scope": "external"}, {"memory_budget": row(999)}, "recompute"),
         ({"scope": "external"}, {"chunk_tokens": 999}, "recompute"),
@@ -296,7 +296,7 @@ HEADS = [(2048, 151936), (4096, 128256)]
 def test_memory_on_a_gpu_grows_by_numbers_and_rows_of_hidden_width(width, vocabulary):
     """One pass: the budget, a float32 sum of the weight gradient, 64 bytes per token. Recompute: a
     float32 sum of the hidden gradient, and a slab of logits no wider than H. None: statistics."""
-    none = {"hidden_gradient": False, "weight_gradient": False}
+    none = {"input_gradient": False, "weight_gradient": False}
     for tokens in (1 << 14, 1 << 16, 1 << 18):
         sizes = {**GPU, "width": width, "vocabulary": vocabulary, "tokens": tokens}
         one, two = planned(sizes), planned(sizes, schedule="recompute")
@@ -344,7 +344,7 @@ def test_the_planned_peak_is_the_measured_one():
     for row in rows:
         trains = row["work"] != "scores"
         sizes = {name: row[name] for name in ("tokens", "width", "vocabulary")}
-        changes = {**GPU, **sizes, "hidden_gradient": trains, "weight_gradient": trains}
+        changes = {**GPU, **sizes, "input_gradient": trains, "weight_gradient": trains}
         plan = planned(changes, **MEASURED[row["contestant"]])
         assert plan.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02), row["case"]
 

@@ -98,7 +98,7 @@ def test_clear_cache_forgets(traced: list[str]) -> None:
 
 
 def test_the_table_is_bounded(traced: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads, "MOST", 3)
+    monkeypatch.setattr(reads, "TABLE_ENTRIES", 3)
     for number in (1, 2, 3, 4, 4, 3, 2, 1):
         call(objective=lambda number=number: hl.cross_entropy(label_smoothing=0.1 * number))
     assert len(traced) == 5 and len(reads._TABLE) == 3

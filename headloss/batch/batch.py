@@ -205,7 +205,8 @@ class Batch:
                 return tuple(map(moved, value)) if isinstance(value, tuple) else value
             result = value.to(*args, **options)
             if result.is_floating_point() != value.is_floating_point():
-                got, want = result.dtype, f"a device: its {value.dtype} tensors stay what they are"
+                got = result.dtype
+                want = f"a device: its {value.dtype} tensors stay what they are"
                 raise TypeError(f"to: got {got} for a batch, want {want}")
             return result
 
@@ -224,7 +225,9 @@ class Batch:
     def _survey(self) -> Survey:
         """What is known of the tokens; if nothing is, or of other tensors, it is asked for now.
         RuntimeError where targets, segments or stored ids were changed in place since."""
-        survey, support, fields = self._last_survey, self.support, self.fields
+        survey = self._last_survey
+        support = self.support
+        fields = self.fields
         stored: Any = {name: fields[name] for name in ID_FIELDS if is_integers(fields.get(name))}
         ids = {n: v for n, v in stored.items() if v.shape[:-1] == self.targets.shape}
         columns = () if support is None else support.tensors
@@ -236,7 +239,8 @@ class Batch:
         return survey
 
     def __getattr__(self, name: str) -> Any:
-        fields, support = self.__dict__.get("fields", {}), self.__dict__.get("support")
+        fields = self.__dict__.get("fields", {})
+        support = self.__dict__.get("support")
         if name in fields:
             return fields[name]
         if name == "support_ids" and support is not None:
@@ -301,7 +305,8 @@ class Batch:
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
         """The fields as terms see them, by name, with floating vectors in `wide`."""
-        rank, fields = self.targets.dim(), self.fields.items()
+        rank = self.targets.dim()
+        fields = self.fields.items()
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}
 
 
@@ -334,7 +339,8 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
     ids = check_integers("segments.ids", segments.ids, "an integer tensor")
     check_integer("segments.count", segments.count, 0)
     if ids.numel() != value.numel():
-        got, want = tuple(ids.shape), tuple(value.shape)
+        got = tuple(ids.shape)
+        want = tuple(value.shape)
         raise ValueError(f"segments: got {got} tokens, want the {of}' shape {want}")
     check_device("segments", ids, value, f"the {of}'")
     return segments

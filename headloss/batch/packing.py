@@ -83,7 +83,8 @@ class PackedBatch:
         if self._cut_of is not None:
             batch, tokens = self._cut_of
             return getattr(batch, name)[tokens]
-        live, value = self.live, self.as_given(name)
+        live = self.live
+        value = self.as_given(name)
         if name in self._per_segment:
             ids = self.segments.ids
             if live is not None:  # of the segments that are not scored
@@ -136,7 +137,8 @@ def answers(batch: PackedBatch) -> Segments:
     """The S segments in place of tokens, in groups that answer the same prompt: [S] values have
     sums and means over a prompt's segments. Those without a token are among them, and what static
     shapes add is by itself."""
-    of_tokens, segments = batch.prompts, batch.segments
+    of_tokens = batch.prompts
+    segments = batch.segments
     prompts = batch.as_given("prompts")
     if "prompts" not in batch._per_segment:  # a made-up batch holds vectors of tokens alone
         first = segments.lengths.cumsum(0) - segments.lengths
@@ -167,8 +169,11 @@ class Packing:
     support: SupportPairs | None = None  # None: all tokens have the whole vocabulary
 
     def __init__(self, batch: Batch, unit: int | None = None) -> None:
-        count, ids, restricted = batch.segments.count, batch.segments.ids.reshape(-1), None
-        self.shape, self.count = batch.targets.shape, count
+        count = batch.segments.count
+        ids = batch.segments.ids.reshape(-1)
+        restricted = None
+        self.shape = batch.targets.shape
+        self.count = count
         if unit is not None:
             bins = batch.segments._bins.masked_fill(batch.targets.reshape(-1) == IGNORE, count)
             self.index = _argsort(bins, count)
@@ -180,8 +185,10 @@ class Packing:
         else:
             survey = batch._survey()
             (descents, *_), (*self.lengths, _, unscored), of_support = survey.numbers
-            self.scored, scored_count = survey.scored, len(ids) - unscored
-            counts, restricted = survey.counts, of_support[-1] if of_support else None
+            self.scored = survey.scored
+            scored_count = len(ids) - unscored
+            counts = survey.counts
+            restricted = of_support[-1] if of_support else None
             if descents:
                 assert survey.bins is not None
                 self.index = _argsort(survey.bins, count)[:scored_count]
@@ -211,7 +218,8 @@ class Packing:
         with one value per segment, None: by their shapes."""
         if per_segment is None:
             per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
-        fields, rank = dict(batch.fields), batch.targets.dim()
+        fields = dict(batch.fields)
+        rank = batch.targets.dim()
         for name, value in batch.fields.items():
             if isinstance(value, Tensor):
                 value = value.reshape(-1, *value.shape[1 if name in per_segment else rank :])
@@ -297,7 +305,8 @@ def _check_static(support: SupportIds, targets: Tensor) -> None:
     could not know which. This reads the device, except while a graph is captured."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    restricted, scored = int(support.survey(targets)[-1]), int((targets != IGNORE).sum())
+    restricted = int(support.survey(targets)[-1])
+    scored = int((targets != IGNORE).sum())
     if restricted != scored:
         raise ValueError(
             f"static: got support_ids at {restricted} of {scored} scored tokens, want them at all"

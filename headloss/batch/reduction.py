@@ -65,11 +65,13 @@ class Totals:
         """
         if not hasattr(batch, "targets"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
-        segments, scored = batch.segments, batch.targets.reshape(-1) != IGNORE
+        segments = batch.segments
+        scored = batch.targets.reshape(-1) != IGNORE
         bools = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
         # A field with more values at each token keeps or drops none.
         masks = {n: v for n, v in bools.items() if v.dim() <= batch.targets.dim()}
-        prompts, groups = None, batch.fields.get("prompts")
+        prompts = None
+        groups = batch.fields.get("prompts")
         if groups is not None:
             groups, prompts = numbered(groups)
         ids = segments.ids.reshape(-1).long().clamp(0, max(segments.count - 1, 0))
@@ -78,7 +80,8 @@ class Totals:
             """[S] scored tokens of each segment that a mask keeps."""
             return count_in(ids, segments.count, scored & mask)
 
-        rows, kept = [kept_of(scored)], {}
+        rows = [kept_of(scored)]
+        kept = {}
         for name, mask in masks.items():
             as_token, as_segment = batch._fits(name)
             rows.append(kept_of(mask.reshape(-1) if as_token else ~scored))

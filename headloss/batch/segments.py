@@ -57,7 +57,9 @@ class Segments:
         counts: Tensor | None = None,
         row: int | None = None,
     ) -> None:
-        self.ids, self.count, self.group = ids, count, group
+        self.ids = ids
+        self.count = count
+        self.group = group
         # Of ids that were made so that all tokens are in a segment, in order: how many each has, 0
         # where these differ. None: ids may be any.
         self._row = row
@@ -123,7 +125,8 @@ class Segments:
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
         """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
-        rows, length = check_integer("rows", rows, 0), check_integer("length", length, 0)
+        rows = check_integer("rows", rows, 0)
+        length = check_integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
         return cls(ids, rows, row=length)
 
@@ -166,7 +169,8 @@ class Segments:
     def slice(self, chunk: Chunk) -> Segments:
         """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
         start, stop, first, last = chunk
-        ids, counts = self.ids[start:stop] - first, self._local_counts[first:last]
+        ids = self.ids[start:stop] - first
+        counts = self._local_counts[first:last]
         part = Segments(ids, last - first, self.group, counts=counts)
         part._lengths = self.lengths[first:last]
         return part

@@ -36,14 +36,17 @@ class Survey:
         of_support: Tensor | None,
         tensors: tuple[Tensor, ...],
     ) -> None:
-        self.tensors, self.versions = tensors, versions(tensors)
-        self.targets, self.segments = targets.reshape(-1), segments
+        self.tensors = tensors
+        self.versions = versions(tensors)
+        self.targets = targets.reshape(-1)
+        self.segments = segments
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.scored = scored = self.targets != IGNORE  # [N]
         # [N] the segment of each scored position, S where it is in none; S + 1: not scored. None:
         # all positions are in a segment, in order.
         self.bins: Tensor | None = None
-        count, descents = segments.count, list[Tensor]()
+        count = segments.count
+        descents = list[Tensor]()
         if segments._ascends and segments._row and count:
             counts = scored.view(count, -1).sum(1)
         elif segments._ascends:
@@ -60,7 +63,8 @@ class Survey:
     def _extremes(self) -> list[Tensor]:
         """The smallest target and the largest; of each of id_fields the largest, and at how many
         scored positions an id stands twice. 0 stands for what is not scored."""
-        scored, fields = self.scored, self.id_fields.values()
+        scored = self.scored
+        fields = self.id_fields.values()
         if not len(scored):
             return [self.targets.new_zeros(2 + 2 * len(fields), dtype=torch.int64)]
         numbers = list((self.targets * scored).aminmax())
@@ -84,7 +88,8 @@ class Survey:
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
         """On the host: how often a segment's id is followed by a lower one, and the extremes; how
         many positions are in each bin; the support's."""
-        numbers, count = self._copy.tolist(), self.segments.count
+        numbers = self._copy.tolist()
+        count = self.segments.count
         extremes = 3 + 2 * len(self.id_fields)
         if self.bins is None:  # no descent, and no position that is in no segment
             numbers.insert(0, 0)

@@ -29,15 +29,19 @@ def token_weights(
         totals: the global denominators.
         dtype: of the weights.
     """
-    segments, counts, scored = batch.segments, totals._counts, batch.live
+    segments = batch.segments
+    counts = totals._counts
+    scored = batch.live
     standard = reduction.weigh if isinstance(reduction.weigh, StandardWeight) else None
     lengths = segments.lengths
     if field is not None:
-        scored, counts = getattr(batch, field), totals.kept[field]
+        scored = getattr(batch, field)
+        counts = totals.kept[field]
         lengths = segments.sum(scored.to(dtype))
     tokens, groups = counts[:2]
     if standard is not None and standard.of == "prompts":
-        prompts, groups = answers(batch), counts[2]
+        prompts = answers(batch)
+        groups = counts[2]
         lengths = prompts.expand(prompts.sum(lengths))  # of a token's prompt
     of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
     of_tokens: Any = None

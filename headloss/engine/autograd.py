@@ -18,7 +18,7 @@ from ..logits.given import InPlaceLogits
 from ..logits.linear import LinearLogits, LogitSource, NarrowLogits, rows_left
 from ..logits.rows import ALL, BackwardInputs, Gradients, steps
 from ..losses.trial import name_of
-from ..objective.external import READ
+from ..objective.external import HEAD_STATISTICS
 from ..objective.weighted import Coefficients, power_of_two, without_constants
 from ..statistics.softmax import CANDIDATES, ByStatistic, vjp
 from .call import Call, slope_of
@@ -84,7 +84,7 @@ class HeadStatistics(torch.autograd.Function):
         named: ByStatistic = {**stats.tensors(), **stats.extras}
         required = call.requirements
         measures = ((teacher, measure) for teacher, of in required.teachers for measure in of)
-        names = [name for name in (*READ, CANDIDATES, *measures) if name in named]
+        names = [name for name in (*HEAD_STATISTICS, CANDIDATES, *measures) if name in named]
         outputs = {name: call.scored.scatter(named[name]) for name in names}
         dead = (t for name, t in outputs.items() if name_of(name) not in required.gradients)
         ctx.mark_non_differentiable(*dead)
@@ -140,13 +140,13 @@ def backward_of_slopes(
     upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
     """Gradients from the slopes that a loss outside sends, in the caller's shape, by the names of
-    `READ`, `CANDIDATES` and a teacher's measures."""
+    `HEAD_STATISTICS`, `CANDIDATES` and a teacher's measures."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats = result.measured.stats
     factor = None
     if CANDIDATES in slopes:
         slopes[CANDIDATES] = without_constants(slopes[CANDIDATES], stats, call.packed)
-    beside: ByStatistic = {n: g for n, g in slopes.items() if n not in READ}
+    beside: ByStatistic = {n: g for n, g in slopes.items() if n not in HEAD_STATISTICS}
     coefficients = Coefficients(vjp(slopes, stats, call.shard.vocabulary), beside)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)

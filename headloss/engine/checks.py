@@ -69,7 +69,7 @@ class Arguments:
         )
 
 
-def check_eager(verb: str, values: object = None, *others: object) -> None:
+def check_eager(verb: str, tensor: object = None, *others: object) -> None:
     """Refuse what the operators of a verb cannot handle: RuntimeError inside a transform of
     torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
     if torch.compiler.is_compiling():
@@ -80,12 +80,12 @@ def check_eager(verb: str, values: object = None, *others: object) -> None:
             "want a plain call: take gradients with backward() or torch.autograd.grad, and make "
             "vmap's dimension one of the tokens'"
         )
-    if isinstance(values, Tensor) and values.is_meta:
+    if isinstance(tensor, Tensor) and tensor.is_meta:
         raise ValueError(
-            f"headloss.{verb}: got a tensor of shape {tuple(values.shape)} on the meta device, "
+            f"headloss.{verb}: got a tensor of shape {tuple(tensor.shape)} on the meta device, "
             "want one with values; headloss.plan takes hidden states and a head without"
         )
-    tensors = [value for value in (values, *others) if isinstance(value, Tensor)]
+    tensors = (value for value in (tensor, *others) if isinstance(value, Tensor))
     if in_forward_mode() and any(unpack_dual(t).tangent is not None for t in tensors):
         raise NotImplementedError(
             f"headloss.{verb}: got a dual tensor, want a plain one: there is no forward mode"

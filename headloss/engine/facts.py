@@ -51,8 +51,7 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
         "memory": memory(tensor.device),
         "teacher_columns": teacher.shape[-1] if isinstance(teacher, Tensor) else -1,
     }
-    apart = ("static", "check_ranks")
-    chosen = [o for o in vars(options).items() if not (o[0] in apart or isinstance(o[1], Tensor))]
+    plain = {name: o for name, o in vars(options).items() if not isinstance(o, Tensor)}
     same = (
         _of_head(head, tensor)
         if head is not None
@@ -66,7 +65,7 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
     same |= _of_transform(a.transform) | _of_batch(batch)
     same |= {
         "objective": _names(required.objective),
-        "options": chosen,
+        "options": plain | {"static": None, "check_ranks": None},
         "inplace": required.overwrites,
         "statistics": statistics_of(required),
     }

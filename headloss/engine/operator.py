@@ -27,7 +27,7 @@ from torch import Tensor
 from ..batch.batch import IGNORE, Batch
 from ..head.head import Head, Lora, autocast_dtype
 from ..kernels.interface import Measured
-from ..objective.external import CANDIDATE, READ, external_loss
+from ..objective.external import CANDIDATE_STATISTICS, HEAD_STATISTICS, external_loss
 from ..options import DEFAULT, Options
 from ..statistics.softmax import CANDIDATES, Normalizer, Statistics
 from .autograd import backward_of_slopes, refuse_second_derivatives
@@ -72,14 +72,15 @@ def in_graph(
     for name in REFUSED:
         if getattr(options, name) is not getattr(DEFAULT, name):
             raise ValueError(f"{name}: got {getattr(options, name)}, which no compiled graph takes")
+    tail = CANDIDATE_STATISTICS[1] in gradients
     measured = _head_stats(
         factors if head.bias is None else [*factors, head.bias],
         [targets.reshape(-1), per_token, *ids],
         [head.vocabulary, options.chunk_tokens or 0, options.memory_budget or 0],
         [head.logit_scale, head.softcap or 0.0, float(number), options.gradient_tolerance],
-        f"{CANDIDATE[1] in gradients}, {[getattr(options, name) for name in PASSED[:3]]}",
+        f"{tail}, {[getattr(options, name) for name in PASSED[:3]]}",
     )
-    named = zip(READ, measured, strict=False)
+    named = zip(HEAD_STATISTICS, measured, strict=False)
     stats = [(t if name in gradients else t.detach()).view(targets.shape) for name, t in named]
     return [*stats, *(t.unflatten(0, targets.shape) for t in measured[5:6])]
 
@@ -111,7 +112,9 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
         vocabulary,
         lora=tuple(lora),
     )
-    names = READ if chosen is None else (*READ, *CANDIDATE[: 1 + tail])
+    names = (
+        HEAD_STATISTICS if chosen is None else (*HEAD_STATISTICS, *CANDIDATE_STATISTICS[: 1 + tail])
+    )
     objective = external_loss(frozenset(names), candidates=chosen is not None)
     with torch.set_grad_enabled(any(wanted)):
         ids: Any = tuple(support) or None
@@ -128,7 +131,7 @@ def _head_stats(*operands: Any) -> list[Tensor]:
     and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
-    outputs = [*(getattr(measured.stats, name) for name in READ), *measured.normalizer]
+    outputs = [*(getattr(measured.stats, name) for name in HEAD_STATISTICS), *measured.normalizer]
     outputs += measured.stats.extras.values()
     return [call.scored.scatter(t) for t in outputs]
 
@@ -156,7 +159,7 @@ def _head_stats_backward(*operands: Any) -> list[Tensor]:
     extras = dict(zip(keys, beside, strict=False))
     stats = Statistics(logp=logp, entropy=entropy, extras=extras)
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
-    slopes = dict(zip((*READ, CANDIDATES), upstream, strict=False))
+    slopes = dict(zip((*HEAD_STATISTICS, CANDIDATES), upstream, strict=False))
     gradients = backward_of_slopes(call, call.open(of_logits), result, slopes)
     if scored.index is not None:
         gradients[:-1:2] = [t if t is None else scored.scatter(t) for t in gradients[:-1:2]]

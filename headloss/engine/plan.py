@@ -138,7 +138,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         # Equal chunks may be more of them, and each adds to the float32 sum of dW.
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks, budget[0])
-    if not (p.hidden_gradient or p.weight_gradient):
+    if not (p.input_gradient or p.weight_gradient):
         schedule = "statistics"
         reason = "nothing requires a gradient"
     if schedule == "held":  # a teacher measures all tokens before it differentiates any

@@ -41,7 +41,7 @@ class PlanInputs:
     sparse: bool = True  # some tokens may be without a gradient
     thorough: bool = False  # a CPU leaves them out at any size: it is asked to, or they may be NaN
     logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
-    hidden_gradient: bool = True
+    input_gradient: bool = True
     weight_gradient: bool = True
     element_size: int = 4  # of hidden and weight
     weight_size: int = 4  # of the weight's own dtype
@@ -77,7 +77,7 @@ class PlanInputs:
     @property
     def hidden_sums(self) -> int:
         """Bytes of the hidden gradient of slabs, where it is summed apart."""
-        apart = self.hidden_gradient and self.element_size < 4
+        apart = self.input_gradient and self.element_size < 4
         return self.tokens * self.width * 4 if apart else 0
 
     @property
@@ -116,7 +116,7 @@ def bytes_by_part(
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
     wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums
-    sent = p.sharded and p.hidden_gradient and not p.given
+    sent = p.sharded and p.input_gradient and not p.given
     fused |= schedule == "narrow"
     parts = [
         (not p.narrow, "partial statistics" if fused else "logits", logits),
@@ -136,7 +136,7 @@ def bytes_by_part(
 def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
     """With the returned gradients; one that is summed apart is made when the logits have gone."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
-    hidden = p.hidden_gradient * p.tokens * columns * p.element_size
+    hidden = p.input_gradient * p.tokens * columns * p.element_size
     returned = p.weight_gradient and options.main_grad is None
     weight = returned * p.vocabulary * p.width * p.weight_size
     pairs = {"hidden gradient accumulator": hidden, "weight gradient accumulator": weight}

@@ -14,7 +14,7 @@ from .. import kernels
 from ..arguments import is_dtensor
 from ..batch.batch import Batch
 from ..batch.packing import Packing, packing_of
-from ..head.head import Head
+from ..head.head import Head, check_one_per_token
 from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
@@ -194,11 +194,7 @@ def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Trans
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return transform
-    if temperature.shape not in ((), scored.shape):
-        raise ValueError(
-            f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
-            f"token, {tuple(scored.shape)}"
-        )
+    check_one_per_token(temperature, scored.shape)
     rows = scored.gather(temperature.expand(scored.shape))
     if scored.live is None:
         checks.check_temperatures(rows, scored.index)
@@ -256,7 +252,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         sparse=tolerance or not constant,
         thorough=tolerance or any(term.kept_field for term in terms),
         logp_only=required.gradients <= logp_only,
-        hidden_gradient=any(required.needs_grad.features),
+        input_gradient=any(required.needs_grad.features),
         weight_gradient=required.needs_grad.any_weight or shard.weight_gradient,
         element_size=required.dtype.itemsize,
         weight_size=4 if head is None else head.weight.dtype.itemsize,

@@ -62,8 +62,8 @@ class Lora:
         if self.b.dtype != self.a.dtype:
             raise ValueError(f"lora.b: got {self.b.dtype}, want the dtype of a, {self.a.dtype}")
         plain_numbers(self, "scaling", "dropout")
-        check_number("lora.scaling", self.scaling)
-        if not 0 <= check_number("lora.dropout", self.dropout) < 1:
+        check_constant("lora.scaling", self.scaling)
+        if not 0 <= check_constant("lora.dropout", self.dropout) < 1:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
     def features(
@@ -275,13 +275,9 @@ class Head:
                     f"plain tensor; {GATHER}; or pass this rank's rows with vocab_group"
                 )
             check_device(name, value, hidden, "that of hidden,")
-        if isinstance(self.temperature, Tensor):
-            want = hidden.shape[:-1] if token_shape is None else token_shape
-            if self.temperature.shape not in ((), want):
-                raise ValueError(
-                    f"temperature: got shape {tuple(self.temperature.shape)}, want a number or one "
-                    f"value per token, {tuple(want)}"
-                )
+        check_one_per_token(
+            self.temperature, hidden.shape[:-1] if token_shape is None else token_shape
+        )
 
 
 def _with_adapters(fields: Fields) -> Fields:
@@ -320,7 +316,7 @@ def describe(value: object) -> str:
     return f"{value!r}" if plain else type(value).__name__
 
 
-def check_number(name: str, value: object) -> float:
+def check_constant(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
     if not -LARGEST <= value <= LARGEST:  # what a compiled graph can ask of a number that changes
@@ -358,11 +354,20 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
             raise ValueError(
                 "temperature: got a tensor that requires a gradient, want a constant; detach it"
             )
-    elif check_number("temperature", temperature) <= 0:
+    elif check_constant("temperature", temperature) <= 0:
         raise ValueError(f"temperature: got {temperature}, want > 0")
-    check_number("logit_scale", logit_scale)
-    if softcap is not None and not check_number("softcap", softcap) > 0:
+    check_constant("logit_scale", logit_scale)
+    if softcap is not None and not check_constant("softcap", softcap) > 0:
         raise ValueError(f"softcap: got {softcap}, want > 0, or None for no soft cap")
+
+
+def check_one_per_token(temperature: float | Tensor, shape: torch.Size) -> None:
+    """ValueError for a temperature that is neither a number nor one for each token of a shape."""
+    if isinstance(temperature, Tensor) and temperature.shape not in ((), shape):
+        raise ValueError(
+            f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
+            f"token, {tuple(shape)}"
+        )
 
 
 def _check_floating(name: str, value: object, want: str) -> None:

@@ -23,9 +23,9 @@ from ..statistics.divergence import Measure
 from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
-READ: tuple[str, ...] = ("logp", "lse", "entropy")
+HEAD_STATISTICS: tuple[str, ...] = ("logp", "lse", "entropy")
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # of [..] log-probs and entropies
-CANDIDATE = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
+CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
 
 
 @functools.cache
@@ -36,10 +36,10 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """A term that stands for such a loss: what it reads takes the place of its function. It reads
-    the statistics of `READ`, the log-probs of `candidates`, and their rest where its gradient is
-    asked for, and measures of a teacher; it differentiates `gradients`."""
-    statistics = frozenset((*READ, *CANDIDATE[:candidates])) | gradients
+    """The term in place of a loss outside: the function is what the loss reads, `HEAD_STATISTICS`,
+    log-probs of `candidates`, their rest where its gradient is asked for, and a teacher's measures;
+    `gradients` names the statistics that the loss differentiates."""
+    statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)
     term = Term(

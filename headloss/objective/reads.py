@@ -23,7 +23,7 @@ from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 Kinds = Mapping[str, Kind]  # of fields, by name
 SAMPLE = 2  # tokens, in a segment each: enough for a pair
 OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
-MOST = 256  # entries of the table
+TABLE_ENTRIES = 256  # entries of the table
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
@@ -71,7 +71,7 @@ def reads(
                     raise ValueError(f"term {name}: {error}") from None
                 raise
             with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
-                while len(_TABLE) >= MOST:
+                while len(_TABLE) >= TABLE_ENTRIES:
                     del _TABLE[next(iter(_TABLE))]
                 _TABLE[key] = read
         by_term[name] = read

@@ -118,9 +118,10 @@ class VocabShard(WholeVocabulary):
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
                 packing_of(batch, vocabulary)  # names the field and the position, on such a rank
-                got = f"id {highest} on rank {rank} of vocab_group"
-                want = f"ids below {vocabulary}"
-                raise ValueError(f"targets: got {got}, want {want}")
+                raise ValueError(
+                    f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
+                    f"{vocabulary}"
+                )
         if batch and self.tokens[0] >= 0 and sum(self.tokens) != batch.targets.numel():
             raise ValueError(
                 f"hidden: got {self.tokens} tokens on the ranks of vocab_group, want "
@@ -167,7 +168,6 @@ class VocabShard(WholeVocabulary):
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
         """The first rank's mask, on all ranks."""
         mask = dropout(hidden.new_ones(hidden.shape), p) != 0
-        what = "an adapter's dropout"
-        options = {"group": self.group, "group_src": 0}
-        together(what, self.group, distributed.broadcast, mask, **options)
+        sent = {"group": self.group, "group_src": 0}
+        together("an adapter's dropout", self.group, distributed.broadcast, mask, **sent)
         return hidden * mask / (1 - p)

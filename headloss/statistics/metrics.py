@@ -51,7 +51,7 @@ class Perplexity(Mean):
 
     @property
     def value(self) -> Tensor:
-        return (self.sum / self.count).exp()
+        return super().value.exp()
 
 
 @dataclass(frozen=True)
