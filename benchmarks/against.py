@@ -1,9 +1,9 @@
-"""Two versions of headloss in one process, in turn: is the new one slower?
+"""Test if a new version of headloss is slower than an old version, by alternating calls.
 
-A card at its power cap is several percent apart from run to run, so calls alternate and each pair
-gives one ratio. The new one counts as not slower where the lower confidence bound of the median
-ratio old / new is at least LEAST. Where neither names a memory budget both have MEMORY: a default
-may differ between them.
+The time of a GPU at its power cap varies by several percent from run to run. Calls of the old and
+the new version therefore alternate, and each pair gives one ratio of times. The new version counts
+as not slower if the lower confidence bound of the median ratio old / new is at least LEAST. If no
+memory budget is named, both versions get MEMORY, since their defaults may differ.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ from contestants import CONTESTANTS, Found
 NAME = "headloss_before"
 MEMORY = 5 << 30  # bytes
 LEAST = 0.97
-SURE = 1.96  # standard deviations of a count: 95 %
-ROWS, AGREE = 64, 0.5  # of each value, that are compared; relative: few rows, rounded logits
+SURE = 1.96  # standard deviations of a 95 % confidence interval
+# Compared rows of each value, and the allowed relative difference: large, since rows are few and
+# contestants may round logits.
+ROWS, AGREE = 64, 0.5
 
 
 def load(folder: Path) -> ModuleType:
-    """The package in a checkout, under another name: what it says of itself is renamed too."""
+    """Import the package of a checkout under the name `NAME`, with its internal imports renamed."""
     target = Path(tempfile.mkdtemp(prefix="headloss-")) / NAME
     shutil.copytree(folder / "headloss", target, ignore=shutil.ignore_patterns("__pycache__"))
     for path in target.rglob("*.py"):
@@ -50,7 +52,7 @@ def load(folder: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def using(package: ModuleType) -> Iterator[None]:
-    """Works and contestants of this module call another version, at equal memory."""
+    """Make `works` and `contestants` call the version `package`, at equal memory."""
     before = works.hl, contestants.MEMORY
     try:
         works.hl = contestants.hl = package
@@ -62,20 +64,20 @@ def using(package: ModuleType) -> Iterator[None]:
 
 
 def lower_bound(ratios: list[float]) -> float:
-    """Of the median: the order statistic that lies below it in 97.5 % of all samples."""
+    """Return the lower 97.5 % confidence bound of the median, an order statistic of the ratios."""
     n = len(ratios)
     return sorted(ratios)[max(0, math.floor(n / 2 - SURE * math.sqrt(n) / 2))]
 
 
 def judged(ratios: list[float], bar: float | None) -> dict[str, Any]:
-    """The median, its bound, and whether this reaches the bar."""
+    """Return the median ratio, its lower confidence bound, and a verdict: bound >= bar or not."""
     bound = lower_bound(ratios)
     word = "measured" if bar is None else "well" if bound >= bar else "SLOWER"
     return {"ratio": statistics.median(ratios), "bound": bound, "verdict": word}
 
 
 def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> int:
-    """A line for each case and contestant of headloss; 1 where one has become slower."""
+    """Print a line per case and headloss contestant; return 1 if any is slower, else 0."""
     before, slower = load(folder), 0
     for case in cases:
         inputs = works.make_sets(case.setting, device, pairs + 1)
@@ -84,7 +86,7 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
             try:
                 sides = [Side.of(p, name, work, case, inputs[0]) for p in (before, works.hl)]
                 ratios = race(*sides, case, inputs, device, pairs)
-            except Exception as failure:  # such as a version that does not serve it
+            except Exception as failure:  # for example, the old version lacks the feature
                 print(f"{what}: left out: {measure.one_line(failure)}", flush=True)
                 continue
             row = judged(ratios, LEAST)
@@ -95,7 +97,7 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
 
 
 class Side(NamedTuple):
-    """One of two that take turns; `package`: that of headloss that it calls."""
+    """One of two alternating runs, and the headloss `package` that the run calls."""
 
     package: ModuleType
     run: Callable[[works.Inputs], Any]
@@ -104,10 +106,11 @@ class Side(NamedTuple):
     def of(
         cls, package: ModuleType, name: str, work: str, case: Case, inputs: works.Inputs
     ) -> Side:
-        """A contestant by its name, or "limit": the products that its work cannot do without.
+        """Return the side of a contestant, or of "limit": the matrix products that the work needs.
 
         Raises:
-            ValueError: it cannot do this work; whatever making it raises.
+            ValueError: the contestant cannot do this work.
+            Exception: any error raised while the contestant's run is made.
         """
         if name == "limit":
             return cls(package, measure.make_limit(case.setting, inputs))
@@ -127,10 +130,10 @@ def race(
     device: torch.device,
     pairs: int,
 ) -> list[float]:
-    """Ratios of times, first / second, of neighbouring calls; which goes first alternates.
+    """Return time ratios first / second of adjacent calls; the order in a pair alternates.
 
     Raises:
-        ValueError: the two do not find the same.
+        ValueError: the results of the two sides differ.
     """
     timed = measure.Alone if case.group == "small" else measure._timed
     ratios = []
@@ -147,7 +150,7 @@ def race(
 
 
 def agree(first: Side, second: Side, inputs: works.Inputs) -> None:
-    """No time is taken of what is wrong: what both find is compared, as far as both round."""
+    """Raise ValueError if the results of the two sides differ by more than `AGREE`."""
     values: list[dict[str, torch.Tensor]] = []
     for side in (first, second):
         inputs.fresh()
@@ -164,6 +167,6 @@ def agree(first: Side, second: Side, inputs: works.Inputs) -> None:
 
 
 def _some(found: Found) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of each value a few rows, out of what the next call overwrites."""
+    """Yield copies of the first `ROWS` rows of each value; the next call overwrites values."""
     for name, value in found.values.items():
         yield name, (value[:ROWS] if value.dim() else value).detach().double()

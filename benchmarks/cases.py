@@ -1,4 +1,4 @@
-"""The lists of cases: which works run in which settings, by which contestants.
+"""The lists of benchmark cases: combinations of works, settings and contestants.
 
 N tokens, H hidden width, V vocabulary.
 """
@@ -52,13 +52,13 @@ GIVEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One race: works of one setting, by some contestants.
+    """One benchmark case: works in one setting, timed for several contestants.
 
     Attributes:
-        row: what the report calls it; cases of one row differ in shape.
-        group: "table", "small", "shapes", "tokens" or "vocabulary", for the report's parts. Calls
-            of "small" cases are made one at a time: their host time counts.
-        goal: of the design, for the report.
+        row: name in the report; cases of one row differ in shape.
+        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". Calls of
+            "small" cases run one at a time, so that host time is measured.
+        goal: the design goal shown in the report.
     """
 
     row: str
@@ -79,7 +79,7 @@ SMALL = (256, 512, 1024, 2048, 4096, 8192)
 SMALL_HEADS = ((896, 151936), (2048, 151936), (4096, 128256))
 WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
 NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
-# Of small calls beside the plain ones: works, and what the setting has more.
+# Variants of small calls: the works, and the changed fields of the setting.
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "another number of tokens each": (("ce", "grpo"), {"changing": True}),
     "bias": (("ce", "grpo"), {"bias": True, "trains": ("hidden", "weight", "bias")}),
@@ -98,7 +98,7 @@ AHEAD = "0.98, and ahead of QuACK"
 
 
 def table() -> Iterator[Case]:
-    """The rows of the table of goals."""
+    """Yield the cases of the table of goals."""
 
     def row(row: str, works: str, setting: Setting, *contestants: str, goal: str = "") -> Case:
         return Case(
@@ -151,7 +151,7 @@ def table() -> Iterator[Case]:
     goal = "0.88 within 2200 MiB; recompute 0.6"
     peers = ("torch.compile", "Liger JSD")
     yield row("distillation", "distillation", teacher, *ours, *peers, goal=goal)
-    # 16 GiB of logits each: a copy takes 8 ms, and what precedes the launch is not its bandwidth.
+    # Logits of 16 GiB: a copy takes 8 ms, so that launch overhead does not distort the bandwidth.
     for tokens, vocabulary in (
         (66560, 128256),
         (262144, 32768),
@@ -168,7 +168,7 @@ def table() -> Iterator[Case]:
 
 
 def small() -> Iterator[Case]:
-    """Calls of few tokens, as micro-batches are."""
+    """Yield cases of few tokens, like micro-batches."""
     for width, vocabulary in SMALL_HEADS:
         for tokens in SMALL:
             yield Case(
@@ -204,7 +204,7 @@ MAIN = (*DEFAULTS, *FASTEST, *RECOMPUTE)
 
 
 def full() -> Iterator[Case]:
-    """The sweeps over shapes, tokens and vocabularies."""
+    """Yield the sweeps over shapes, numbers of tokens and vocabularies."""
     for tokens, width, vocabulary in SHAPES:
         setting = Setting(tokens=tokens, width=width, vocabulary=vocabulary)
         ragged = replace(setting, segments=RAGGED)
@@ -235,8 +235,8 @@ def full() -> Iterator[Case]:
 
 
 def quick() -> Iterator[Case]:
-    """The table's rows in a size for a CPU, in float32 for bfloat16, and small sweeps for the
-    plots."""
+    """Yield the table's rows at sizes for a CPU, in float32 in place of bfloat16, and small sweeps
+    for the plots."""
     seen = set()
     for case in table():
         if case.row not in seen:
@@ -254,7 +254,7 @@ def _small(case: Case, tokens: int, vocabulary: int) -> Case:
 
 
 def small_setting(setting: Setting, tokens: int, vocabulary: int) -> Setting:
-    """The same on a CPU, in float32 for bfloat16."""
+    """Return the setting at a size for a CPU, in float32 in place of bfloat16."""
     return replace(
         setting,
         tokens=tokens,
@@ -266,5 +266,5 @@ def small_setting(setting: Setting, tokens: int, vocabulary: int) -> Setting:
 
 
 def part(cases: Iterable[Case], index: int, count: int) -> list[Case]:
-    """The `index`-th of `count` parts, from 1, of about equal work."""
+    """Return part `index` (from 1) of `count` parts with about equal work."""
     return list(cases)[index - 1 :: count]

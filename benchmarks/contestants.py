@@ -1,7 +1,7 @@
-"""Who takes part: headloss through its public surface, plain PyTorch, and the peers.
+"""The contestants: headloss through its public functions, plain PyTorch, and other libraries.
 
-T tokens, V vocabulary. A contestant makes, for a work and a setting, a function from inputs to what
-it found. What it needs is imported then, and a peer that is not installed is skipped by name.
+T tokens, V vocabulary. For a work and a setting, a contestant makes a function from `Inputs` to
+`Found`. Packages are imported at that moment; a library that is not installed is skipped by name.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from works import Z_WEIGHT, Inputs, Setting, Values, Work
 import headloss as hl
 
 MIB = 1 << 20
-MEMORY: int | None = None  # the budget of those of headloss that name none; None: its default
+MEMORY: int | None = None  # default budget of headloss contestants, bytes; None: headloss's default
 STATISTICS = ("logp", "lse", "entropy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a run returns.
+    """The result of a run.
 
     Attributes:
         values: any of "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T], and the
             gradients by the names in `works.LEAVES`.
-        report: further values, which a step need not look at.
-        accumulator: bytes of a float32 [V, H] that dW was summed in, beside the dW returned.
-        factor: what the gradients are still to be multiplied with.
-        how: schedule and sizes, where the contestant says.
+        report: function that reads further values, not needed in a training step.
+        accumulator: bytes of a float32 [V, H] accumulator of dW, in addition to the returned dW.
+        factor: the pending factor of all gradients.
+        how: schedule and sizes, if the contestant reports them.
     """
 
     values: dict[str, Tensor]
@@ -44,7 +44,7 @@ class Found:
     report: Callable[[], dict[str, Tensor]] = dict
 
     def read(self) -> Found:
-        """With what it reports among its values."""
+        """Return a copy with the values of `report` merged into `values`."""
         return replace(self, values=self.values | self.report(), report=dict)
 
 
@@ -53,13 +53,15 @@ Run = Callable[[Inputs], Found]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """One way to do a work.
+    """An implementation of works.
 
     Attributes:
-        make: a run of the work; ImportError or AttributeError where something is not installed.
-        works: those that it can do; None: all.
-        rounded: rounds logits to the inputs' dtype or leaves small gradients out, by design.
-        gpu: needs a GPU.
+        make: function that makes a run of a work; ImportError or AttributeError if a package is not
+            installed.
+        works: names of the supported works; None: all.
+        rounded: the implementation rounds logits to the inputs' dtype or drops small gradients, by
+            design.
+        gpu: the implementation needs a GPU.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Contestant:
 
 
 def gradients(loss: Tensor, inputs: Inputs) -> dict[str, Tensor]:
-    """Of whatever requires one."""
+    """Return the gradients of all inputs that require one."""
     wanted = inputs.leaves()
     if not wanted or not loss.requires_grad:
         return {}
@@ -86,7 +88,7 @@ def _options(**named: Any) -> hl.Options:
 
 def _headloss(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
-        chosen = _options(**options)  # once, as a trainer does
+        chosen = _options(**options)  # once per run, like a trainer
 
         def run(inputs: Inputs) -> Found:
             batch, objective = work.batch(inputs), work.objective(inputs)
@@ -114,7 +116,7 @@ def _in_place(metrics: bool = False, **options) -> Callable[[Work, Setting], Run
 
 
 def _captured(make: Callable[[Work, Setting], Run]) -> Callable[[Work, Setting], Run]:
-    """With static shapes: forward and backward captured once for each set of inputs."""
+    """Wrap a contestant with static shapes: capture forward and backward once per set of inputs."""
 
     def of_graphs(work: Work, setting: Setting) -> Run:
         run = make(work, setting)
@@ -135,7 +137,7 @@ def _captured(make: Callable[[Work, Setting], Run]) -> Callable[[Work, Setting],
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of a run, and what its replays write into."""
+    """Return the CUDA graph of a run, and the outputs that a replay overwrites."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -161,7 +163,8 @@ def _found(out: hl.Output, inputs: Inputs) -> Found:
         how=f"{plan.schedule} of {size} tokens, {plan.backend}",
         report=report,
     )
-    return found if inputs.leaves() else found.read()  # else it is what the call is for
+        # Without gradients the reported values are the purpose of the call.
+    return found if inputs.leaves() else found.read()
 
 
 def _head_stats(work: Work, setting: Setting) -> Run:
@@ -173,7 +176,8 @@ def _head_stats(work: Work, setting: Setting) -> Run:
 
 
 def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> Any:
-    """`head_stats` under a loss in plain PyTorch: what another trainer does with it."""
+    """Make a run of `head_stats` under a loss in plain PyTorch, like a trainer with its own
+    loss."""
 
     def make(work: Work, setting: Setting) -> Run:
         def values(inputs: Inputs) -> Values:
@@ -187,7 +191,7 @@ def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> 
 
 
 def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
-    """`head_function` of the loss in plain PyTorch."""
+    """Make a run of `head_function` with the loss in plain PyTorch."""
 
     def make(work: Work, setting: Setting) -> Run:
         def run(inputs: Inputs) -> Found:
@@ -209,7 +213,7 @@ def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
 def _by_values(
     values_of: Callable[[Inputs], Values], work: Work, float32_sums: bool = False
 ) -> Run:
-    """A contestant that gives per-token values, with the loss on top in plain PyTorch."""
+    """Make a run from per-token values of a library, with the loss on top in plain PyTorch."""
 
     def run(inputs: Inputs) -> Found:
         values = values_of(inputs)
@@ -223,7 +227,7 @@ def _by_values(
 
 
 def _by_loss(loss_of: Callable[[Inputs], Tensor], float32_sums: bool = False) -> Run:
-    """A contestant that gives the mean cross-entropy alone."""
+    """Make a run from a library's mean cross-entropy alone."""
 
     def run(inputs: Inputs) -> Found:
         loss = loss_of(inputs)
@@ -242,7 +246,7 @@ def _sums(values: dict[str, Tensor], float32_sums: bool) -> Found:
 
 
 def _values_of_logits(work: Work) -> Callable[..., Values]:
-    """From logits in float32 (and a teacher's), by PyTorch's own functions."""
+    """Compute a work's values from float32 logits (and a teacher's), by PyTorch functions."""
 
     def values(
         z: Tensor,
@@ -281,7 +285,7 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
         return F.cross_entropy(z.float(), y)
 
     if compiled:
-        dynamic = None if setting.changing else False  # by itself, at the second number of tokens
+        dynamic = None if setting.changing else False  # None: dynamic from the second size
         of_products, cross_entropy, of_given = (
             torch.compile(f, dynamic=dynamic) for f in (of_products, cross_entropy, of_given)
         )
@@ -298,7 +302,7 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
 
 
 def _torch_chunked(tokens: int | None = None) -> Callable[[Work, Setting], Run]:
-    """PyTorch's own, in chunks of its default size or of some tokens."""
+    """Make runs of `F.linear_cross_entropy`, in chunks of the default size or of `tokens`."""
 
     def make(work: Work, setting: Setting) -> Run:
         chunked = F.linear_cross_entropy
@@ -332,7 +336,7 @@ def _liger_scaled(work: Work, setting: Setting) -> Run:
     entropy = "entropy" in work.reads
     apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
     arguments = (1.0, -100, 1, entropy)
-    module._resolve_implementation(torch.device("cuda"))  # is its Hopper path installed?
+    module._resolve_implementation(torch.device("cuda"))  # raises if the Hopper path is missing
 
     def values(i: Inputs) -> Values:
         found = apply(i.hidden, i.weight, i.targets, *arguments)
@@ -426,7 +430,7 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
         _quack_without_semantic_keys()
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        chunk = 4096 if setting.width != 4096 else 8192  # scaled exp refuses a chunk of H
+        chunk = 4096 if setting.width != 4096 else 8192  # scaled exp refuses chunks of H tokens
         run = _by_loss(
             lambda i: chunked_linear_cross_entropy(
                 i.hidden, i.weight, i.targets, chunk, use_scaled_exp=scaled, tuned=False
@@ -441,7 +445,7 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
 
 
 def _quack_without_semantic_keys() -> None:
-    """Its cache keys refuse values that newer compilers hold; an opaque key serves a benchmark."""
+    """Replace QuACK's cache keys, which refuse values of newer compilers, by opaque keys."""
     from quack.gemm_runtime import identity
 
     inner = identity.semantic_value_key
@@ -471,7 +475,7 @@ def _quack_given() -> Run:
 
 
 def _fast_llm(work: Work, setting: Setting) -> Run:
-    """The Triton kernel of its monolithic loss; the gradient goes to a tensor of its own."""
+    """Make a run of Fast-LLM's monolithic Triton loss, with a separate gradient tensor."""
     from fast_llm.functional.triton.monolithic_loss import triton_monolithic_loss_forward_backward
 
     if not setting.given:
@@ -493,7 +497,7 @@ def _fast_llm(work: Work, setting: Setting) -> Run:
 
 
 def _fast_llm_compiled(work: Work, setting: Setting) -> Run:
-    """The same loss where it has no Triton: one function that is compiled."""
+    """Make a run of Fast-LLM's loss without Triton: one function under torch.compile."""
     from fast_llm.layers.language_model.loss.entropy_loss import LanguageModelLabelEntropyLoss
     from fast_llm.layers.language_model.loss.monolithic import _monolithic_core
     from fast_llm.layers.language_model.loss.policy_gradient import LanguageModelGRPOLoss

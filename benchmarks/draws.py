@@ -1,4 +1,4 @@
-"""Draws of what inputs are made of: columns, nearly certain tokens, advantages of a group.
+"""Random parts of inputs: columns, nearly certain tokens, group advantages.
 
 T tokens, H hidden width, V vocabulary, K columns, S segments.
 """
@@ -12,27 +12,27 @@ import headloss as hl
 
 
 def columns_of(targets: Tensor, vocabulary: int, k: int, generator: torch.Generator) -> Tensor:
-    """[T, K] distinct columns of each token, the target first."""
+    """Return [T, K] distinct columns for each token, the target first."""
     steps = torch.randperm(vocabulary - 1, generator=generator, device=targets.device)[: k - 1] + 1
     return (targets.unsqueeze(1) + torch.cat([steps.new_zeros(1), steps])) % vocabulary
 
 
-TAILS = (1e-6, 1e-2)  # where 1 - p(y) of nearly certain tokens lies
-ANSWERS = 8  # to each question
-RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # of the answers to one question after the other
+TAILS = (1e-6, 1e-2)  # range of 1 - p(y) of nearly certain tokens
+ANSWERS = 8  # per question
+RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # number of right answers, question by question
 
 
 @torch.no_grad()
 def nearly_certain(
     hidden: Tensor, weight: Tensor, targets: Tensor, share: float, generator: torch.Generator
 ) -> Tensor:
-    """Hidden states of which a share has a 1 - p(y) that is log-uniform in `TAILS`."""
+    """Return hidden states with a log-uniform 1 - p(y) in `TAILS` for a `share` of the tokens."""
     draw = torch.rand(2, len(targets), generator=generator, device=targets.device)
     low, high = TAILS
     tail = low * (high / low) ** draw[1].double()
-    wanted = (-tail).log1p() - tail.log()  # log p / (1 - p)
+    wanted = (-tail).log1p() - tail.log()  # log(p / (1 - p))
     own, some = weight[targets].float(), draw[0] < share
-    for _ in range(4):  # a step along the target's own row moves its logit by about as much
+    for _ in range(4):  # a step along the target's weight row moves its logit
         logp = hl.head_stats(hidden, hl.Head(weight), targets).logp.double()
         step = wanted - (logp - (-logp.expm1()).clamp_min(1e-12).log())
         moved = hidden.float() + step.float()[:, None] * own / own.square().sum(1, keepdim=True)
@@ -41,8 +41,10 @@ def nearly_certain(
 
 
 def group_advantages(count: int) -> Tensor:
-    """[S] of right and wrong answers, less their group's mean and over its deviation: all 0 where
-    all of a group are right or all wrong."""
+    """Return [S] advantages: rewards of 0 or 1, standardised in each group of answers.
+
+    Groups of only right or only wrong answers have advantages of 0.
+    """
     found = []
     for group in range(-(-count // ANSWERS)):
         right = torch.arange(ANSWERS) < RIGHT[group % len(RIGHT)]

@@ -1,4 +1,4 @@
-"""A meter of memory for a CPU, whose allocator keeps no count."""
+"""A memory meter for CPU tensors, since PyTorch's CPU allocator counts no bytes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Notes every tensor that operators create: the largest one, and the peak of live bytes."""
+    """Track all tensors created by operators: the largest tensor, and the peak of live bytes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0  # elements of one tensor
+        self.largest = 0  # elements of the largest tensor
         self.peak = 0
         self._live: dict[int, int] = {}  # bytes of each storage
 

@@ -1,6 +1,6 @@
-"""The limit, races on the clock, and memory.
+"""Measurement of the limit, of alternating times, and of memory.
 
-Nothing here knows a contestant by name. H hidden width, V vocabulary.
+H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ CHUNK = 4096
 
 
 def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
-    """The products that the work cannot do without, by the vendor's library, in the inputs' dtype.
+    """Return a run of the necessary matrix products, by the vendor's library in the inputs' dtype.
 
-    logits (a teacher's too), then dX and dW as far as they are wanted, in chunks of 4096 tokens,
-    these two from a gradient like the true one. Where the logits are given: a copy of them.
+    The products are the logits (and a teacher's logits), then the required ones of dX and dW from a
+    realistic logit gradient, in chunks of 4096 tokens. For given logits, the limit is a copy of the
+    logits.
     """
     if setting.given:
         copy = torch.empty_like(inputs.pristine)
@@ -70,7 +71,7 @@ def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
 
 
 class Stretch:
-    """Time between entering and leaving; read `ms` after a synchronisation."""
+    """A timer from entry to exit of a `with` block; read `ms` after a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self.events = None
@@ -96,8 +97,7 @@ class Stretch:
 
 
 class Alone:
-    """A call with nothing before or after it: `ms` until its work is done, `host_ms` until it
-    returns."""
+    """Times of an isolated call: `ms` until the GPU is done, `host_ms` until the call returns."""
 
     def __init__(self, function: Callable[[Inputs], Any], inputs: Inputs, device: torch.device):
         inputs.fresh()
@@ -116,7 +116,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def footprint(run: Run, inputs: Inputs, device: torch.device) -> tuple[Found, int, float]:
-    """What a run found, its peak bytes beyond the inputs, and its milliseconds."""
+    """Return a run's result, its peak bytes in excess of the inputs, and its milliseconds."""
     inputs.fresh()
     synchronize(device)
     stretch = Stretch(device)
@@ -133,11 +133,11 @@ def footprint(run: Run, inputs: Inputs, device: torch.device) -> tuple[Found, in
 
 
 def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
-    """Peak bytes beyond the inputs, the tensors that are returned (gradients, values per token),
-    the float32 accumulator of dW, and what the call needs beside these.
+    """Return the peak bytes in excess of the inputs, and its parts: the returned tensors
+    (gradients, per-token values), the float32 accumulator of dW, and the remaining working memory.
 
-    While the accumulator lives, the dW that is returned does not: the larger of the two is
-    counted off.
+    The accumulator and the returned dW do not exist at once, so only the larger is subtracted from
+    the peak.
     """
     given = inputs.logits
     taken = set() if given is None else {given.untyped_storage().data_ptr()}
@@ -160,13 +160,13 @@ def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
 
 # ---------------------------------------------------------------------- a case
 
-SMALL = 3  # times as many repeats of a small call
-SLOW, FEW = 4.0, 3  # who takes longer than SLOW limits runs FEW times, and nobody less often
+SMALL = 3  # factor on the repeats of small calls
+SLOW, FEW = 4.0, 3  # contestants slower than SLOW limits run FEW times, the minimum
 
 
 @dataclass
 class Entry:
-    """A contestant in a race, and what came of it."""
+    """A contestant of a case, and its results."""
 
     work: Work
     contestant: Contestant
@@ -183,12 +183,12 @@ def run_case(
     keep: Callable[[str], bool] = lambda name: True,
     seconds: float = math.inf,
 ) -> list[dict]:
-    """Gate, then race: one row for each work and contestant.
+    """Check correctness, then time: return one row for each work and contestant.
 
     Args:
-        keep: chooses contestants.
-        seconds: of one race, half of that for small calls; it ends early, if it must, after `FEW`
-            runs.
+        keep: filter of contestant names.
+        seconds: time limit for one contestant, half of it for small calls; at least `FEW` runs are
+            made.
     """
     torch.compiler.reset()
     setting, alone = case.setting, case.group == "small"
@@ -206,10 +206,10 @@ def run_case(
         limit = make_limit(setting, inputs[0])
         for entry in entries:
             if entry.run is not None:
-                part = 0.5 if alone else 1.0  # small calls need less
+                part = 0.5 if alone else 1.0  # half of the time for small calls
                 try:
                     _race(entry, limit, inputs, turns, device, alone, part * seconds)
-                except Exception as failure:  # memory may be short for two sets of inputs
+                except Exception as failure:  # such as no memory for two sets of inputs
                     entry.row |= {"status": "failed", "reason": one_line(failure)}
                     entry.stretches.clear()
     setting = replace(setting, tokens=statistics.median(len(i.targets) for i in inputs))
@@ -228,8 +228,11 @@ def run_case(
 
 
 def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
-    """Whatever compiles something, once, and no matter how it ends. Not on given logits, which are
-    large; eager PyTorch compiles nothing."""
+    """Run every contestant that compiles code once, ignoring errors.
+
+    Given logits are left out because they are large, and eager PyTorch because it compiles
+    nothing.
+    """
     if case.setting.given:
         return
     sets = make_sets(case.setting, device, case.setting.first)
@@ -243,12 +246,12 @@ def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> N
                 for inputs in sets:
                     run(inputs)
                 synchronize(device)
-            except Exception as failure:  # the race will say so
+            except Exception as failure:  # reported again by the timed run
                 print(f"{case.name}, {name}: {one_line(failure)}")
 
 
 def about(case: Case) -> dict[str, Any]:
-    """What each row of a case holds."""
+    """Return the fields common to all rows of a case."""
     setting = case.setting
     found = {"case": case.name, "row": case.row, "group": case.group, "goal": case.goal}
     sizes = {name: getattr(setting, name) for name in ("tokens", "width", "vocabulary")}
@@ -268,7 +271,8 @@ def _times(ms: list[float], limit: float, setting: Setting) -> dict[str, Any]:
 def _gate(
     entries: list[Entry], sets: list[Inputs], setting: Setting, device: torch.device
 ) -> None:
-    """Errors and memory of each contestant in its last call; those that pass keep their `run`."""
+    """Measure errors and memory of each contestant's last call; only a correct contestant keeps
+    `run`."""
     oracle = make_oracle(entries[0].work, sets[-1], setting)
     for entry in entries:
         contestant, work = entry.contestant, entry.work
@@ -282,24 +286,25 @@ def _gate(
         except ValueError as unfit:
             entry.row = {"status": "skipped", "reason": str(unfit)}
             continue
-        except Exception as missing:  # a peer may fail in its own way to be imported
+        except Exception as missing:  # an import of a library may raise any error
             entry.row = {"status": "skipped", "reason": one_line(missing)}
             continue
         try:
             _measure(entry, run, sets, oracle, setting, device)
         except NotImplementedError as unfit:
             entry.row = {"status": "skipped", "reason": one_line(unfit)}
-        except Exception as failure:  # whatever a contestant does, the others go on
+        except Exception as failure:  # an error of one contestant must not stop the case
             entry.row = {"status": "failed", "reason": one_line(failure)}
         if device.type == "cuda":
             gc.collect()
-            torch.cuda.synchronize(device)  # an error that sticks ends the program here
+            torch.cuda.synchronize(device)  # a persistent CUDA error ends the program here
             torch.cuda.empty_cache()
         entry.row["gate_seconds"] = time.perf_counter() - begin
 
 
 def poison(device: torch.device, setting: Setting) -> None:
-    """Leave NaN in the memory that the next run is given: what it does not write shows."""
+    """Fill free GPU memory with NaN, so that elements left unwritten by the next run are
+    visible."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -338,7 +343,7 @@ def _measure(
     measured = errors(found, oracle)
     out = misses(measured, tolerance)
     del found
-    if before:  # compiling anew left cycles, which hold gradients
+    if before:  # recompilation leaves reference cycles that hold gradients
         gc.collect()
     found, peak, _ = footprint(whole(run), inputs, device)
     entry.row = {
@@ -361,10 +366,10 @@ def _race(
     alone: bool,
     seconds: float,
 ) -> None:
-    """Times of one contestant and of the limit in turn.
+    """Time one contestant and the limit alternately.
 
-    Both meet the same clocks: a card at its power cap runs faster after a contestant that draws
-    little, so each has the limit as its only neighbour.
+    A GPU at its power cap runs faster after a call with little power draw. Each contestant
+    therefore alternates with the limit alone.
     """
     assert entry.run is not None
     run = entry.run if alone else whole(entry.run)
@@ -383,7 +388,7 @@ def _race(
 
 
 def whole(run: Run) -> Run:
-    """With what it reports read as well."""
+    """Wrap a run to read its reported values too."""
     return lambda inputs: run(inputs).read()
 
 
@@ -395,7 +400,7 @@ def _timed(function: Callable[[Inputs], Any], inputs: Inputs, device: torch.devi
 
 
 def one_line(error: BaseException) -> str:
-    """What went wrong, without the paths of the machine that it went wrong on."""
+    """Return the error text in one line, without the paths of the machine."""
     first = (str(error) or type(error).__name__).strip().splitlines()[0]
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"

@@ -1,4 +1,4 @@
-"""Names beside the lines of a drawing, in place of a legend."""
+"""Labels at the ends of plotted lines, in place of a legend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-GAP = 0.055  # between two names, as a share of the height of the axes
+GAP = 0.055  # between two labels, as a share of the axes' height
 
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
-    """Write the label of each line at its right end, apart from one another."""
-    axes.figure.canvas.draw()  # which settles the scales
+    """Write the label of each line at the line's right end, without overlaps."""
+    axes.figure.canvas.draw()  # fixes the scales of the axes
     ends = []
     for line in lines:
         end = line.get_xydata()[-1]  # type: ignore[index]

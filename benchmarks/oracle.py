@@ -1,4 +1,4 @@
-"""The float64 oracle, and the gate: what a contestant found beside what is true.
+"""The float64 oracle, and the correctness gate that compares contestants with the oracle.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -16,29 +16,30 @@ from works import LEAVES, Inputs, Setting, Values, Work
 
 # ---------------------------------------------------------------------- the oracle
 
-SAMPLES = 128  # rows of dX, and rows of dW, that are compared
-BLOCK = 1 << 28  # logits of the oracle at a time: 2 GiB of float64
+SAMPLES = 128  # compared rows of dX, and of dW
+BLOCK = 1 << 28  # logits per block of the oracle: 2 GiB of float64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle:
-    """What is true, in float64; gradients of some tokens and of some columns of the logits, and of
-    the whole down projection of an adapter."""
+    """Float64 reference values, and reference gradients: of sampled tokens, of sampled columns of
+    the logits, and of the whole down projection of an adapter."""
 
     values: dict[str, Tensor]  # loss, nll, logps, entropies
-    rows: Tensor  # of hidden
-    columns: Tensor  # of the logits: rows of weight, of bias and of an adapter's up projection
+    rows: Tensor  # sampled rows of hidden
+    columns: Tensor  # sampled rows of weight, of bias and of an adapter's up projection
     gradients: dict[str, Tensor]
 
     def places(self, name: str) -> Tensor | slice:
-        """Which rows of a gradient are compared."""
+        """Return the compared rows of the gradient `name`."""
         return {"hidden": self.rows, "lora_a": slice(None)}.get(name, self.columns)
 
 
 def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
-    """Two sweeps over blocks of float64 logits: per-token values, then gradients by autograd.
+    """Compute the oracle in two passes over blocks of float64 logits: values, then gradients.
 
-    Half of the compared rows of `weight` are targets of the compared rows of `hidden`.
+    Autograd gives the gradients. Half of the compared rows of `weight` are targets of the compared
+    rows of `hidden`.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = len(inputs.targets)
@@ -78,7 +79,7 @@ def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Float64 copies of the weights, made once; adapters are merged into the weight."""
+    """Float64 copies of the weights, with adapters merged into the weight."""
 
     inputs: Inputs
     weight: Tensor
@@ -99,7 +100,7 @@ def _sources(inputs: Inputs) -> _Sources:
 
 
 def _block(sources: _Sources, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits of some tokens, and the teacher's."""
+    """Return the logits of the tokens `rows`, and the teacher's logits or None."""
     inputs = sources.inputs
     if inputs.pristine is not None:
         return inputs.pristine[rows].double(), None
@@ -137,7 +138,8 @@ def _sampled(
     blocks: Iterable[Tensor],
     oracle: Oracle,
 ) -> dict[str, Tensor]:
-    """dX of `rows` (dlogits where these are given), dW and the bias's of `columns`, adapters'."""
+    """Return the gradients of hidden rows (or given logits) `rows`, of weight and bias rows
+    `columns`, and of adapter factors."""
     into_rows: list[Tensor] = []
     order: list[Tensor] = []
     weight, factors = sources.weight, sources.factors
@@ -172,7 +174,7 @@ def _sampled(
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Largest errors allowed: absolute for values, relative norms for gradients."""
+    """The allowed errors: absolute for values, relative norms for gradients."""
 
     name: str
     values: float
@@ -190,7 +192,8 @@ ROUNDED = Tolerance(name="rounded", values=1e-1, entropies=1e-1, gradients=1e-1)
 
 
 def errors(found: Found, oracle: Oracle) -> dict[str, float]:
-    """By quantity: the largest absolute error of values, relative norms of gradients' errors."""
+    """Return errors by quantity: the largest absolute error of a value, the relative norm of a
+    gradient's error."""
     result = {}
     for name, value in found.values.items():
         if name in LEAVES:
@@ -203,7 +206,7 @@ def errors(found: Found, oracle: Oracle) -> dict[str, float]:
 
 
 def misses(measured: dict[str, float], tolerance: Tolerance) -> list[str]:
-    """What is out of tolerance; NaN always is."""
+    """Describe the errors out of tolerance; NaN is always out of tolerance."""
     return [
         f"{name} {error:.1e} > {tolerance.of(name):.0e}"
         for name, error in measured.items()

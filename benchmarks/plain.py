@@ -1,4 +1,4 @@
-"""Logits in plain PyTorch, for contestants and for what they are compared with.
+"""Logits in plain PyTorch, for contestants and for reference values.
 
 n tokens, H hidden width, V vocabulary, K columns, r the rank of an adapter.
 """
@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SCALING = 2.0  # of adapters
+SCALING = 2.0  # scale of an adapter's output
 
 
 def plain_logits(
     x: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None
 ) -> Tensor:
-    """[n, V] in the inputs' dtype, as a model's own head makes them."""
+    """Return logits [n, V] in the inputs' dtype, like a model's own head."""
     return adapted(F.linear(x, weight, bias), x, lora_a, lora_b)
 
 
 def adapted(z: Tensor, x: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
-    """Logits and what an adapter adds to them."""
+    """Return the logits plus the output of an adapter, if any."""
     return z if a is None or b is None else z + F.linear(SCALING * F.linear(x, a), b)
 
 
@@ -28,11 +28,11 @@ NEVER = -1e30  # a logit whose probability is 0, with a finite p log p
 
 
 def restricted(z: Tensor, columns: Tensor) -> Tensor:
-    """Logits [n, V] of which only some columns [n, K] are in the softmax."""
+    """Return logits [n, V] with all but the given columns [n, K] removed from the softmax."""
     return torch.full_like(z, NEVER).scatter(1, columns, z.gather(1, columns))
 
 
 def with_the_rest(log_p: Tensor, columns: Tensor) -> Tensor:
-    """[n, K + 1] log-probs of some columns [n, K], and the log of the others' mass."""
+    """Return [n, K + 1]: log-probs of the columns [n, K], and of all other columns together."""
     rest = log_p.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
     return torch.cat([log_p.gather(1, columns), rest], 1)

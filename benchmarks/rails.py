@@ -1,15 +1,17 @@
-"""The rails of a change of the inside: is it as right, as fast and as small as before? One page.
+"""Compare results, speed and size of an internal change with an older version, on one page.
 
     python benchmarks/rails.py --against OLD --device cuda --json rails.json   # 8 minutes, one GPU
     python benchmarks/rails.py --against OLD --device cpu                      # calls and counts
     python benchmarks/rails.py --against OLD --device cuda --only 'GRPO*' 'small*'
     python benchmarks/rails.py --names
 
-OLD holds another version's headloss/. Random calls of both are compared (tests/helpers/fuzz.py);
-calls of both, or of the new one and somebody else, take turns, and a row is well where the lower
-confidence bound of the median ratio (theirs / ours, 30 pairs) reaches its bar; lines and tokens are
-counted. Where two GPUs are there, ranks race too. Rows that need what is not there are left out
-with a word; Fast-LLM is taken from PYTHONPATH. """
+OLD is a folder with the older version's headloss/. Random calls of both versions are compared
+(tests/helpers/fuzz.py). Timed calls of the new version alternate with calls of the old version or
+of another library. A row passes if the lower confidence bound of the median ratio (theirs / ours,
+30 pairs) reaches the row's bar. Lines and tokens of code are counted. On two GPUs, calls on two
+ranks are timed too. Rows with missing requirements are left out with a note; Fast-LLM is imported
+from PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,17 @@ from counts import counts  # noqa: E402
 
 LEAST = against.LEAST
 PAIRS, CALLS = 30, {"cpu": 500, "cuda": 5000}
-RACES = 0.6  # of the minutes: no race begins later
-STARTS = 20.0  # seconds in which the processes of random calls begin and end
+RACES = 0.6  # share of the time limit after which no timed row begins
+STARTS = 20.0  # seconds for the start and end of the random-call processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """A race. `theirs`: "old", "limit" (the products, or a copy, that the work needs) or another
-    contestant; `bar`: of the ratio theirs / ours, None where it is only measured."""
+    """A row of the comparison.
+
+    `theirs` is "old", "limit" (the necessary matrix products, or a copy) or another contestant.
+    `bar` is the required ratio theirs / ours, None if the ratio is only measured.
+    """
 
     name: str
     work: str
@@ -59,7 +64,7 @@ class Rail:
     ours: str = "headloss"
     theirs: str = "old"
     bar: float | None = LEAST
-    alone: bool = False  # one call at a time, with the host's time in it
+    alone: bool = False  # calls run one at a time, including host time
 
     @property
     def case(self) -> Case:
@@ -76,7 +81,7 @@ class Rail:
 
 
 def rails() -> Iterator[Rail]:
-    """As today at equal memory, or with the loss that is accepted for less code."""
+    """Yield all rows, at equal memory; a bar below 1 is a loss accepted for less code."""
     for ours in ("headloss, 2200 MiB", "headloss, 1200 MiB", "headloss, recompute"):
         yield Rail(name=f"GRPO, {ours[10:]}", work="grpo", setting=WIDE, ours=ours)
     for shape, setting in (("H=4096", WIDE), ("H=2048", NARROW)):
@@ -99,7 +104,7 @@ def rails() -> Iterator[Rail]:
 
 
 def kinds() -> Iterator[Rail]:
-    """What else a call may be, in 4096 tokens."""
+    """Yield rows of further kinds of calls, with 4096 tokens."""
     few = replace(WIDE, tokens=4096)
     yield Rail(name="held", work="grpo", setting=few, ours="head_stats, held")
     yield Rail(name="function", work="grpo", setting=few, ours="head_function, token")
@@ -126,7 +131,7 @@ def kinds() -> Iterator[Rail]:
     yield Rail(name="float16", work="grpo", setting=half, bar=0.95)
 
 
-# Of small calls: how many times as long as eager, and as torch.compile, a call may take.
+# Allowed time of small calls, as a multiple of eager PyTorch, torch.compile and the old version.
 EAGER = {256: {"ce": 1.5, "grpo": 1.6, "gspo, wide clip": 3.0}}
 EAGER[1024] = dict.fromkeys(EAGER[256], 1.0)
 COMPILED = {1024: {"ce": 1.25, "grpo": 1.25}}
@@ -134,7 +139,7 @@ BEFORE = {4096: {"ce": 1.08, "grpo": 1.08, "gspo, wide clip": 1.15}}
 
 
 def small() -> Iterator[Rail]:
-    """Calls one at a time; those in CUDA graphs are measured."""
+    """Yield rows of small isolated calls; rows of CUDA graphs have no bar."""
     for (width, vocabulary), tokens in itertools.product(
         ((896, 151936), (4096, 128256)), (256, 1024, 4096)
     ):
@@ -151,12 +156,12 @@ def small() -> Iterator[Rail]:
             yield replace(row, bar=None, alone=True)
 
 
-# Columns: tokens, and the share of a copy's bandwidth.
+# By number of columns: the number of tokens, and the required share of a copy's bandwidth.
 COPY = {32768: (262144, 0.86), 128256: (66560, 0.68), 151936: (56320, 0.67), 262144: (32768, 0.55)}
 
 
 def given() -> Iterator[Rail]:
-    """Logits that are there, 16 GiB of them: beside a copy in a row, beside Fast-LLM alone."""
+    """Yield rows of 16 GiB of given logits: against a copy, and isolated calls against Fast-LLM."""
     for vocabulary, (tokens, bar) in COPY.items():
         setting = Setting(
             tokens=tokens, width=512, vocabulary=vocabulary, trains=("hidden",), given=True
@@ -179,7 +184,7 @@ def given() -> Iterator[Rail]:
 
 
 def tiny(rail: Rail) -> Rail:
-    """The same in a size for a CPU."""
+    """Return the row at a size for a CPU."""
     return replace(rail, setting=cases.small_setting(rail.setting, tokens=32, vocabulary=131))
 
 
@@ -192,7 +197,7 @@ Row = dict[str, Any]
 def run_races(
     chosen: list[Rail], before: Any, device: torch.device, pairs: int, until: float
 ) -> Iterator[Row]:
-    """A row for each; neighbours of one setting share their inputs."""
+    """Yield a result for each row; adjacent rows of one setting share their inputs."""
     for setting, same in itertools.groupby(chosen, key=lambda rail: rail.setting):
         if time.perf_counter() > until:
             yield from ({"name": rail.name, "left out": "the time was up"} for rail in same)
@@ -203,16 +208,16 @@ def run_races(
                 inputs = inputs or works.make_sets(setting, device, pairs + 1)
                 found = race(*sides(rail, before, inputs[0]), rail.case, inputs, device, pairs)
                 yield verdict(rail, found)
-            except Exception as failure:  # a row that ends takes no other with it
+            except Exception as failure:  # a failed row must not stop the remaining rows
                 yield {"name": rail.name, "left out": one_line(failure)}
             gc.collect()
             if device.type == "cuda":
-                synchronize(device)  # an error that sticks ends the program here
+                synchronize(device)  # a persistent CUDA error ends the program here
                 torch.cuda.empty_cache()
 
 
 def sides(rail: Rail, before: Any, inputs: works.Inputs) -> tuple[Side, Side]:
-    """Theirs and ours."""
+    """Return the two alternating sides of a row: theirs and ours."""
     new = works.hl
     package = before if rail.theirs == "old" else new
     theirs = rail.ours if rail.theirs == "old" else rail.theirs
@@ -228,7 +233,7 @@ def verdict(rail: Rail, ratios: list[float]) -> Row:
 
 
 def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
-    """Whatever compiles something, on both sides, and no matter how it ends."""
+    """Run both sides of every row once to compile their kernels, ignoring errors."""
     for rail in chosen:
         if rail.setting.given:
             continue
@@ -239,7 +244,7 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
                     with against.using(side.package):
                         side.run(inputs)
             synchronize(device)
-        except Exception as failure:  # the race will say so
+        except Exception as failure:  # reported again by the timed run
             print(f"{rail.name}: {one_line(failure)}")
 
 
@@ -247,7 +252,7 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
 
 
 def run_calls(arguments: argparse.Namespace, seconds: float) -> Row:
-    """Random calls of both versions, on the device and on two ranks."""
+    """Compare random calls of both versions, on the device and on two ranks."""
     workers = max(1, min(6, (os.cpu_count() or 2) // 2)) if arguments.device == "cuda" else 1
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "calls.json"
@@ -263,7 +268,7 @@ def run_calls(arguments: argparse.Namespace, seconds: float) -> Row:
 
 
 def run_ranks(arguments: argparse.Namespace) -> list[Row]:
-    """Races on two GPUs, see studies/parallel.py."""
+    """Time calls on two GPUs with studies/parallel.py."""
     if arguments.device != "cuda" or torch.cuda.device_count() < 2:
         return [{"name": "two ranks", "left out": "needs two GPUs"}]
     with tempfile.TemporaryDirectory() as folder:
@@ -278,7 +283,7 @@ def run_ranks(arguments: argparse.Namespace) -> list[Row]:
 
 
 def with_this_tree() -> dict[str, str]:
-    """The environment of a program that imports this version."""
+    """Return the environment of a subprocess that imports this version."""
     paths = [str(Path(works.hl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -287,7 +292,7 @@ def with_this_tree() -> dict[str, str]:
 
 
 def page(found: Row) -> str:
-    """All that was found, as Markdown."""
+    """Return all results as Markdown."""
     run = found["run"]
     versions = ", ".join(f"{name} {value}" for name, value in run["versions"].items())
     lines = [f"{run['commit']} against {found['against']}: {run['machine']}; {versions}", ""]
@@ -318,7 +323,7 @@ def is_well(found: Row) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 where a call differs or a row does not reach its bar."""
+    """Run the comparison; return 1 if a call differs or a row misses its bar, else 0."""
     arguments = _parse(argv)
     begin, quick = time.perf_counter(), arguments.quick
 

@@ -1,7 +1,8 @@
-"""One rank among several: steps that say when they begin and end, clocks, counted bytes.
+"""Tools for one rank of a group: announced steps, timers, counted bytes of collectives.
 
-A step that hangs names itself: its first line is printed before it begins, every rank's stack is
-shown after `HANG` seconds, and a collective that nobody joins fails after `TIMEOUT`.
+A hanging step can be identified: the name of a step is printed before the step begins, every rank's
+stack is printed after `HANG` seconds, and a collective with a missing rank fails after `TIMEOUT`
+seconds.
 """
 
 from __future__ import annotations
@@ -24,17 +25,20 @@ HANG, TIMEOUT = 45, 60  # seconds
 
 
 def share_a_gpu(rank: int) -> None:
-    """Let NCCL serve two ranks on one GPU, which it refuses on one host: they are taken for two,
-    and talk over sockets. Call it before there is a group."""
+    """Let NCCL run two ranks on one GPU, which NCCL refuses for ranks on one host.
+
+    Each rank gets a host name of its own, and the ranks communicate over sockets. Call the function
+    before a process group exists.
+    """
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
 
 class Ranks:
-    """This process among all of them, on NCCL and gloo with a GPU each, or on gloo without.
+    """One rank of a process group: with a GPU on NCCL and gloo, without a GPU on gloo.
 
     Args:
-        quick: on the CPU, whatever the machine has.
-        limit: seconds from here after which no further work is begun.
+        quick: run on the CPU even if the machine has GPUs.
+        limit: seconds from now after which no new work begins.
     """
 
     def __init__(self, quick: bool = False, limit: float = 75.0) -> None:
@@ -45,9 +49,9 @@ class Ranks:
         with self.step("join the process group"):
             if not quick:
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                backend = "cpu:gloo,cuda:nccl"  # the first exchanges records without the GPU
+                backend = "cpu:gloo,cuda:nccl"  # gloo exchanges records without the GPU
                 torch.cuda.set_device(self.device)
-                options["device_id"] = self.device  # communicators are made here, not at first use
+                options["device_id"] = self.device  # makes communicators here, not at first use
             distributed.init_process_group(backend, **options)
             self.size, self.group = distributed.get_world_size(), distributed.group.WORLD
             self.wait()
@@ -63,7 +67,7 @@ class Ranks:
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A named piece of work: a line before it, a line after it, stacks if it hangs."""
+        """Print a line before and after a named piece of work, and all stacks if the work hangs."""
         self.say(f"{name} ...")
         start = time.perf_counter()
         faulthandler.dump_traceback_later(HANG, exit=False, file=sys.__stderr__)
@@ -85,25 +89,25 @@ class Ranks:
         self.settle()
 
     def most(self, value: float) -> float:
-        """The largest of all ranks' numbers, known to all."""
+        """Return the maximum of all ranks' values, on every rank."""
         found = torch.tensor([value], dtype=torch.float64, device=self.device)
         distributed.all_reduce(found, distributed.ReduceOp.MAX)
         return float(found)
 
     def is_late(self) -> bool:
-        """Whether the time is up; the same answer on all ranks."""
+        """Return True on all ranks if the time limit has passed on any rank."""
         return self.most(time.perf_counter() - self.began) > self.limit
 
     def share(self, *tensors: Tensor) -> None:
-        """Give all ranks rank 0's values: sums by atomics differ in their last bits."""
+        """Copy rank 0's values to all ranks, because sums by atomics differ in their last bits."""
         for tensor in tensors:
             distributed.broadcast(tensor.detach(), 0)
 
     def milliseconds(
         self, step: Callable[[], Any], repeats: int, warm: int = 3, in_a_row: int = 1
     ) -> list[float]:
-        """Of a step in each repetition, on this rank: after the device has come to rest, or of
-        several that follow on each other."""
+        """Return the milliseconds of each repetition of a step on this rank: isolated on an idle
+        device, or averaged over back-to-back steps."""
         found = []
         for turn in range(warm + repeats):
             self.settle()
@@ -129,7 +133,7 @@ class Ranks:
 
 
 def middle(times: list[float]) -> dict[str, float]:
-    """The median and the spread of some milliseconds."""
+    """Return the median and the spread of times in milliseconds."""
     return {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 
@@ -148,7 +152,7 @@ def _share(group: Any) -> float:
     return _others(group) / (_others(group) + 1)
 
 
-# Where a collective takes what a rank gives, and how often this is sent, by a ring.
+# By collective: the argument index of a rank's input, and how often a ring sends the input.
 SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
     "all_gather_into_tensor": (1, _others),
     "all_gather_single": (1, _others),
@@ -160,7 +164,7 @@ SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
 
 
 def sent_bytes(name: str, args: tuple, options: dict[str, Any]) -> float:
-    """Of one call of a collective."""
+    """Return the bytes that a rank sends in one collective call."""
     place, times = SENT[name]
     named = (options[key] for key in ("input", "input_tensor", "tensor") if key in options)
     own = next(named) if len(args) <= place else args[place]
@@ -169,7 +173,7 @@ def sent_bytes(name: str, args: tuple, options: dict[str, Any]) -> float:
 
 @contextmanager
 def counted() -> Iterator[dict[str, float]]:
-    """Calls and bytes that this rank sends in collectives, by ring algorithms."""
+    """Count this rank's collective calls, and the bytes sent by ring algorithms."""
     found = {"calls": 0.0, "bytes": 0.0}
     plain = {name: getattr(distributed, name) for name in SENT if hasattr(distributed, name)}
 
@@ -191,15 +195,18 @@ def counted() -> Iterator[dict[str, float]]:
 
 
 def shares(step: Callable[[], Any], ranks: Ranks, turns: int = 3) -> dict[str, float]:
-    """Of the time from a step's first kernel to its last: in which a collective runs
-    ("collectives"), nothing but a collective ("exposed"), nothing at all ("idle"); the median of
-    some steps."""
+    """Return shares of the time from a step's first to its last kernel, as medians of `turns`
+    steps.
+
+    "collectives" is the share with a running collective, "exposed" with only a collective running,
+    "idle" without any running kernel.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     found = []
     for _ in range(turns):
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            ranks.wait()  # a profiler takes its time to begin, on each rank another
+            ranks.wait()  # profilers of different ranks start at different times
             step()
             ranks.settle()
         spans = [
@@ -221,7 +228,7 @@ def _shares(spans: list[tuple[float, float, bool]]) -> dict[str, float]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of the union of some intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

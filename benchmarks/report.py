@@ -1,4 +1,4 @@
-"""Results as Markdown and as plots: `python benchmarks/report.py table.json --plots FOLDER`."""
+"""Results as Markdown and plots: `python benchmarks/report.py table.json --plots FOLDER`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ gradients; `rounded`, for those who round logits or leave small gradients out by
 
 
 def tables(results: dict) -> str:
-    """Every case with all its contestants."""
+    """Return the tables of all cases with all contestants."""
     parts, marks = [machine(results), NOTES], marks_of(results)
     for name, rows in _by_case(results["rows"]):
         about = _about(max(rows, key=lambda row: row["run"]))
@@ -42,7 +42,7 @@ def tables(results: dict) -> str:
 
 
 def goals(results: dict) -> str:
-    """One line for each case of the table: headloss beside its goal and its best peer, one run."""
+    """Return one line per case of the table: headloss, its goal and the best other library."""
     head = ("work", "shape", "goal", "headloss, of limit", "MiB (peak)", "best peer, of limit")
     head = (*head, "MiB (peak)", "limit")
     lines = [head, ("---",) * len(head)]
@@ -66,7 +66,7 @@ def goals(results: dict) -> str:
 
 
 def log_prob_errors(results: dict) -> str:
-    """How far log-probs are off in the table, in a sentence."""
+    """Return a sentence with the largest errors of log-probs in the table."""
     rows = [row for row in _of(results, "table")["rows"] if "logps" in row.get("errors", ())]
     ours = [row["errors"]["logps"] for row in rows if is_ours(row)]
     rounded = [r["errors"]["logps"] for r in rows if r["tolerance"] == "rounded" and not is_ours(r)]
@@ -78,12 +78,14 @@ def log_prob_errors(results: dict) -> str:
 
 
 def _memory(row: Row) -> str:
-    """Beyond inputs, returned tensors and the accumulator of dW; and with the latter two."""
+    """Format working memory in MiB, with the peak (including returned tensors and the dW
+    accumulator) in brackets."""
     return f"{row['working_bytes'] / MIB:.0f} ({row['peak_bytes'] / MIB:.0f})"
 
 
 def behind(results: dict) -> str:
-    """Who is faster than headloss, and who needs less memory, in each case of the table."""
+    """List the libraries that are faster or need less memory than headloss, for each case of the
+    table."""
     lines = []
     for found, ours, peers in _sides(results):
         fastest, least = max(ours, key=lambda r: r["of_limit"]), min(ours, key=_beyond)
@@ -103,12 +105,12 @@ def behind(results: dict) -> str:
 
 
 def _ahead(row: Row, share: float) -> bool:
-    """To the digits that are shown."""
+    """Return True if a row is faster than `share` of the limit, compared at the shown digits."""
     return round(row["of_limit"], 2) > round(share, 2)
 
 
 def losing(results: dict) -> str:
-    """The same in short, with small calls."""
+    """Return a short list of libraries ahead of headloss, including small calls."""
     said, less = [], set()
     for found, ours, peers in _sides(results):
         best, least = max(r["of_limit"] for r in ours), min(map(_beyond, ours))
@@ -136,7 +138,7 @@ def _losing_small(results: dict) -> list[str]:
         name = NAMES.get(work, work)
         name += "" if kind == f", {name}" else kind
         cases = [{row["contestant"]: row for row in found} for _, found in _by_case(of)]
-        cases = [found for found in cases if len(found) > 1]  # others may have failed the gate
+        cases = [found for found in cases if len(found) > 1]  # without calls that failed the gate
         slower, more = [], []
         for found in cases:
             own = [found.pop(name) for name in list(found) if is_ours(found[name])]
@@ -163,12 +165,13 @@ def _losing_small(results: dict) -> list[str]:
 
 
 def _kind(row: Row) -> str:
-    """Of a small call: nothing, or a comma and what is not as in the plain ones."""
+    """Return the variant of a small call after a comma, empty for a plain call."""
     return row["row"].removeprefix("small calls")
 
 
 def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
-    """Of each case and work of the table: its rows, ours and the others' of them, of one run."""
+    """Yield all rows, headloss rows and other libraries' rows of the newest run, for each case and
+    work."""
     for _, found in _by_case(_of(results, "table")["rows"]):
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest and "ms" in row]
@@ -180,12 +183,13 @@ def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
 
 
 def _beyond(row: Row) -> int:
-    """Peak bytes without what is returned: the accumulator of dW counts, where one is needed."""
+    """Return the peak bytes in excess of returned tensors; an excess of the dW accumulator
+    counts."""
     return row["working_bytes"] + max(0, row["accumulator_bytes"] - _returned_weight(row))
 
 
 def _returned_weight(row: Row) -> int:
-    """Bytes of the dW that is returned after its accumulator."""
+    """Return the bytes of the returned dW."""
     size = 4 if row["dtype"] == "float32" else 2
     return size * row["vocabulary"] * row["width"]
 
@@ -193,12 +197,12 @@ def _returned_weight(row: Row) -> int:
 FEW = ("GRPO", "GSPO, ragged", "cross-entropy", "log-prob and entropy, no gradient")
 OURS = ("headloss", "headloss, 5 GiB", "headloss, recompute")
 PEERS = ("torch.compile", "TRL", "Liger", "QuACK", "CCE")
-TIE = 0.02  # two runs of one thing differ by as much
+TIE = 0.02  # relative difference of two equal runs
 
 
 def few(results: dict) -> str:
-    """Four cases at H=4096: headloss by default, in other budgets and in recompute, and of each
-    library what is fastest."""
+    """Return a table of four cases at H=4096: headloss by default, in further budgets and under
+    recompute, and the fastest contestant of each library."""
     results = _of(results, "table")
     rows = [r for r in results["rows"] if r["width"] == 4096 and r["tokens"] == 16384]
     ran = {r["contestant"] for r in rows}
@@ -230,7 +234,7 @@ def _shares(rows: list[Row | None]) -> list[str]:
 
 
 def small(results: dict) -> str:
-    """Calls of few tokens, one at a time: whole time, host time, and peak memory of each."""
+    """Return a table of small isolated calls: time, host time, and peak memory of each."""
     names = ("headloss", "torch.compile", "eager")
     head = ("H, V", "N", "work", *names)
     lines = [head, (*("---",) * 3, *("---:",) * 3)]
@@ -246,7 +250,7 @@ def small(results: dict) -> str:
 
 
 def invariance(rows: list[Row]) -> str:
-    """The cost of `Options(batch_invariant=True)`: rows of studies/invariance.py."""
+    """Return the table of the cost of `Options(batch_invariant=True)` (studies/invariance.py)."""
     head = ("head", "N", "ms", "with the option", "ratio", "differ", "with the option")
     lines = [head, ("---",) + ("---:",) * 6]
     for row in rows:
@@ -258,7 +262,7 @@ def invariance(rows: list[Row]) -> str:
 
 
 def _of(results: dict, group: str) -> dict:
-    """The rows of one group, and the runs up to the last that gave any of them."""
+    """Return the rows of one group, and all runs up to the last run with a row of the group."""
     rows = [row for row in results["rows"] if row["group"] == group]
     runs = 1 + max((row["run"] for row in rows), default=-1)
     return {"runs": results["runs"][:runs] or results["runs"], "rows": rows}
@@ -272,7 +276,7 @@ def is_ours(row: Row) -> bool:
     return row["contestant"].startswith("head")
 
 
-SEVERAL = ("one term and five", "GRPO and 64 candidates")  # rows of several works
+SEVERAL = ("one term and five", "GRPO and 64 candidates")  # cases with several works
 
 
 def _short(row: Row) -> str:
@@ -288,7 +292,8 @@ def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def machine(results: dict) -> str:
-    """What ran where: the last run, and those of other commits that rows are left of."""
+    """Describe machine, versions and commit of the last run, and of earlier runs with rows in
+    use."""
     runs, marks = results["runs"], marks_of(results)
     lines = [_run(runs[-1])]
     for number in sorted({row["run"] for row in results["rows"] if marks[row["run"]]}):
@@ -302,7 +307,7 @@ def _run(run: dict) -> str:
 
 
 def marks_of(results: dict) -> list[str]:
-    """For the rows of each run: nothing, or the commit where it is not the last run's."""
+    """Return a mark for each run: empty for the last run's commit, else the run's commit."""
     commits = [run["commit"] for run in results["runs"]]
     return ["" if commit == commits[-1] else f" [{commit}]" for commit in commits]
 
@@ -360,7 +365,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 QUANTITIES = ("logps", "loss", "nll", "hidden", "head")
-HEAD = ("weight", "bias", "lora_a", "lora_b")  # gradients of a head's parts
+HEAD = ("weight", "bias", "lora_a", "lora_b")  # gradients of the parts of a head
 
 
 def markdown(lines: list[tuple[str, ...]]) -> str:
@@ -371,8 +376,8 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
 
 
 def plots(results: dict, folder: Path) -> list[Path]:
-    """PNG files for whatever the results hold: sweeps over tokens and vocabulary, one term against
-    five, and the table as bars."""
+    """Write PNG files of the available results: sweeps over tokens and vocabulary, one term against
+    five terms, and the table as bars."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -402,10 +407,10 @@ def _sweep(
     names: dict[str, str] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Time and peak memory of each contestant along one size, named at its line.
+    """Plot time and peak memory of each contestant against one size, with labels at the lines.
 
-    `names`: what to draw, and what to call it; all by their own names if None. Where a contestant
-    ran out of memory its line ends in a cross.
+    `names` maps contestants to labels; None plots all contestants under their names. A line ends in
+    a cross if the contestant ran out of memory.
     """
     import matplotlib.pyplot as plt
 
@@ -443,11 +448,11 @@ def _sweep(
 
 
 def _whole(row: Row) -> int:
-    """Peak bytes beyond the inputs: returned gradients and an accumulator of dW count."""
+    """Return peak bytes in excess of the inputs, with returned gradients and the dW accumulator."""
     return row.get("peak_bytes", row["working_bytes"] + row["accumulator_bytes"])
 
 
-PROBLEM = {  # of the README's picture
+PROBLEM = {  # labels in the README's picture
     "headloss": "headloss",
     "headloss, 5 GiB": "headloss, 5 GiB budget",
     "headloss, recompute": "headloss, recompute",
@@ -457,7 +462,7 @@ PROBLEM = {  # of the README's picture
 
 
 def problem(results: dict, path: Path) -> Path:
-    """Time and memory against tokens, of headloss and of PyTorch alone."""
+    """Plot time and memory of headloss and plain PyTorch against the number of tokens."""
     rows = [row for row in results["rows"] if row["group"] == "tokens"]
     sizes = "H = {width}, V = {vocabulary}, {dtype}".format_map(rows[0])
     gpu = results["runs"][-1]["machine"].partition(",")[0]
@@ -494,7 +499,7 @@ def _one_and_five(rows: list[Row], path: Path) -> Path:
 
 
 def _bars(rows: list[Row], path: Path) -> Path:
-    """Fraction of the limit of every contestant, a panel for each case."""
+    """Plot the fraction of the limit for every contestant, with a panel for each case."""
     import matplotlib.pyplot as plt
 
     cases = _by_case(rows)

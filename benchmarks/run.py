@@ -1,13 +1,13 @@
-"""Speed, memory and errors of headloss, plain PyTorch and the peers, side by side.
+"""Benchmark of speed, memory and errors: headloss, plain PyTorch and other libraries.
 
     python benchmarks/run.py --quick                      # seconds, on a CPU
     python benchmarks/run.py --table --output table.json  # minutes, on one GPU
     python benchmarks/run.py --table --against ../before  # 30 pairs of calls of two versions
     python benchmarks/run.py --full --part 1/4 --output full.json
 
-Every contestant passes a gate against float64 before it is timed. Parts append to one file: it is
-written after each case, and a case that is measured again replaces what it held. An error of the
-GPU ends the program; with --resume it goes on after the case that met it.
+Every contestant must pass a correctness gate against float64 before timing. Results are appended to
+one file after each case; a repeated case replaces its old rows. A CUDA error ends the program; with
+--resume the program continues after the failed case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ LISTS = {"quick": cases.quick, "table": cases.table, "full": cases.full}
 
 
 class Results:
-    """One file of results: what ran where, and a row for each case, work and contestant."""
+    """A file of results: machine and versions of each run, and a row for each case, work and
+    contestant."""
 
     def __init__(self, path: Path | None, run: dict) -> None:
         self.path = path
@@ -52,12 +53,13 @@ class Results:
         self.content["runs"].append(run | {"tried": []})
 
     def start(self, case: str) -> None:
-        """Note that a case was begun, which may end the program."""
+        """Record the start of a case, since a case may end the program."""
         self.content["runs"][-1]["tried"].append(case)
         self._write()
 
     def add(self, rows: list[dict]) -> None:
-        """Take a case's rows, in place of what the file holds for the same, and write the file."""
+        """Replace the file's rows of the same cases, works and contestants by `rows`, and write the
+        file."""
         new = {_key(row) for row in rows}
         kept = [row for row in self.content["rows"] if _key(row) not in new]
         self.content["rows"] = kept + [row | {"run": self.number} for row in rows]
@@ -73,7 +75,7 @@ def _key(row: dict) -> tuple[str, str, str]:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader sees the old one or the new one, never a part."""
+    """Replace a file atomically: a reader sees the old or the new content, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
@@ -86,7 +88,7 @@ def write(path: Path, text: str) -> None:
 
 
 def about(device: torch.device, commit: str | None, packages: tuple[str, ...] = PACKAGES) -> dict:
-    """Machine, versions and commit."""
+    """Return machine, package versions and commit of a run."""
     found = {}
     for name in packages:
         try:
@@ -130,11 +132,11 @@ def _output(command: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 where every contestant of headloss passed its gate, 1 otherwise."""
+    """Run the benchmark; return 0 if all headloss contestants passed the gate, else 1."""
     arguments = _parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)  # what is set must have an index
+        device = torch.device("cuda", device.index or 0)  # set_device needs an index
         torch.cuda.set_device(device)
     chosen = [case for case in LISTS[arguments.list]() if _matches(case.name, arguments.only)]
     chosen = cases.part(chosen, *arguments.part)
@@ -164,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def warm(processes: int) -> None:
-    """Everything once, in processes at a time: what they compile is found on disk after that."""
+    """Run all cases once in parallel processes, to fill the compilation caches on disk."""
     begin = time.perf_counter()
     command = [sys.executable, *sys.argv, "--once"]
     running = [
@@ -182,7 +184,7 @@ def _run_all(
     arguments: argparse.Namespace,
     keep: Callable[[str], bool],
 ) -> list[dict]:
-    """Every case, each on its own: the failed rows of headloss."""
+    """Run all cases independently; return the failed rows of headloss."""
     repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
     begin, red = time.perf_counter(), []
     for case in chosen:
@@ -194,11 +196,11 @@ def _run_all(
         results.start(case.name)
         try:
             rows = measure.run_case(case, repeats, device, keep, arguments.seconds)
-        except Exception as failure:  # a case that ends takes no other with it
+        except Exception as failure:  # a failed case must not stop the remaining cases
             reason = measure.one_line(failure)
             traceback.print_exc()
             red.append({"case": case.name, "contestant": "all", "reason": reason})
-            measure.synchronize(device)  # an error that sticks ends the program: see --resume
+            measure.synchronize(device)  # a persistent CUDA error ends the program: see --resume
             continue
         results.add(rows)
         red += [row for row in rows if row["status"] == "failed" and report.is_ours(row)]

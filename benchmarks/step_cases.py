@@ -1,7 +1,7 @@
-"""What benchmarks/steps.py measures: models of known shapes, batches, and heads on one backbone.
+"""Cases of benchmarks/steps.py: models of known shapes, batches, and contestants with one backbone.
 
-B sequences of L tokens, H hidden width, V vocabulary. DPO's are pairs: a chosen one, then the
-rejected one.
+B sequences of L tokens, H hidden width, V vocabulary. In DPO a chosen sequence is followed by its
+rejected sequence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from headloss.integrations import transformers as adapter
 
 # ---------------------------------------------------------------------- models
 
-CAP = 262144  # tokens of a sequence
-BETA = 0.1  # of DPO
+CAP = 262144  # most tokens of a sequence
+BETA = 0.1  # DPO's beta
 
 QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "hidden_size": 896,
@@ -46,7 +46,7 @@ LLAMA_1B: dict[str, Any] = {  # Llama-3.2-1B
     "tie_word_embeddings": True,
     "max_position_embeddings": CAP,
 }
-LLAMA_8B = LLAMA_1B | {  # Llama-3-8B, of its 32 layers 4
+LLAMA_8B = LLAMA_1B | {  # Llama-3-8B with 4 of its 32 layers
     "hidden_size": 4096,
     "num_hidden_layers": 4,
     "intermediate_size": 14336,
@@ -65,9 +65,11 @@ TINY: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A model of the transformers `family`, and the batches (B, L) that it is trained on. The
-    longest sequence is sought in multiples of `unit` tokens, up to `cap`: 4 units times a power
-    of 2."""
+    """A model of the transformers `family`, and the sizes (B, L) of its training batches.
+
+    The search for the longest sequence uses multiples of `unit` tokens, up to `cap`, which is 4
+    units times a power of 2.
+    """
 
     family: str
     sizes: dict[str, Any]
@@ -96,7 +98,7 @@ QUICK = {
 
 
 def make_model(setting: Setting, device: torch.device) -> Any:
-    """A model with random weights, made where it is to stay, whose predictions look trained."""
+    """Make a model with random weights on `device`, with predictions like a trained model's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(setting.family, **setting.sizes, use_cache=False)
@@ -111,8 +113,8 @@ def make_model(setting: Setting, device: torch.device) -> Any:
 
 @torch.no_grad()
 def sharpen(model: Any, ids: Tensor) -> None:
-    """Scale the last norm, and with it the logits, until a label that is drawn from the model has
-    a probability of a half in the mean: E[p(y)] = sum_j p_j^2."""
+    """Scale the last norm, and thus the logits, until labels drawn from the model have a mean
+    probability of a half: E[p(y)] = sum_j p_j^2."""
     logits = model(input_ids=ids).logits[0].float()  # [L, V]
     low, high = 1e-3, 1e3
     for _ in range(24):
@@ -124,15 +126,18 @@ def sharpen(model: Any, ids: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Attributes:
-    ids: [B, L] int64, random.
-    labels: [B, L]; `labels[:, t + 1]` is drawn from what the model predicts at t, the first is
-        -100: B (L - 1) tokens are scored.
-    advantages: [B] float32, none of them 0.
-    log_ratios: [B] float32, log-prob of a sequence less that of DPO's reference; beta times the
-        differences of pairs have a standard deviation of 1.
-    ref_logps: [B, L] float32, the reference's, by a float32 head; the last of a row is unused.
-    probability: mean p(y) of the labels.
+    """A batch of tokens and loss inputs.
+
+    Attributes:
+        ids: [B, L] int64, random.
+        labels: [B, L]; `labels[:, t + 1]` is sampled from the model's prediction at t, the first
+            label is -100: B (L - 1) tokens are scored.
+        advantages: [B] float32, all nonzero.
+        log_ratios: [B] float32, log-prob of a sequence minus DPO's reference log-prob; beta times
+            the differences of pairs have a standard deviation of 1.
+        ref_logps: [B, L] float32, reference log-probs by a float32 head; the last one of a row is
+            unused.
+        probability: mean p(y) of the labels.
     """
 
     ids: Tensor
@@ -168,7 +173,8 @@ def make_batch(model: Any, rows: int, length: int, device: torch.device) -> Batc
 
 
 def long_batch(model: Any, length: int, device: torch.device) -> Batch:
-    """One row for SFT and GRPO, whose labels are random too: the model's would take its logits."""
+    """Make one row for SFT and GRPO with random labels, since labels from the model need its
+    logits."""
     ids = torch.randint(model.config.vocab_size, (1, length), device=device)
     labels = ids.clone()
     labels[:, 0] = -100
@@ -187,8 +193,12 @@ def long_batch(model: Any, length: int, device: torch.device) -> Batch:
 
 
 def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
-    """Of log-probs [B, L - 1]. GRPO is that of a first update: the old log-probs are these. So are
-    those of DPO's reference, less `log_ratios`: one head, with its rounding, scores both models."""
+    """Return the mean loss of log-probs [B, L - 1].
+
+    GRPO's old log-probs equal `logps`, as in a first update. DPO's reference log-probs of a
+    sequence are those of `logps` minus `log_ratios`, as if one head, with its rounding, scored both
+    models.
+    """
     if work == "SFT":
         return -logps.mean()
     if work == "DPO":
@@ -200,13 +210,13 @@ def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
 
 
 def score(hidden: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Log-probs [L] of targets [L] by a float32 weight [V, H]."""
+    """Return log-probs [L] of targets [L] by a float32 weight [V, H]."""
     log_p = (hidden.float() @ weight.t()).log_softmax(-1)
     return log_p.gather(-1, targets[:, None])[:, 0]
 
 
 def exact(work: str, model: Any, batch: Batch) -> Tensor:
-    """The head in float32 on the hidden states of the model, a sequence at a time."""
+    """Return the loss of a float32 head on the model's hidden states, one sequence at a time."""
     weight = model.lm_head.weight.float()
     hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
     pairs = zip(hidden, batch.labels[:, 1:], strict=True)
@@ -215,7 +225,7 @@ def exact(work: str, model: Any, batch: Batch) -> Tensor:
 
 
 def of_model(work: str, model: Any, batch: Batch) -> Tensor:
-    """SFT: the loss of the model, which may be patched. Other losses: float32 log-probs."""
+    """Return the model's own (possibly patched) loss for SFT, else a loss of float32 log-probs."""
     if work == "SFT":
         return model(input_ids=batch.ids, labels=batch.labels).loss
     logits = model(input_ids=batch.ids).logits[:, :-1]
@@ -277,7 +287,7 @@ def with_trl(work: str, model: Any) -> Iterator[None]:
 
 @contextmanager
 def with_liger(work: str, model: Any) -> Iterator[None]:
-    """Its head alone: all contestants have one backbone."""
+    """Patch only the head with Liger, since all contestants share one backbone."""
     if work == "SFT":
         from liger_kernel.transformers import monkey_patch
 
@@ -291,8 +301,10 @@ def with_liger(work: str, model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """`loss(work, model, batch)` of a model inside `patch(work, model)`. `lacks` says why not, for
-    each work that it cannot do."""
+    """A function `loss(work, model, batch)`, called inside the context `patch(work, model)`.
+
+    `lacks` maps each unsupported work to the reason.
+    """
 
     loss: Callable[[str, Any, Batch], Tensor]
     patch: Callable[[str, Any], AbstractContextManager[Any]] = lambda work, model: nullcontext()

@@ -1,7 +1,7 @@
-"""Works, the settings they run in, and their inputs.
+"""Works (losses to compute), their settings and their inputs.
 
-T tokens, H hidden width, V vocabulary, S segments. A work is written down twice: as an objective of
-headloss, and in plain PyTorch from per-token values, for everybody else and for the oracle.
+T tokens, H hidden width, V vocabulary, S segments. A work is defined twice: as a headloss
+objective, and in plain PyTorch on per-token values, for all other libraries and the oracle.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from headloss.testing import trained_looking
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Sizes and what a call has to do; `trains` names the tensors whose gradient is wanted."""
+    """Sizes and features of a call; `trains` names the tensors that need a gradient."""
 
     tokens: int
     width: int
     vocabulary: int
     dtype: torch.dtype = torch.bfloat16
-    segments: int | tuple[int, int] = 2048  # one length, or the range of ragged ones
-    quiet: int = 0  # every so many-th segment has no advantage; 0: all have one
+    segments: int | tuple[int, int] = 2048  # one length, or a range of ragged lengths
+    quiet: int = 0  # every `quiet`-th segment has advantage 0; 0: none
     trains: tuple[str, ...] = ("hidden", "weight")
     given: bool = False  # the logits exist already and may be overwritten
     teacher: bool = False
     certain: float = 0.0  # share of the tokens that are nearly certain, as in a trained model
-    candidates: int = 0  # columns of each token whose log-probs a loss reads
-    support: int = 0  # columns of each token that its softmax runs over; 0: all
-    bias: bool = False  # of the head
+    candidates: int = 0  # columns per token with log-probs in the loss
+    support: int = 0  # columns per token in the softmax; 0: all
+    bias: bool = False  # the head has a bias
     lora: int = 0  # rank of an adapter on the head; 0: none
-    changing: bool = False  # each call has another number of tokens
+    changing: bool = False  # the number of tokens changes from call to call
 
     @property
     def first(self) -> int:
-        """Calls after which nothing is compiled any more: of two numbers of tokens, where these
-        change."""
+        """Return the number of calls that compile code: 2 if the number of tokens changes, else
+        1."""
         return 1 + self.changing
 
     @property
     def flops(self) -> int:
-        """Of the products that the work cannot do without; a bias and an adapter add little."""
+        """Return the FLOP of the necessary matrix products, without bias and adapter."""
         products = 1 + len({"hidden", "weight"} & {*self.trains}) + self.teacher
         return 2 * self.tokens * self.width * (self.support or self.vocabulary) * products
 
     def lengths(self) -> list[int]:
-        """Tokens of each segment."""
+        """Return the number of tokens of each segment."""
         if isinstance(self.segments, int):
             full, rest = divmod(self.tokens, self.segments)
             return [self.segments] * full + [rest] * (rest > 0)
@@ -70,7 +70,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """One set of inputs; benchmarks rotate among several."""
+    """A set of inputs; benchmarks alternate between several sets."""
 
     hidden: Tensor  # [T, H]
     weight: Tensor  # [V, H]
@@ -78,7 +78,7 @@ class Inputs:
     lora_a: Tensor | None = None  # [r, H]
     lora_b: Tensor | None = None  # [V, r]
     targets: Tensor  # [T]
-    ids: Tensor  # [T] segments
+    ids: Tensor  # [T] segment of each token
     lengths: Tensor  # [S]
     advantages: Tensor  # [S]
     old: Tensor  # [T] float32
@@ -91,32 +91,32 @@ class Inputs:
     pristine: Tensor | None = None
 
     def fresh(self) -> None:
-        """Restore what a run overwrites."""
+        """Restore the logits, which a run overwrites."""
         if self.logits is not None:
             with torch.no_grad():
                 self.logits.copy_(self.pristine)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Of the head, as `plain_logits` takes them."""
+        """Return the parts of the head in the order of `plain_logits`."""
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def head(self) -> hl.Head:
-        """What headloss is given."""
+        """Return the head for headloss."""
         if self.lora_a is None or self.lora_b is None:
             return hl.Head(self.weight, self.bias)
         lora = hl.Lora(a=self.lora_a, b=self.lora_b, scaling=SCALING)
         return hl.Head(self.weight, self.bias, lora=(lora,))
 
     def leaves(self) -> dict[str, Tensor]:
-        """Whatever a gradient is wanted of."""
+        """Return the tensors that need a gradient, by name."""
         named = dict(zip(LEAVES, (self.hidden, *self.parts), strict=True))
         if self.logits is not None:
             named["hidden"] = self.logits
         return {name: t for name, t in named.items() if t is not None and t.requires_grad}
 
     def cut(self, start: int, tokens: int) -> Inputs:
-        """Some tokens in a row, under the same head."""
+        """Return `tokens` consecutive tokens from `start`, with the same head."""
         rows = slice(start, start + tokens)
         own = {n: v[rows] for n in PER_TOKEN if (v := getattr(self, n)) is not None}
         segments = slice(int(own["ids"][0]), int(own["ids"][-1]) + 1)
@@ -126,13 +126,13 @@ class Inputs:
         return replace(self, hidden=hidden, **{n: v.clone() for n, v in own.items()})
 
     def segment_mean(self, values: Tensor) -> Tensor:
-        """[S] means of [T] values."""
+        """Return the [S] segment means of [T] values."""
         sums = values.new_zeros(len(self.lengths)).index_add(0, self.ids, values)
         return sums / self.lengths.to(values.dtype)
 
     def batch(self, *fields: str) -> hl.Batch:
-        """What headloss is given, with these `FIELDS` beside the targets (columns, where there are
-        any)."""
+        """Return the batch for headloss, with the given `FIELDS` in addition to targets and
+        columns."""
         given = {name: FIELDS[name](self) for name in fields}
         if self.candidates is not None:
             given["candidate_ids"] = self.candidates
@@ -155,11 +155,11 @@ PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "su
 
 
 def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs]:
-    """For so many calls in turn: two sets of inputs, or one of given logits, larger than any cache
-    (two do not fit into 80 GB).
+    """Make inputs for `calls` calls: two sets, or one set of given logits, since two sets exceed 80
+    GB.
 
-    Where the number of tokens changes, a set for each call, each one token shorter than the last,
-    of other tokens with other coefficients, under one head.
+    Given logits are larger than any cache. With a changing number of tokens each call gets a set
+    with one token fewer, new tokens and new coefficients, and all sets share one head.
     """
     if not setting.changing:
         seeds = (0,) if setting.given else (0, 100)
@@ -170,7 +170,8 @@ def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs
 
 
 def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs:
-    """Trained-looking inputs: a mean p(target) near one half, a policy near its old one."""
+    """Make inputs like a trained model's: mean p(target) near one half, a policy near the old
+    policy."""
     sizes = (setting.tokens, setting.width, setting.vocabulary)
     hidden, weight, targets = trained_looking(*sizes, setting.dtype, device, seed)
     generator = torch.Generator(device).manual_seed(seed + 1)
@@ -214,8 +215,8 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         support=columns[1],
     )
     logps = _logps(found)
-    # Noise per token as an update makes it, and nearly none in a segment's mean, so that clipping
-    # of whole sequences, and with it the work of a call, does not hang on the seed.
+    # Noise per token like a policy update's, with nearly zero mean in a segment: the clipping of #
+    # whole sequences, and the work of a call, must not depend on the seed.
     drift = 0.1 * noise(len(targets))
     drift = drift - found.segment_mean(drift)[ids] + 1e-4 * noise(len(lengths))[ids]
     found = replace(found, old=logps + drift, ref=logps + 0.2 * noise(len(targets)))
@@ -244,7 +245,8 @@ def _logps(inputs: Inputs) -> Tensor:
 
 
 def _float32_logits(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
-    """Unrounded: a mean over few tokens would show the rounding beside what GSPO clips at."""
+    """Return unrounded logits; in a mean over few tokens rounding is visible next to GSPO's
+    clip."""
     bias, a, b = (None if t is None else t.float() for t in rest)
     if not (x.is_cuda and x.dtype.itemsize == 2):
         return plain_logits(x.float(), weight.float(), bias, a, b)
@@ -256,22 +258,22 @@ def _float32_logits(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
 
 
 class Values(NamedTuple):
-    """[T] vectors that a loss is made of; None where a contestant does not compute them."""
+    """The [T] vectors that a loss reads; None if a contestant does not compute a vector."""
 
     logp: Tensor
     lse: Tensor | None = None
     entropy: Tensor | None = None
     divergence: Tensor | None = None
-    candidates: Tensor | None = None  # [T, K + 1] log-probs; the last is that of all others
+    candidates: Tensor | None = None  # [T, K + 1] log-probs; the last: of all other columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A loss, for headloss and for everybody else.
+    """A loss, for headloss and for all other contestants.
 
     Attributes:
-        fields: of a batch, that the objective reads.
-        reads: fields of `Values` beyond logp.
+        fields: names of the batch fields that the objective reads.
+        reads: fields of `Values` in addition to logp.
     """
 
     name: str
@@ -281,7 +283,7 @@ class Work:
     reads: frozenset[str] = frozenset()
 
     def batch(self, inputs: Inputs) -> hl.Batch:
-        """What headloss is given."""
+        """Return the batch for headloss."""
         return inputs.batch(*self.fields)
 
 
@@ -324,7 +326,7 @@ def _extras(values: Values, inputs: Inputs) -> Tensor:
 
 @cache
 def _reverse_kl(package: ModuleType) -> Callable[..., hl.Term]:
-    """As a term of one version of headloss."""
+    """Return reverse KL as a term of the headloss version `package`."""
 
     def reverse_kl(stats, batch, rest=False):
         return to_uniform(stats.candidate_logps, stats.candidate_tail if rest else None)
@@ -338,7 +340,7 @@ def reverse_kl(rest: bool) -> hl.Term:
 
 @cache
 def _collision(package: ModuleType) -> hl.Term:
-    """A term that only reports sum p^2, as a metric."""
+    """Return a term with value 0 that reports sum p^2 as a metric."""
 
     def collision(stats, batch):
         return 0.0 * stats.logp
@@ -350,8 +352,8 @@ def _collision(package: ModuleType) -> hl.Term:
 
 
 def to_uniform(log_p: Tensor, rest: Tensor | None = None) -> Tensor:
-    """KL(p || q) [T] to a q of 1 / (K + 1) each, over candidates of log-probs [T, K], or over these
-    and the rest."""
+    """Return KL(p || q) [T] to a uniform q, over candidates with log-probs [T, K] and optionally
+    the rest of the vocabulary."""
     outcomes = log_p.shape[1] + 1
     if rest is not None:
         log_p = torch.cat([log_p, rest.unsqueeze(1)], 1)
@@ -381,7 +383,7 @@ WORKS: dict[str, Work] = {
         Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
         Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo, fields=POLICY),
         Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo, fields=POLICY),
-        Work(  # of which rounded logits do not put a short sequence on the clip's other side
+        Work(  # so wide that rounded logits do not move a short sequence across the clip
             name="gspo, wide clip",
             objective=lambda _: hl.gspo(epsilon_low=0.1, epsilon_high=0.1),
             loss=partial(_gspo, low=0.1, high=0.1),

@@ -1,14 +1,15 @@
-"""GRPO with a term over K candidates a token, against GRPO alone on the same inputs.
+"""Cost of a term over K candidate columns per token, added to GRPO on identical inputs.
 
 Page: docs/candidates.md.
 
     python benchmarks/studies/candidates.py --output candidates.json  # on one GPU, about a minute
     python benchmarks/studies/candidates.py --quick                      # small, on a CPU
 
-For each K, with and without the rest of the mass: correctness first (candidates' log-probs, hidden
-and weight gradients of a few tokens and columns, against float64), then the time of forward and
-backward beside GRPO's, and peak memory beyond inputs and gradients; and the two acts on chosen
-columns alone. No time is reported of a call that is wrong.
+For each K, with and without the probability of all other columns, the study checks correctness
+first: candidates' log-probs, and hidden and weight gradients of a few tokens and columns, against
+float64. Then the study measures the time of forward and backward, compared with GRPO alone, the
+peak memory in excess of inputs and gradients, and the two kernels on chosen columns. An incorrect
+call gets no time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from draws import columns_of
@@ -43,7 +44,7 @@ def objective(k: int, rest: bool) -> hl.Objective:
 
 
 def call(hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, schedule: str) -> Any:
-    # GRPO alone would leave clipped rows out, and what candidates cost would not be seen.
+    # GRPO alone would leave out clipped rows, and would hide the cost of candidates.
     options = hl.Options(metrics=False, schedule=schedule, skip_rows=False)
     out = hl.head_loss(hidden, hl.Head(weight), batch, made, options)
     return out, torch.autograd.grad(out.loss, (hidden, weight))
@@ -52,12 +53,11 @@ def call(hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, sc
 def check(
     hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, rest: bool, schedule: str
 ) -> dict[str, float]:
-    """How far a few tokens and columns are off; ValueError if too far.
+    """Return the errors of a few tokens and columns; ValueError if an error is too large.
 
-    Of gradients beside the error ("hidden", "weight") that of the true gradient of the logits
-    rounded to the inputs' dtype, of which three times as much is allowed, and GRADIENTS at most. A
-    ratio at the very edge of GRPO's clip may lie on either side of it, and is taken to lie where
-    the call has it.
+    For gradients ("hidden", "weight") the result also contains the error of the true logit gradient
+    rounded to the inputs' dtype. An error may be three times the rounding error, and at most
+    GRADIENTS. A ratio exactly at the edge of GRPO's clip counts on the side chosen by the call.
     """
     ids, n = batch.candidate_ids, len(batch.targets)
     out, (dx, dw) = call(hidden, weight, batch, made, schedule)
@@ -88,7 +88,7 @@ def check(
         if part[0] == 0:
             logps, into, into_rounded = logp.detach(), g @ w, (narrow @ w).to(x.dtype)
     found["logp"] = float((out.logps[: len(logps)].double() - logps).abs().max())
-    wrong = found["logp"] > (10 * WORST if rest else WORST)  # the rest has logits in float32
+    wrong = found["logp"] > (10 * WORST if rest else WORST)  # float32 logits for all other columns
     for name, got, exact, other in (
         ("hidden", dx[: len(into)], into, into_rounded),
         ("weight", dw[columns], want, rounded.to(x.dtype)),
@@ -103,7 +103,7 @@ def check(
 
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, Any]:
-    """The acts on chosen columns alone: milliseconds, and TB/s of the rows that are gathered."""
+    """Time the kernels on chosen columns alone: milliseconds, and TB/s of the gathered rows."""
     backend = kernels.load("triton")
     x, w = hidden.detach(), weight.detach()
     ms = milliseconds(lambda: backend.chosen_logits(x, w, ids, Transform()), repeats)

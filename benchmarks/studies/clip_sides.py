@@ -1,4 +1,4 @@
-"""Which tokens and sequences the clip stops, as each head sees it, against a float64 head.
+"""Compare the tokens and sequences clipped under several heads with those of a float64 head.
 
 Page: docs/does-it-matter.md.
 
@@ -7,13 +7,13 @@ Page: docs/does-it-matter.md.
     python benchmarks/studies/clip_sides.py --from benchmarks/results/clip_sides.json \\
         --markdown benchmarks/results/clip_sides.md --plot benchmarks/results/clip_sides.png
 
-Models that spell words backward (`spelling`), with largest logits of 20 to 60, sample groups of
-completions. The policy then moves by 1, 4 and 16 steps of AdamW on these, with a float64 head. For
-each move: old and new log-probs by stock TRL in bf16, by TRL with `cast_lm_head_to_fp32` and by
-headloss, all on the same bfloat16 backbone. Its last norm gives bfloat16 and the head's weights are
-rounded to bfloat16, so that nothing but the head's arithmetic differs. *Wrong side*: tokens (GRPO,
-0.2) or sequences (GSPO, 3e-4 and 4e-4) whose gradient the clip stops and should not, or the other
-way round. *Error*: of the whole model's gradient, its norm over the norm of the truth.
+Models trained to spell words backward (`spelling`), with largest logits of 20 to 60, sample groups
+of completions. The policy then makes 1, 4 and 16 AdamW steps on the completions, with a float64
+head. After each move, old and new log-probs are computed by stock TRL in bf16, by TRL with
+`cast_lm_head_to_fp32` and by headloss, on one bfloat16 backbone. The last norm's output and the
+head's weights are bfloat16, so that only the head's arithmetic differs. *Wrong side*: tokens (GRPO,
+clip 0.2) or sequences (GSPO, clip 3e-4 and 4e-4) that are clipped wrongly, or wrongly not clipped.
+*Error*: the norm of the error of the whole model's gradient over the norm of the true gradient.
 
 B completions of C tokens.
 """
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import report
 import spelling
@@ -49,17 +49,17 @@ TITLES = {"wrong": "wrong side", "error": "gradient's error"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Completions of a policy: all that a trainer's step has but the log-probs."""
+    """Completions of a policy: the inputs of a trainer's step, except the log-probs."""
 
     ids: Tensor  # [B, P + C], prompts left-padded
     attended: Tensor  # [B, P + C]
-    mask: Tensor  # [B, C] bool, the completion's tokens
+    mask: Tensor  # [B, C] bool, True at tokens of the completion
     advantages: Tensor  # [B]
 
 
 @torch.no_grad()
 def sample(model: Any, prompts: int, group: int, seed: int = 0) -> Sample:
-    """`group` completions of each prompt at temperature 1, of held-out problems."""
+    """Sample `group` completions per held-out prompt at temperature 1."""
     device, letters = model.device, spelling.tokenizer()
     problems = [word for word in spelling.HELD_OUT[:prompts] for _ in range(group)]
     texts = [word + spelling.ARROW for word in problems]
@@ -88,7 +88,8 @@ def sample(model: Any, prompts: int, group: int, seed: int = 0) -> Sample:
 
 
 def _states(model: Any, batch: Sample) -> tuple[Tensor, Tensor]:
-    """Hidden states [B, C, H] that predict the completions, and these [B, C]."""
+    """Return the hidden states [B, C, H] that predict the completions, and the completions [B,
+    C]."""
     columns = batch.mask.shape[1]
     hidden = spelling.hidden_states(model, batch.ids, batch.attended)
     return hidden[:, -columns - 1 : -1], batch.ids[:, -columns:]
@@ -108,7 +109,7 @@ def by_headloss(model: Any, batch: Sample) -> Tensor:
 
 
 def by_trl(cast: bool) -> Callable[[Any, Sample], Tensor]:
-    """TRL's own fused head, as its trainer calls it."""
+    """Make a function of log-probs by TRL's fused head, as in TRL's trainer."""
 
     def logps(model: Any, batch: Sample) -> Tensor:
         from trl.trainer.utils import add_fused_lm_head
@@ -137,7 +138,7 @@ HEADS = {"stock": by_trl(False), "cast": by_trl(True), "headloss": by_headloss}
 
 
 def log_ratio(work: str, new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """[B, C], or [B, 1] of GSPO; float64."""
+    """Return the float64 log-ratio of policies, [B, C], or [B, 1] for GSPO."""
     difference = torch.where(mask, new.double() - old.double(), 0.0)
     if work == "grpo":
         return difference
@@ -145,14 +146,14 @@ def log_ratio(work: str, new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
 
 
 def beyond(work: str, ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Where the clip leaves no gradient; of a log-ratio."""
+    """Return True where the clip removes the gradient of a log-ratio."""
     low, high = CLIP[work]
     good, bad = advantages[:, None] > 0, advantages[:, None] < 0
     return (good & (ratio > math.log1p(high))) | (bad & (ratio < math.log1p(-low)))
 
 
 def policy_loss(work: str, new: Tensor, old: Tensor, batch: Sample) -> Tensor:
-    """Means over sequences of their means over tokens (GRPO), or of their ratios (GSPO)."""
+    """Return the mean over sequences of token means (GRPO) or of sequence ratios (GSPO)."""
     low, high = CLIP[work]
     ratio = log_ratio(work, new, old, batch.mask).exp()
     advantages = batch.advantages.double()[:, None]
@@ -175,7 +176,7 @@ def norm(tensors: list[Tensor]) -> float:
 
 
 def rounded(model: Any) -> Any:
-    """A copy whose head has weights and hidden states of bfloat16, for all heads alike."""
+    """Return a copy of the model with head weights and hidden states in bfloat16."""
     model = copy.deepcopy(model)
     model.base_model.norm.register_forward_hook(lambda *call: call[-1].to(torch.bfloat16))
     weight = model.lm_head.weight.data
@@ -184,7 +185,7 @@ def rounded(model: Any) -> Any:
 
 
 def moves(model: Any, work: str, batch: Sample, rate: float, steps: int) -> Iterator[Any]:
-    """The model after each step, always the same object."""
+    """Yield the model after each step (one object, changed in place)."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.0)
     old = exact(model, batch).detach()
@@ -198,7 +199,7 @@ def moves(model: Any, work: str, batch: Sample, rate: float, steps: int) -> Iter
 
 
 def compare(work: str, before: Any, after: Any, batch: Sample) -> Iterator[dict[str, Any]]:
-    """A row for each stack."""
+    """Yield a row of the results for each software stack."""
     with torch.no_grad():
         old = exact(before, batch)
     new = exact(after, batch)
@@ -231,7 +232,7 @@ def measured(
     how = json.loads((path / "policy.json").read_text())
     model = spelling.load(path, device).eval()
     batch = sample(model, prompts, group)
-    keep = batch.advantages != 0  # a group without a difference has no gradient
+    keep = batch.advantages != 0  # groups with equal rewards have no gradient
     parts = {name: getattr(batch, name)[keep] for name in ("ids", "attended", "mask", "advantages")}
     batch = replace(batch, **parts)
     policy = {"largest": how["largest"], "solved": how["solved"], "completions": len(batch.ids)}
@@ -248,7 +249,7 @@ def measured(
 
 
 def percent(value: float | None) -> str:
-    """None: nothing has a gradient there."""
+    """Format a share in percent; None means that no gradient exists."""
     return "-" if value is None else f"{100 * value:.2g} %"
 
 
@@ -270,7 +271,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """By loss a panel of wrong sides and one of the gradient's error, over the largest logit."""
+    """Plot, for each loss, the share on the wrong side and the gradient's error against the largest
+    logit."""
     import matplotlib
 
     matplotlib.use("agg")

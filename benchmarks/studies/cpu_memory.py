@@ -1,12 +1,12 @@
-"""Peak memory of one forward and backward on a CPU: headloss beside eager PyTorch.
+"""Peak memory of one forward and backward on a CPU: headloss compared with eager PyTorch.
 
 Page: benchmarks/README.md.
 
     python benchmarks/studies/cpu_memory.py --output benchmarks/results/cpu_memory.json
 
-Each contestant runs in a process of its own on the same inputs, T tokens of width H on a vocabulary
-of V. What is shown is the peak resident set beyond what was resident before the call (Linux). It
-includes the two gradients that are returned. Contestants of the same work must agree on the loss.
+Each contestant runs in a separate process on identical inputs: T tokens, hidden width H, vocabulary
+V. The result is the peak resident set in excess of the resident set before the call (Linux),
+including the two returned gradients. Contestants of one work must agree on the loss.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def eager_cross_entropy(logits: Tensor, batch: hl.Batch) -> Tensor:
-    """The mean over tokens, as everybody writes it."""
+    """Return the usual mean cross-entropy over tokens."""
     return F.cross_entropy(logits, batch.targets)
 
 
 def eager_gspo(logits: Tensor, batch: hl.Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
-    """-min(s A, clip(s) A) averaged over segments, s = exp(mean_t(logp - old))."""
+    """Return -min(s A, clip(s) A) averaged over segments, with s = exp(mean_t(logp - old))."""
     logps = logits.log_softmax(-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
     ratio = batch.segments.mean(logps - batch.old_logps).exp()
     clipped = ratio.clamp(1 - low, 1 + high)
@@ -70,7 +70,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Tensor, Tensor, hl.Batch], Tensor]]]
 def run_one(name: str, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict:
     """Measure one contestant in this process."""
     work, loss = CONTESTANTS[name]
-    loss(*_inputs(64, 16, 128, dtype)).backward()  # libraries allocate what they keep
+    loss(*_inputs(64, 16, 128, dtype)).backward()  # first use of libraries allocates memory
     hidden, weight, batch = _inputs(tokens, width, vocabulary, dtype)
     before = _status("VmRSS:")
     _reset_peak()
@@ -95,13 +95,14 @@ def _inputs(tokens: int, width: int, vocabulary: int, dtype: torch.dtype):
 
 
 def _status(field: str) -> int:
-    """A field of this process's memory, in bytes (Linux)."""
+    """Return a memory field of this process's status, in bytes (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def _reset_peak() -> None:
-    """Let the peak start from what is resident now; without the right to, it covers the process."""
+    """Reset the peak to the present resident set, if permitted; else the peak covers the process's
+    life."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -109,7 +110,7 @@ def _reset_peak() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Every contestant in a process of its own."""
+    """Measure every contestant in a separate process."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("tokens", "hidden", "vocab")]
     rows = []
     for name in CONTESTANTS:

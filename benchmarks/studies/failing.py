@@ -1,13 +1,13 @@
-"""A rank that fails in the middle of a call: how the other one ends, and how long after.
+"""The end of the surviving rank after a rank fails in the middle of a call: error and delay.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/failing.py --output benchmarks/results/failing.json      # NCCL
     python benchmarks/studies/failing.py --backend gloo                                # on the CPU
 
-Two processes share the vocabulary, or segments that run across them. The second one's term raises,
-or it is killed, in its second call. No launcher looks after them: one would end the first process
-itself. All pairs run at the same time.
+Two processes share the vocabulary, or segments across ranks. In the second call the second
+process's term raises, or the second process is killed. No launcher is used, since a launcher would
+end the first process itself. All pairs of processes run at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from ranks import share_a_gpu
@@ -36,7 +36,7 @@ from torch import Tensor, distributed
 import headloss as hl
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 1024
-ARMED = 100.0  # unlike anything that a term is tried on
+ARMED = 100.0  # does not occur in a term's trial run
 SAYS = re.compile(r"RankError: .*|.*(?:Watchdog caught|timed out|remote process|Timeout).*", re.I)
 
 
@@ -44,7 +44,7 @@ SAYS = re.compile(r"RankError: .*|.*(?:Watchdog caught|timed out|remote process|
 class Case:
     over: str  # "vocabulary", "segments"
     how: str  # "raises", "killed"
-    waits: str = ""  # "blocking": TORCH_NCCL_BLOCKING_WAIT, the host waits for each collective
+    waits: str = ""  # "blocking": TORCH_NCCL_BLOCKING_WAIT=1, a host wait per collective
 
 
 def cases(backend: str) -> list[Case]:
@@ -63,7 +63,7 @@ def cases(backend: str) -> list[Case]:
 
 @hl.term
 def fragile(stats: Any, batch: Any, how: str = "", folder: str = "") -> Tensor:
-    """Fails on the second rank where the batch says so: not before the call is under way."""
+    """Fail on the second rank if the batch contains `ARMED`, thus in the middle of a call."""
     if distributed.get_rank() == 1 and bool((batch.armed == ARMED).any()):
         Path(folder, "failed").touch()
         if how == "killed":
@@ -112,14 +112,14 @@ def work(case: Case, rank: int, backend: str, folder: str, seconds: float) -> No
         world_size=2,
         timeout=datetime.timedelta(seconds=seconds),
     )
-    call(case, device, folder)  # what is right works, and all is compiled
+    call(case, device, folder)  # a correct call first, which also compiles kernels
     distributed.barrier()
     try:
         call(case, device, folder, ARMED)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # as a process ends whose group cannot be taken down
+        os._exit(1)  # the process group cannot be destroyed after a failure
     os._exit(0)
 
 

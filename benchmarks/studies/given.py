@@ -1,4 +1,4 @@
-"""Given logits, loss and gradient in place, against a copy of them.
+"""Speed of loss and in-place gradient of given logits, compared with a copy of the logits.
 
 Page: benchmarks/NOTES.md.
 
@@ -6,10 +6,10 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/given.py --quick         # small, in Triton's interpreter
     python benchmarks/studies/given.py --calls         # whole calls alone, or --kernels
 
-For each vocabulary: the bandwidth of a copy; the kernel in every shape of a launch, best first,
-with the share of the copy's bandwidth (bytes of one read and one write over its time); the
-two-launch path; and whole calls of `logits_loss`, forward and backward, with the host's time.
-Errors are relative norms over a few rows, against float64.
+For each vocabulary the study prints the bandwidth of a copy, the kernel in every launch shape (best
+first) as a share of the copy's bandwidth (bytes of one read and one write over the time), the path
+with two launches, and whole calls of `logits_loss`, forward and backward, with host time. Errors
+are relative norms over a few rows, against float64.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 
@@ -44,7 +44,7 @@ NEEDS = frozenset({"logp"})
 
 
 def sweep_of(v: int) -> list[Shape]:
-    """Launch shapes that might serve rows of v columns."""
+    """Return candidate launch shapes for rows of v columns."""
     found = []
     for warps, turns, registers in itertools.product((4, 8, 16, 32), (1, 4, 16, 64), (32, 64)):
         if v / warps >= 1000:
@@ -53,7 +53,7 @@ def sweep_of(v: int) -> list[Shape]:
 
 
 class Problem:
-    """Logits with a mean p(target) near one half, a pristine copy, and what a call needs."""
+    """Logits with a mean p(target) near one half, a pristine copy, and further inputs of a call."""
 
     def __init__(self, n: int, v: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -79,7 +79,7 @@ class Problem:
 
 
 def milliseconds(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
-    """Median time of a run; `before` each one is not counted."""
+    """Return the median time of a run, without the time of `before`."""
     found = []
     for turn in range(repeats + 1):
         before()
@@ -120,7 +120,7 @@ def two_launches(p: Problem) -> None:
 
 
 def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float) -> str:
-    """Of the cross-entropy, on a few rows."""
+    """Return the errors of the cross-entropy on a few rows."""
     rows = torch.arange(0, p.n, max(1, p.n // 16), device=DEVICE)
     log_p = p.pristine[rows].double().log_softmax(1)
     target = p.targets[rows].unsqueeze(1)
@@ -132,7 +132,7 @@ def errors(p: Problem, gradient: torch.Tensor, logps: torch.Tensor, scale: float
 
 
 def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> None:
-    """Every shape of a launch, best first."""
+    """Print the kernel's speed in every launch shape, best first."""
     p.restore()
     partials = one_launch(p)
     logps = finish(partials, p.v, NEEDS)[0].logp
@@ -149,7 +149,7 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
     for shape in sweep:
         try:
             ms = milliseconds(lambda s=shape: one_launch(p, s), p.restore, repeats)
-        except Exception as error:  # too much shared memory, for one
+        except Exception as error:  # for example, too much shared memory
             print(f"  {shape}: {str(error).splitlines()[0][:80]}")
             continue
         found.append((ms, shape))
@@ -195,7 +195,7 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
     for name, (batch, objective, more) in cases.items():
         if name == "cross-entropy, captured" and DEVICE == "cpu":
             continue
-        # A leaf of its own: an older graph would tie it to the stream that graph was made on.
+        # A new leaf: an older autograd graph would tie the leaf to the stream of that graph.
         leaf = p.work.detach().requires_grad_()
         host: list[float] = []
 

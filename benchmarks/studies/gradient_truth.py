@@ -1,4 +1,4 @@
-"""The gradient that a model gets from each contestant, against a float64 head on the same backbone.
+"""The error of a model's gradient from each contestant, against a float64 head on one backbone.
 
 Page: benchmarks/README.md.
 
@@ -6,18 +6,18 @@ Page: benchmarks/README.md.
         --markdown benchmarks/results/gradient_truth.md --plot benchmarks/results/gradient_truth.png
     python benchmarks/studies/gradient_truth.py --quick --device cpu    # seconds, tiny shapes
 
-A random backbone of Qwen2's shape gives the hidden states, once, in bfloat16. The weight of the
-head is scaled until the largest logit has the wanted size, and every token's target is sampled from
-the model. A contestant turns hidden states and weight into their gradients; that of the hidden
-states is pulled back through the backbone, the same for all. In the truth's head all is float64.
+A random backbone of Qwen2's shape computes the hidden states once, in bfloat16. The head's weight
+is scaled until the largest logit has the wanted size, and every target is sampled from the model. A
+contestant computes the gradients of hidden states and weight; the hidden gradient is then
+backpropagated through the common backbone. The reference head computes in float64.
 
-Old log-probs are those of a policy one update away: its hidden states differ by noise, of the size
-that moves a token's log-prob by 0.1 (standard deviation) for GRPO, and a sequence's mean by 3.5e-4
-for GSPO, so that a few in a hundred tokens, and one in five sequences or so, are clipped. All are
-given the same, measured by a float64 head ("grpo", "gspo"), as by a sampler with exact log-probs;
-and again each contestant measures its own ("grpo, own old", ...), as a trainer does that scores its
-batch before the first update. Where there is but one update a batch, and the old log-probs are the
-current ones, nothing is clipped; what rounding then does to a gradient is what it does to "ce".
+The old policy differs from the current policy by noise on the hidden states. The noise moves a
+token's log-prob by 0.1 (standard deviation) for GRPO, and a sequence's mean by 3.5e-4 for GSPO, so
+that a few percent of the tokens and about a fifth of the sequences are clipped. In "grpo" and
+"gspo" all contestants get identical old log-probs from a float64 head, like those of an exact
+sampler. In "grpo, own old" and "gspo, own old" each contestant computes the old log-probs itself,
+like a trainer that scores a batch before the first update. With a single update per batch the old
+log-probs are the current ones and no token is clipped; the rounding error is then that of "ce".
 
 T tokens in B sequences of C, H hidden width, V vocabulary.
 """
@@ -35,7 +35,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import contestants
 import measure
@@ -47,7 +47,7 @@ from step_cases import QWEN, TINY
 from torch import Tensor
 from works import Inputs, Values, Work
 
-BLOCK = 1 << 28  # float64 logits at a time: 2 GiB
+BLOCK = 1 << 28  # float64 logits per block: 2 GiB
 PLAIN = "eager"
 NAMES = {PLAIN: "plain bf16 logits"}
 CHOSEN = {
@@ -61,7 +61,7 @@ OWN = ", own old"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of the model and its batch, and the largest logits that are wanted."""
+    """Sizes of the model and the batch, and the wanted largest logits."""
 
     sizes: dict[str, Any]
     sequences: int
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def call(self) -> works.Setting:
-        """As a contestant sees it."""
+        """Return the setting for contestants."""
         return works.Setting(
             tokens=self.sequences * self.length,
             width=self.sizes["hidden_size"],
@@ -92,7 +92,7 @@ QUICK = Shape(sizes={**TINY, "hidden_size": 64}, sequences=8, length=64, logits=
 
 @dataclass(frozen=True, kw_only=True)
 class Truth:
-    """In float64: log-probs [T], and the gradients of hidden states [T, H] and weight [V, H]."""
+    """Float64 log-probs [T], and gradients of hidden states [T, H] and weight [V, H]."""
 
     logp: Tensor
     hidden: Tensor
@@ -106,7 +106,7 @@ def _blocks(inputs: Inputs) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def exact_logps(hidden: Tensor, inputs: Inputs) -> Tensor:
-    """[T] float64 log-probs of the targets."""
+    """Return [T] float64 log-probs of the targets."""
     weight, found = inputs.weight.double(), []
     for rows in _blocks(inputs):
         log_p = (hidden[rows].double() @ weight.t()).log_softmax(-1)
@@ -115,7 +115,8 @@ def exact_logps(hidden: Tensor, inputs: Inputs) -> Tensor:
 
 
 def find_truth(work: Work, inputs: Inputs) -> Truth:
-    """dz = s (onehot - p), with s the slope of the loss in each log-prob."""
+    """Return the float64 truth, with dz = s (onehot - p) and s the derivative of the loss in each
+    log-prob."""
     logp = exact_logps(inputs.hidden, inputs).requires_grad_()
     (slopes,) = torch.autograd.grad(work.loss(Values(logp), inputs), logp)
     with torch.no_grad():
@@ -132,7 +133,8 @@ def find_truth(work: Work, inputs: Inputs) -> Truth:
 
 
 def beyond_clip(work: str, logp: Tensor, inputs: Inputs) -> Tensor:
-    """[T], or [B] of GSPO: how far a log-ratio is where the clip leaves no gradient; else < 0."""
+    """Return the distance of a log-ratio beyond the clip, [T] or [B] for GSPO; negative if not
+    clipped."""
     low, high = CLIP[work]
     difference = logp.double() - inputs.old
     advantages = inputs.advantages
@@ -149,7 +151,7 @@ def beyond_clip(work: str, logp: Tensor, inputs: Inputs) -> Tensor:
 
 
 class Bench:
-    """A backbone, its hidden states, and what is asked of its head."""
+    """A backbone, its hidden states, and inputs for its head."""
 
     def __init__(self, shape: Shape, device: torch.device, seed: int = 0) -> None:
         from transformers import AutoConfig, AutoModel
@@ -179,7 +181,7 @@ class Bench:
 
     @torch.no_grad()
     def inputs(self, largest: float) -> tuple[Inputs, float]:
-        """A batch whose largest logit has about this size, and the size that it has."""
+        """Return a batch with a largest logit near `largest`, and the actual largest logit."""
         weight = self.weight.to(torch.bfloat16)
         weight = (self.weight * (largest / self._largest(weight))).to(torch.bfloat16)
         shape = self.shape
@@ -207,12 +209,12 @@ class Bench:
 
     @torch.no_grad()
     def earlier(self, work: str, inputs: Inputs) -> Tensor:
-        """[T, H] hidden states of the old policy."""
+        """Return the [T, H] hidden states of the old policy."""
         want = 0.1 if work == "grpo" else 3.5e-4
         now, noise = exact_logps(inputs.hidden, inputs), self.noise(*inputs.hidden.shape)
         size = 1e-2
         hidden = inputs.hidden.detach()
-        for _ in range(5):  # close to linear, but for the rounding of hidden states
+        for _ in range(5):  # nearly linear, except for the rounding of hidden states
             old = (hidden + size * hidden.float().square().mean().sqrt() * noise).to(hidden.dtype)
             moved = now - exact_logps(old, inputs)
             found = float((moved if work == "grpo" else inputs.segment_mean(moved)).std())
@@ -222,13 +224,13 @@ class Bench:
         return old
 
     def whole(self, hidden: Tensor) -> list[Tensor]:
-        """The backbone's gradients from that of its hidden states, [T, H]."""
+        """Return the backbone's gradients from the gradient of its hidden states, [T, H]."""
         gradient = hidden.to(self.out.dtype).view_as(self.out)
         return list(torch.autograd.grad(self.out, self.parameters, gradient, retain_graph=True))
 
 
 def _sampled(p: Tensor, generator: torch.Generator) -> Tensor:
-    """One column of each row, by the exponential race that holds for any number of columns."""
+    """Sample one column per row by the exponential-race method, for any number of columns."""
     race = torch.empty_like(p).exponential_(generator=generator)
     return (p / race).argmax(-1)
 
@@ -247,17 +249,17 @@ def _square_between(found: list[Tensor], true: list[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A batch, and the true gradients on it."""
+    """A batch with its true gradients."""
 
     work: str
     inputs: Inputs
     earlier: Tensor | None  # [T, H] hidden states of the old policy
     truth: Truth
-    whole: list[Tensor]  # of the backbone's parameters
+    whole: list[Tensor]  # true gradients of the backbone's parameters
 
 
 def take(bench: Bench, work: str, inputs: Inputs) -> Sample:
-    """A batch with old log-probs, and its truth."""
+    """Make a batch with old log-probs and its true gradients."""
     earlier = None
     if work in CLIP:
         earlier = bench.earlier(work, inputs)
@@ -269,7 +271,7 @@ def take(bench: Bench, work: str, inputs: Inputs) -> Sample:
 
 
 def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -> dict[str, Any]:
-    """Norms of a contestant's errors over the norms of what is true."""
+    """Return the norms of a contestant's errors over the norms of the true gradients."""
     found = run(inputs).read()
     hidden, weight = (found.values[n].detach() * found.factor for n in ("hidden", "weight"))
     whole, truth = bench.whole(hidden), sample.truth
@@ -297,7 +299,7 @@ def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -
 
 
 class Runs:
-    """A contestant's run for each work, made once; or why there is none."""
+    """A contestant's run for each work, made once, or the reason for a missing run."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -314,12 +316,12 @@ class Runs:
             return reason
         try:
             return contestant.make(work, self.shape.call)
-        except Exception as missing:  # a peer may fail in its own way to be imported
+        except Exception as missing:  # an import of a library may raise any error
             return measure.one_line(missing)
 
 
 def measured(bench: Bench, sample: Sample, runs: Runs, name: str, own: bool) -> dict[str, Any]:
-    """One contestant on one batch; whatever it does, the others go on."""
+    """Measure one contestant on one batch; an error becomes part of the row."""
     run = runs.of(name, sample.work)
     if isinstance(run, str):
         return {"status": "skipped", "reason": run}
@@ -338,8 +340,8 @@ def measured(bench: Bench, sample: Sample, runs: Runs, name: str, own: bool) -> 
 def _with_own_old(
     sample: Sample, runs: Runs, name: str, run: contestants.Run
 ) -> tuple[Inputs, str]:
-    """The batch with the old policy's log-probs as the contestant measures them; plain logits do
-    for one that gives none, as they do in its trainer."""
+    """Return the batch with old log-probs computed by the contestant, or from plain logits if the
+    contestant returns no log-probs, as in its trainer."""
     assert sample.earlier is not None
     before = replace(sample.inputs, hidden=sample.earlier.clone().requires_grad_())
     values, whose = run(before).read().values, ""
@@ -353,7 +355,7 @@ def _with_own_old(
 def run_shape(
     bench: Bench, chosen: Callable[[str], bool], wanted: tuple[str, ...]
 ) -> Iterator[list[dict[str, Any]]]:
-    """The rows of one size of logits after another."""
+    """Yield the rows of each size of logits."""
     runs = Runs(bench.shape, bench.device)
     for largest in bench.shape.logits:
         inputs, true_size = bench.inputs(largest)
@@ -396,7 +398,8 @@ def percent(value: float) -> str:
 
 
 def table(results: dict) -> str:
-    """For each loss, a line for each contestant and a column for each size."""
+    """Return a Markdown table with a line per loss and contestant, and a column per size of
+    logits."""
     parts = [report.machine(results), NOTES]
     for work, rows in _by_work(results):
         sizes = sorted({row["size"] for row in rows})
@@ -408,7 +411,8 @@ def table(results: dict) -> str:
 
 
 def _side(row: dict[str, Any]) -> str:
-    """How many are on the wrong side of the clip, and how far from it the farthest truly is."""
+    """Format the number on the wrong side of the clip, and the largest true distance from the
+    clip."""
     far = f" ({row['wrong_by']:.0e})" if row.get("wrong_by") else ""
     return percent(row["wrong_side"]) + far
 
@@ -444,7 +448,7 @@ def _errors(results: dict, work: str, size: float) -> dict[str, float]:
 
 
 def claim(results: dict) -> str:
-    """The first thing to be said of it."""
+    """Return the main result in a sentence."""
     found = (_errors(results, "grpo", size) for size in (27, 40))
     small, large = (
         [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found
@@ -460,7 +464,7 @@ def claim(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """A line for each contestant and loss, all given the same old log-probs."""
+    """Return a line for each contestant and loss, with common old log-probs."""
     kept = {"runs": results["runs"], "rows": [r for r in results["rows"] if r["work"] in CHOSEN]}
     sizes = sorted({row["size"] for row in kept["rows"]})
     lines = [("loss", "contestant", *(f"{s:g}" for s in sizes)), ("---", "---")]
@@ -471,7 +475,7 @@ def summary(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> Path:
-    """A panel for each loss; every line has its contestant's name at its end."""
+    """Plot a panel per loss, with the contestant's name at the end of each line."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -512,16 +516,16 @@ def _panel(panel: Any, rows: list[dict], names: list[str]) -> None:
     panel.yaxis.set_minor_formatter(LogFormatter())
     panel.grid(alpha=0.3)
     left, right = panel.get_xlim()
-    panel.set_xlim(left, right + 0.42 * (right - left))  # room for names
+    panel.set_xlim(left, right + 0.42 * (right - left))  # space for labels
     groups = _together(ends)
     for i, (end, together) in enumerate(groups):
         text, color = "\n".join(name for name, _ in together), together[-1][1]
-        side = "bottom" if 0 < i < len(groups) - 1 else "top"  # two that lie close stay apart
+        side = "bottom" if 0 < i < len(groups) - 1 else "top"  # keeps close labels apart
         panel.text(right, end, text, color=color, va=side, fontsize=8)
 
 
 def _together(ends: list[tuple[float, str, str]]) -> list[tuple[float, list[tuple[str, str]]]]:
-    """Names with their colors; those whose lines end in the same place are one group."""
+    """Group the names and colors of lines with nearly equal ends."""
     groups: list[tuple[float, list[tuple[str, str]]]] = []
     for end, name, color in sorted(ends, key=lambda line: line[0]):
         if not groups or end > 1.02 * groups[-1][0]:
@@ -534,7 +538,7 @@ def _together(ends: list[tuple[float, str, str]]) -> list[tuple[float, list[tupl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 where every contestant of headloss was measured, 1 otherwise."""
+    """Run the study; return 0 if every headloss contestant was measured, else 1."""
     arguments = _parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda":

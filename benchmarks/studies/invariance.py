@@ -1,14 +1,14 @@
-"""What `Options(batch_invariant=True)` costs, and that it keeps its word.
+"""The cost of `Options(batch_invariant=True)`, and a check of the invariance.
 
 Page: docs/concepts.md.
 
     python benchmarks/studies/invariance.py --output invariance.json     # on one GPU, two minutes
     python benchmarks/studies/invariance.py --quick                      # in Triton's interpreter
 
-For each kind of head: cross-entropy, forward and backward, with and without the option, round by
-round; and of how many tokens the log-prob, the entropy or the row of the hidden gradient differs in
-a bit between all tokens and some (N - 1, 4097, 129, 7, 1). It exits with 1 if any does under the
-option.
+For each kind of head the study times cross-entropy, forward and backward, with and without the
+option alternately. The study also counts the tokens with any different bit in the log-prob, the
+entropy or the row of the hidden gradient between all N tokens and a smaller batch (N - 1, 4097,
+129, 7, 1 tokens). The exit code is 1 if any token differs under the option.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 
@@ -58,7 +58,7 @@ def inputs(kind: str, sizes: tuple[int, int, int]) -> tuple[Tensor, hl.Head, Ten
 
 
 def step(hidden: Tensor, head: hl.Head, targets: Tensor, invariant: bool) -> tuple[Tensor, ...]:
-    """Log-probs, entropies and the hidden gradient, at the same coefficients in any batch."""
+    """Return log-probs, entropies and the hidden gradient, with equal coefficients in any batch."""
     leaf = hidden.detach().requires_grad_()
     head.weight.grad = None
     batch = hl.Batch(targets, totals=hl.Totals(1, 1))
@@ -70,7 +70,7 @@ def step(hidden: Tensor, head: hl.Head, targets: Tensor, invariant: bool) -> tup
 
 
 def differ(kind: str, sizes: tuple[int, int, int], invariant: bool) -> dict[str, int]:
-    """Tokens whose bits are others in a smaller batch, by what differs."""
+    """Count the tokens with different bits in a smaller batch, by quantity."""
     hidden, head, targets = inputs(kind, sizes)
     whole = step(hidden, head, targets, invariant)
     counts = dict.fromkeys(("logp", "entropy", "hidden gradient"), 0)
@@ -85,7 +85,7 @@ def differ(kind: str, sizes: tuple[int, int, int], invariant: bool) -> dict[str,
 
 
 def times(kind: str, sizes: tuple[int, int, int], rounds: int) -> list[float]:
-    """Median milliseconds without the option, and with it."""
+    """Return median milliseconds without and with the option."""
     given = inputs(kind, sizes)
     found: list[list[Stretch]] = [[], []]
     for round_ in range(rounds + 2):
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for kind in given.kinds:
         sizes = QUICK if quick else SIZES
-        if kind == "float32" and not quick:  # a twelfth of the others' speed, on any product
+        if kind == "float32" and not quick:  # float32 products have a twelfth of the speed
             sizes = (2048, *SIZES[1:])
         without, with_ = times(kind, sizes, 1 if quick else given.rounds)
         row = {"kind": kind, "sizes": sizes, "ms": [without, with_]}

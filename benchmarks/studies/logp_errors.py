@@ -1,13 +1,13 @@
-"""Signed errors of log-probs against float64, on the same hidden states: what a mean keeps.
+"""Signed errors of log-probs against float64, which a mean over tokens does not average out.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/logp_errors.py [--device cpu --quick] [--output FILE.json]
 
-The model, hidden states and targets are those of `gradient_truth.py`. Of each way to log-probs, the
-mean error of a target's logit, of log-sum-exp and of their difference, the log-prob; how far apart
-the errors of sequences' means lie; and the largest of these. "exact logit, float32 sum": the
-target's logit is exact, the others come from the product, and its rounding no longer cancels.
+The model, hidden states and targets are those of `gradient_truth.py`. For each method the study
+prints the mean error of the target's logit, of the log-sum-exp and of the log-prob, the spread of
+the errors of sequence means, and the largest error. In "exact logit, float32 sum" the target's
+logit is exact and all other logits come from the product, so that its rounding does not cancel.
 
 T tokens in B sequences of C, V vocabulary.
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from gradient_truth import BLOCK, FULL, QUICK, Bench
@@ -30,7 +30,7 @@ from works import Inputs
 
 import headloss as hl
 
-Pair = tuple[Tensor, Tensor]  # the target's logit and log-sum-exp [T]
+Pair = tuple[Tensor, Tensor]  # the target's logit [T] and the log-sum-exp [T]
 
 
 def by_blocks(inputs: Inputs, logits: Callable[[Tensor], Tensor]) -> Pair:
@@ -44,7 +44,7 @@ def by_blocks(inputs: Inputs, logits: Callable[[Tensor], Tensor]) -> Pair:
 
 
 def float32_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Of a product in 16 bits, as its accumulator holds them."""
+    """Return the float32 accumulator of a 16-bit product."""
     if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
     return x.float() @ weight.float().t()

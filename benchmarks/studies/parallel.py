@@ -5,21 +5,22 @@ Page: docs/across-devices.md, benchmarks/README.md.
     torchrun --nproc-per-node 2 benchmarks/studies/parallel.py --out parallel.json
     python benchmarks/studies/parallel.py --merge OTHER.json --out parallel.json
 
-Checks against a float64 oracle come first (`--check`: these alone); no time is taken where one of
-them fails. Times are the slowest rank's. One rank's time, to compare with, is measured in the same
-run on rank 0's GPU while the others rest. Rank 0 merges what it finds into a file, by the number of
-ranks, and a Markdown table beside it. `--quick` runs it all on the CPU, on sizes of no interest.
+Checks against a float64 oracle come first (`--check` runs only the checks); no time is taken if a
+check fails. Times are the slowest rank's. For comparison, one rank's time is measured in the same
+run on rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a file, by
+number of ranks, and writes a Markdown table next to the file. `--quick` runs everything on the CPU,
+at tiny sizes.
 
-"slice of 8" is vocabulary parallelism with as many rows on each rank as it would have among 8, and
-no more than these in all: what a rank of 8 computes, beside the collectives of fewer. "peers" are
-others at cross-entropy over slices of the vocabulary, each behind the loss and gradients of ours.
-"slice by itself" is the slowest rank's time, in a row, where each rank's slice is all there is.
-"timeline" prints rank 0's calls in a row, of the first objective, and times of their products.
-"grid" is two rows of ranks with other tokens of the same sequences, over slices of the vocabulary.
-`--against OLD` races two versions instead, over slices of the vocabulary and, on four ranks, on a
-grid: OLD holds a headloss/.
+"slice of 8" is vocabulary parallelism with an eighth of the vocabulary on each rank, whatever the
+number of ranks: the computation of one of 8 ranks, with the collectives of fewer ranks. "peers" are
+other libraries' cross-entropies over slices of the vocabulary, each compared with headloss's loss
+and gradients. "slice by itself" is the slowest rank's back-to-back time if a rank's slice is the
+whole vocabulary. "timeline" prints rank 0's back-to-back calls of the first objective, and times of
+their matrix products. "grid" is two rows of ranks with different tokens of common sequences, and
+slices of the vocabulary within a row. `--against OLD` times two versions instead, over slices of
+the vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
 
-T tokens (of each rank, but for vocabulary shards, where all have the same), H hidden width, V
+T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V
 vocabulary.
 """
 
@@ -37,7 +38,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import against
 import torch
@@ -55,22 +56,22 @@ import headloss as hl
 OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
 AGAINST, SHAPES = ("ce", *OBJECTIVES), ((1024, 4096, 128256), (4096, 4096, 128256))
-LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95  # of --against: comparing ranks may cost a large call 2 %
+LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95  # bars of --against: rank comparison may cost 2 %
 SLICES = 8
 IN_A_ROW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is measured; the defaults are those of the table."""
+    """The measured sizes; the defaults are the table's."""
 
     shapes: tuple[tuple[int, int, int], ...] = ((16384, 4096, 128256), (16384, 8192, 152064))
-    segment: int = 1024  # tokens of a sequence
+    segment: int = 1024  # tokens per sequence
     per_rank: tuple[int, int, int] = (32768, 2048, 151936)  # segments across ranks, FSDP2
     dtype: torch.dtype = torch.bfloat16
 
     def inputs(self, shape: tuple[int, int, int], ranks: Ranks) -> Inputs:
-        """The same on every rank."""
+        """Return identical inputs on every rank."""
         tokens, width, vocabulary = shape
         setting = Setting(
             tokens=tokens,
@@ -96,7 +97,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How steps are measured."""
+    """A timer of steps, on one rank or on all ranks."""
 
     ranks: Ranks
     repeats: int
@@ -104,7 +105,8 @@ class Clock:
     alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
     def here(self, step: Step, *names: Any) -> dict[str, float]:
-        """A step without collectives, on rank 0 while the others rest; once for its names."""
+        """Time a step without collectives on rank 0 while all other ranks idle; cached by
+        `names`."""
         if names not in self.alone:
             with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
                 found = self.times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
@@ -113,15 +115,16 @@ class Clock:
         return self.alone[names]
 
     def times(self, step: Step, of_all: Callable[[float], float]) -> dict[str, float]:
-        """A step after a rest, and among others that follow on each other, as in training, where
-        the host prepares a step while the device is busy with what comes before."""
+        """Time a step on an idle device, and back to back as in training, where the host prepares a
+        step while the device executes the previous step."""
         apart = self.ranks.milliseconds(step, self.repeats)
         in_a_row = self.ranks.milliseconds(step, 3, warm=1, in_a_row=IN_A_ROW)
         found = middle([of_all(ms) for ms in apart])
         return {**found, "ms_in_a_row": middle([of_all(ms) for ms in in_a_row])["ms"]}
 
     def everywhere(self, step: Step, tokens: int) -> Row:
-        """A step of all ranks: time, calls and bytes of collectives, and what they take."""
+        """Time a step of all ranks; return time, and calls, bytes and time shares of
+        collectives."""
         ranks = self.ranks
         with counted() as sent:
             step()
@@ -142,7 +145,7 @@ def loss_step(
     options: hl.Options,
     head_loss: Callable[..., hl.Output] = hl.head_loss,
 ) -> Step:
-    """Forward and backward."""
+    """Make a step of forward and backward."""
 
     def step() -> None:
         out = head_loss(hidden, head, batch, objective, options)
@@ -185,7 +188,7 @@ def vocabulary_parallel(
 
 
 def race(ranks: Ranks, steps: dict[str, Step], name: str, tokens: int, pairs: int) -> Row:
-    """The ratio of two versions' times, in a row, on the slowest rank, pair by pair."""
+    """Return the ratios of two versions' back-to-back times on the slowest rank, pair by pair."""
     times: dict[str, list[float]] = {version: [] for version in steps}
     with ranks.step(f"two versions, {name}"):
         for turn in range(pairs + 1):
@@ -202,7 +205,7 @@ def race(ranks: Ranks, steps: dict[str, Step], name: str, tokens: int, pairs: in
 def versions(
     ranks: Ranks, sizes: Sizes, shape: tuple[int, int, int], before: ModuleType, pairs: int
 ) -> list[Row]:
-    """Two versions, over slices of the vocabulary, and on four ranks on a grid."""
+    """Time two versions over slices of the vocabulary, and on a grid if there are four ranks."""
     rows, packages = [], {"old": before, "new": hl}
     size = f"N={shape[0]} H={shape[1]}"
     with ranks.step(f"inputs {shape}"):
@@ -231,7 +234,7 @@ def versions(
 
 
 def peers(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
-    """Cross-entropy over slices, by everybody."""
+    """Time cross-entropy over slices of the vocabulary for all libraries."""
     ranks, rows = clock.ranks, []
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
@@ -272,8 +275,8 @@ def two_rows(ranks: Ranks) -> DeviceMesh:
 
 
 def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
-    """GSPO where each row of ranks holds half of each sequence, and slices across the row; the
-    weight's gradient is summed over the rows, as data parallelism does."""
+    """Make a GSPO step on a grid: each row of ranks holds half of each sequence, each rank of a row
+    a vocabulary slice; weight gradients are summed over the rows, as in data parallelism."""
     data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
     row_of, column = mesh.get_coordinate() or (0, 0)
     shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()
@@ -296,7 +299,7 @@ def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: An
 
 
 def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
-    """GSPO on two rows of ranks."""
+    """Time GSPO on two rows of ranks."""
     ranks = clock.ranks
     if not on_a_grid(ranks):
         return []
@@ -313,14 +316,14 @@ def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
 
 
 def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
-    """GSPO at a fixed number of tokens a rank: every segment has tokens on every rank."""
+    """Time GSPO at a fixed number of tokens per rank, with every segment on every rank."""
     ranks, shape = clock.ranks, sizes.per_rank
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
         batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
         spread = hl.Segments.from_ids(inputs.ids, count=len(inputs.lengths), group=ranks.group)
         over = hl.Batch(batch.targets, spread, **batch.fields)  # type: ignore[arg-type]
-    options = hl.Options(metrics=False, schedule="recompute")  # the same on one rank
+    options = hl.Options(metrics=False, schedule="recompute")  # equal to one rank's options
     head = hl.Head(inputs.weight)
     row = {"work": "segments", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
     step = loss_step(inputs.hidden, head, batch, objective, options)
@@ -331,12 +334,12 @@ def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
 
 
 def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
-    """FSDP2 with a trainable tied head, against the same model on one rank."""
+    """Time FSDP2 with a trainable tied head, compared with an equal model on one rank."""
     ranks, shape = clock.ranks, sizes.per_rank
     with ranks.step(f"inputs {shape}"):
         inputs = sizes.inputs(shape, ranks)
         batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
-        batch.fields["old_logps"] = hl.CURRENT  # of this model's own hidden states
+        batch.fields["old_logps"] = hl.CURRENT  # log-probs of this model's hidden states
         alone, model = Tied(inputs.weight), Tied(inputs.weight)
         mesh = init_device_mesh(ranks.device.type, (ranks.size,))
         fully_shard(model, mesh=mesh)
@@ -357,7 +360,7 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
 
 
 def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Iterator[list[Row]]:
-    """The rows of one work after another, until the time is up."""
+    """Yield the rows of each kind of work, until the time limit."""
     clock = Clock(ranks=ranks, repeats=repeats, timelines="timeline" in kinds)
     works: list[Callable[[], list[Row]]] = []
     for kind in [k for k in KINDS[:2] if k in kinds]:
@@ -381,14 +384,14 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 
 
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
-    """The best possible time over the time: a slice of the vocabulary is a share of the work; other
-    ranks bring work of their own."""
+    """Return the ideal time over the measured time. A vocabulary slice is a share of the work; with
+    other kinds of parallelism each rank adds work."""
     shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
     return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 
 
 def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """By number of ranks, then by row; the newer of two wins."""
+    """Merge results by number of ranks and row; newer rows replace older rows."""
     found = dict(results)
     for ranks, new in other.items():
         old = found.get(ranks, {"rows": [], "checks": {}})
@@ -409,7 +412,7 @@ DETAILS = (*DETAILS, "idle", "peak, MiB")
 
 
 def table(results: dict[str, Any], left_out: Sequence[str] = ()) -> str:
-    """Results as Markdown, without the columns that are `left_out`."""
+    """Return results as Markdown, without the columns `left_out`."""
     rows = [(row, int(n)) for n, found in results.items() for row in found["rows"]]
     shown = [name not in left_out for name in HEAD]
     columns = list(itertools.compress(HEAD, shown))
@@ -436,7 +439,7 @@ def table(results: dict[str, Any], left_out: Sequence[str] = ()) -> str:
 
 
 def save(results: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Merge into a file, and write its table beside it."""
+    """Merge results into a file, and write the table next to the file."""
     old = json.loads(path.read_text()) if path.exists() else {}
     results = merged(old, results)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -446,7 +449,7 @@ def save(results: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def race_versions(ranks: Ranks, sizes: Sizes, chosen: argparse.Namespace) -> int:
-    """`--against`: rows as rails.py has them; 1 where one is slower."""
+    """Run `--against`, with rows in the format of rails.py; return 1 if a row is slower."""
     before = against.load(chosen.against)
     shapes = sizes.shapes if chosen.shapes or chosen.quick else SHAPES
     rows = [row for s in shapes for row in versions(ranks, sizes, s, before, chosen.repeats)]
@@ -499,7 +502,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = {"machine": f"{machine}, torch {torch.__version__}", "checks": checks, "rows": []}
     results = {str(ranks.size): found}
     works = [] if bad or chosen.check else measure(ranks, sizes, chosen.only, chosen.repeats)
-    for rows in itertools.chain([[]], works):  # written as it grows
+    for rows in itertools.chain([[]], works):  # the file is written after each step
         found["rows"] += [row | {"commit": chosen.commit} for row in rows]
         if ranks.rank == 0 and chosen.out:
             save(results, chosen.out)

@@ -1,7 +1,7 @@
-"""What must hold on several ranks before any time is taken: every placement in the error budget.
+"""Correctness checks on several ranks before any timing: every placement within the error budget.
 
-The oracle is float64 through plain logits on one rank; the yardstick is plain torch (see
-headloss.testing). T tokens, H hidden width, V vocabulary.
+The oracle computes plain logits in float64 on one rank; the error budget follows from plain torch
+(see headloss.testing). T tokens, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from ranks import Ranks
@@ -28,13 +28,13 @@ import headloss as hl
 from headloss.parallel.agreement import checksum
 from headloss.testing import error, plain, random_batch, trained_looking
 
-Found = dict[str, Any]  # "ok", and what was seen
+Found = dict[str, Any]  # "ok", and measured values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """`data` rows of ranks hold other tokens of the same segments, `vocabulary` columns hold other
-    rows of the head; `spread`: sequence parallel."""
+    """A grid of ranks: `data` rows with different tokens of common segments, `vocabulary` columns
+    with different rows of the head; `spread` turns on sequence parallelism."""
 
     name: str
     data: int = 1
@@ -54,12 +54,12 @@ def grids(size: int) -> list[Grid]:
 
 
 class Problem:
-    """The same whole call on every rank, small."""
+    """A small whole call, identical on every rank."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         tokens, width, grain = (1000, 512, 16) if ranks.on_gpu else (60, 16, 8)
-        self.grain = grain  # of a shard's rows, for the kernels' sake
+        self.grain = grain  # a multiple for a shard's rows, as the kernels need
         vocabulary = 4 * grain * ranks.size * (30 if ranks.on_gpu else 1)
         self.dtype = torch.bfloat16 if ranks.on_gpu else torch.float32
         sizes = (tokens, width, vocabulary)
@@ -72,7 +72,7 @@ class Problem:
         self.batch = random_batch(targets, segments, logps)
 
     def part(self, grid: Grid, groups: tuple[Any, Any]) -> Part:
-        """This rank's: uneven numbers of rows, tokens and hidden states."""
+        """Return this rank's part, with uneven numbers of rows, tokens and hidden states."""
         row, column = divmod(self.ranks.rank, grid.vocabulary)
         count = len(self.batch.targets)
         owner = (torch.arange(count) % (grid.data + 1)).clamp_max(grid.data - 1)
@@ -97,14 +97,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank holds of a call."""
+    """One rank's part of a call."""
 
     hidden: Tensor
     weight: Tensor
     batch: hl.Batch
-    group: Any  # of the vocabulary
-    rows: slice  # of the weight
-    positions: Tensor  # of the hidden states
+    group: Any  # vocabulary group
+    rows: slice  # the rank's rows of the weight
+    positions: Tensor  # the rank's hidden states
 
     @property
     def head(self) -> hl.Head:
@@ -112,7 +112,7 @@ class Part:
 
 
 def uneven(total: int, parts: int, grain: int) -> list[slice]:
-    """Consecutive slices whose borders are multiples of `grain`, the first ones smaller."""
+    """Return consecutive slices with borders at multiples of `grain`, smaller slices first."""
     least = total // (2 * parts) // grain * grain
     borders = [least * i for i in range(parts)] + [total]
     return [slice(a, b) for a, b in itertools.pairwise(borders)]
@@ -129,7 +129,8 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
 
 
 def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule: str) -> Found:
-    """Loss and gradients of a placement, in the budget; the same bits on a vocabulary group."""
+    """Check loss and gradients of a placement: within the budget, and bit-identical in a vocabulary
+    group."""
     leaf, weight = (t.detach().clone().requires_grad_() for t in (p.hidden, p.weight))
     objective = OBJECTIVES[name]()
     want, fine, coarse = (
@@ -154,7 +155,7 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=part.group)
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=part.group)
         same = bool(least == most)
-    if grid.data > 1:  # shares
+    if grid.data > 1:  # each row has a share of the loss
         distributed.all_reduce(loss, group=groups[0])
         distributed.all_reduce(dw, group=groups[0])
     scale = want.loss.abs().clamp_min(0.5)
@@ -163,7 +164,7 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
     seen = {"loss": apart}
     places = {"hidden": (dx, part.positions), "weight": (dw, part.rows)}
     for key, (value, place) in places.items():
-        # Against the whole norm: a rank's own part may hold next to nothing.
+        # Relative to the norm over all ranks, since a rank's own part may be nearly zero.
         true, theirs = want.gradients[key], coarse.gradients[key].double()
         norm = float(true.norm())
         seen[key] = float((value.double() - true[place]).norm()) / norm
@@ -173,7 +174,7 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
 
 
 def refused(p: Problem, group: Any) -> Found:
-    """Ranks that were given different targets raise, all of them."""
+    """Check that all ranks raise if their targets differ."""
     part = p.part(Grid(name="", vocabulary=p.ranks.size), (None, group))
     if p.ranks.rank == p.ranks.size - 1:
         part.batch.targets = part.batch.targets.flip(0)
@@ -188,7 +189,7 @@ def refused(p: Problem, group: Any) -> Found:
 
 
 def read_once(p: Problem, group: Any) -> Found:
-    """How often, and where, a call waits for the device, forward and backward."""
+    """Count the waits for the device in forward and backward, with their places in the code."""
     part = p.part(Grid(name="", vocabulary=p.ranks.size), (None, group))
     options = hl.Options(metrics=False, skip_rows=False)
 
@@ -214,7 +215,8 @@ def read_once(p: Problem, group: Any) -> Found:
 
 
 def captured(p: Problem, group: Any, spread: bool) -> Found:
-    """A static call on vocabulary shards, forward and backward, replayed on other values."""
+    """Check a captured static call on vocabulary shards, forward and backward, replayed on new
+    values."""
     part = p.part(Grid(name="", vocabulary=p.ranks.size, spread=spread), (None, group))
     objective = hl.gspo()
     options = hl.Options(static=True, metrics=False, sequence_parallel=spread)
@@ -242,7 +244,7 @@ def captured(p: Problem, group: Any, spread: bool) -> Found:
 
 
 class Tied(nn.Module):
-    """An embedding, a layer, and the embedding again as the head; the forward ends in the loss."""
+    """A model with an embedding, a layer and a tied head; the forward returns the loss."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -259,9 +261,10 @@ class Tied(nn.Module):
 
 
 def wrapped(p: Problem, group: Any) -> Found:
-    """FSDP2 with a trainable tied head: the averaged gradient is that of one rank and one batch.
+    """Check that FSDP2 with a trainable tied head averages to the gradient of one rank and one
+    batch.
 
-    Ranks hold whole segments, as a data loader gives them.
+    Ranks hold whole segments, as from a data loader.
     """
     ranks, objective = p.ranks, hl.gspo(epsilon_low=0.2, epsilon_high=0.2) + hl.cross_entropy()
     pieces = uneven(len(p.batch.targets), ranks.size, 1)
@@ -297,14 +300,14 @@ def wrapped(p: Problem, group: Any) -> Found:
 
 
 def check(ranks: Ranks) -> dict[str, Found]:
-    """Every check by name; `ok` where it holds on all ranks."""
+    """Return the results of all checks by name; `ok` is True if a check holds on all ranks."""
     found: dict[str, Found] = {}
 
     def note(name: str, act: Callable[[], Found]) -> None:
         with ranks.step(f"check {name}"):
             try:
                 one = act()
-            except Exception as caught:  # the others must not wait for this rank
+            except Exception as caught:  # no rank may wait for a failed rank
                 one = {
                     "ok": False,
                     "error": f"rank {ranks.rank}: {type(caught).__name__}: {caught}",

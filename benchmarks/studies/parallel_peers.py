@@ -1,8 +1,7 @@
-"""Cross-entropy over slices of the vocabulary by others, with the same inputs as `parallel.py`.
+"""Cross-entropies of other libraries over vocabulary slices, with the inputs of `parallel.py`.
 
-T tokens, H hidden width, V vocabulary; each rank has the same hidden states and V / ranks rows
-of the weight. A contestant gives the mean loss, and the gradients of the hidden states and of its
-slice.
+T tokens, H hidden width, V vocabulary; each rank has all hidden states and V / ranks rows of the
+weight. A contestant returns the mean loss, with gradients of hidden states and weight slice.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def ours(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
 
 
 class _Plain(torch.autograd.Function):
-    """Whole logits of a slice in float32: three all-reduces of [T] numbers, one of dX."""
+    """Float32 logits of a whole slice, with three all-reduces of [T] numbers and one of dX."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -70,8 +69,8 @@ def liger(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
 
 
 def contestants(on_gpu: bool) -> dict[str, Contestant]:
-    """By the work's name in the table; Liger's serves GPUs alone, and is left out where it is not
-    installed."""
+    """Return contestants by their name in the table; Liger's is left out without a GPU or without
+    Liger."""
     found: dict[str, Contestant] = {"vocabulary": ours, "vocabulary, plain PyTorch": plain}
     if on_gpu:
         try:
@@ -88,6 +87,7 @@ def contestants(on_gpu: bool) -> dict[str, Contestant]:
 
 
 def agree(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Loss and gradients of a contestant beside ours: 16-bit logits move them by some percent."""
+    """Return True if loss and gradients agree with headloss's; 16-bit logits err by a few
+    percent."""
     pairs = zip(found, wanted, strict=True)
     return all((a - b).float().norm() < 5e-2 * b.float().norm() for a, b in pairs)

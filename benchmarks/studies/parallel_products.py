@@ -1,13 +1,13 @@
-"""Ways to sum the hidden gradient over ranks beside its products: what a GPU makes of them.
+"""Speed of several ways to sum the hidden gradient over ranks in parallel with matrix products.
 
 Page: benchmarks/NOTES.md.
 
     torchrun --nproc-per-node 4 benchmarks/studies/parallel_products.py --slice 16032
 
-Each way takes what one rank of a vocabulary group has at the end of a call: the gradient of its
-logits, from which come dX [T, H], summed over the ranks and rounded, and dW. Prints milliseconds of
-each, in a row and of the slowest rank: medians of turns in which all take part. `--copies` adds one
-that moves dX by copies into the other ranks' memory, which needs a machine where that is allowed.
+Each way starts from the logit gradient of one rank of a vocabulary group, and computes dX [T, H],
+summed over the ranks and rounded, and dW. The study prints the slowest rank's milliseconds of
+back-to-back calls, as medians of alternating turns. `--copies` adds a way with copies of dX into
+the memory of other ranks, which needs a machine with peer access.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from ranks import Ranks
 from torch import distributed
 
-PAUSE = 20_000  # clocks, as headloss waits
+PAUSE = 20_000  # clock cycles, equal to headloss's wait
 IN_A_ROW = 4
 
 
 class Products:
-    """The operands of one rank, and its two products.
+    """The operands and the two matrix products of one rank.
 
     T tokens, H hidden width, V rows of the slice.
     """
@@ -64,16 +64,16 @@ class Products:
             torch.mm(terms.t(), self.x, out=into)
 
     def pause(self) -> None:
-        """A product that followed at once would take every multiprocessor until it ends."""
+        """Pause the stream, since an immediate product would occupy every multiprocessor."""
         if self.ranks.on_gpu:
             torch.cuda._sleep(PAUSE)
 
     def beside(self) -> Any:
-        """The stream that rounds."""
+        """Return the side stream for rounding."""
         return torch.cuda.stream(self.aside) if self.aside else contextlib.nullcontext()
 
     def whole(self, part: slice, group: Any) -> Callable[[], None]:
-        """One all-reduce; each rank rounds all rows."""
+        """Sum by one all-reduce; each rank rounds all rows."""
         work = distributed.all_reduce(self.dx[part], group=group, async_op=True)
 
         def end() -> None:
@@ -83,7 +83,7 @@ class Products:
         return end
 
     def scattered(self, part: slice, group: Any) -> Callable[[], None]:
-        """A reduce-scatter; each rank rounds its rows, which all gather."""
+        """Sum by a reduce-scatter; each rank rounds its rows, followed by an all-gather."""
         rows = self.dx[part]
         own = rows.new_empty(len(rows) // self.world, rows.shape[1])
         narrow = torch.empty_like(own, dtype=torch.bfloat16)
@@ -94,14 +94,14 @@ class Products:
             into = self.rounded[part]
             done = distributed.all_gather_into_tensor(into, narrow, group=group, async_op=True)
 
-        def end(kept: Any = (own, narrow)) -> None:  # they live until here
+        def end(kept: Any = (own, narrow)) -> None:  # keeps the buffers alive
             done.wait()
 
         return end
 
 
 def call(products: Products, start: Any, group: Any, parts: int, of_dw: int) -> Callable[[], None]:
-    """dX in parts, the sum of each behind it, then dW in parts."""
+    """Make a call: dX in parts, each followed by its sum, then dW in parts."""
     step = len(products.dx) // parts
 
     def run() -> None:
@@ -120,7 +120,7 @@ def call(products: Products, start: Any, group: Any, parts: int, of_dw: int) -> 
 
 
 class Copies:
-    """The sum by copies between the ranks' memories, by engines that are no multiprocessors."""
+    """Sum by copies between the memories of ranks, on copy engines in place of multiprocessors."""
 
     def __init__(self, products: Products) -> None:
         import torch.distributed._symmetric_memory as symmetric
@@ -166,7 +166,7 @@ class Copies:
         return end
 
     def send(self, act: Callable[[int], Any]) -> None:
-        """One copy to each rank, beside each other."""
+        """Send one copy to each rank, all in parallel."""
         aside = torch.cuda.current_stream()
         for rank, stream in zip(self.others, self.streams, strict=True):
             stream.wait_stream(aside)
@@ -177,7 +177,7 @@ class Copies:
 
 
 def ways(products: Products, copies: bool) -> dict[str, Callable[[], None]]:
-    """By what is done: the sum, in how many parts dX and dW come."""
+    """Return the variants by name: kind of sum, and number of parts of dX and dW."""
     group, first = distributed.group.WORLD, distributed.group.WORLD
     if products.ranks.on_gpu:
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)

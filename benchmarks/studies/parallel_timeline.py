@@ -1,8 +1,8 @@
-"""Where the time of a call on several GPUs goes: calls in a row, on one rank's own clock.
+"""Timeline of back-to-back calls on several GPUs, by one rank's clock.
 
-A period is what lies between the pauses that a call takes before its weight gradient: the rest of
-one call and the beginning of the next. Then the hidden gradient's product as ranks take it, whole
-and in parts, and the sum over the ranks, alone and beside the weight gradient's product.
+A period lies between two pauses before the weight gradient: the end of one call and the beginning
+of the next call. The study also times the hidden gradient's product of a rank, whole and in parts,
+and the sum over ranks, alone and in parallel with the weight gradient's product.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from ranks import Ranks, covered
 from timeline import kind_of
 from torch import distributed
 
-PAUSE = "spin_kernel"  # of torch.cuda._sleep
-CALLS = 5  # in a row, of which the last but one is shown
-LONG, GAP = 20.0, 5.0  # microseconds: shorter kernels between shorter gaps are one line
+PAUSE = "spin_kernel"  # kernel name of torch.cuda._sleep
+CALLS = 5  # back-to-back calls; the last but one is shown
+LONG, GAP = 20.0, 5.0  # microseconds: shorter kernels and gaps share a line
 Span = tuple[float, float, str]  # begin and end in microseconds, and the kernel's name
 
 
 class Line(NamedTuple):
-    """Of a timeline: milliseconds from its beginning and of its own, idle microseconds before."""
+    """A line of the timeline: start and duration in milliseconds, and preceding idle
+    microseconds."""
 
     at: float
     takes: float
@@ -42,7 +43,7 @@ class Line(NamedTuple):
 
 
 def recorded(step: Callable[[], Any], ranks: Ranks, calls: int = CALLS) -> list[dict[str, Any]]:
-    """What a profiler says of some calls in a row."""
+    """Return the profiler's events of back-to-back calls."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -57,14 +58,14 @@ def recorded(step: Callable[[], Any], ranks: Ranks, calls: int = CALLS) -> list[
 
 
 def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
-    """What the GPU did, in order."""
+    """Return the GPU's kernels in order of time."""
     gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     return sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in gpu)
 
 
 def period(spans: list[Span], calls: int = 0) -> list[Span]:
-    """From the first pause of the last call but one to that of the last; without the number of
-    `calls`, each has one pause."""
+    """Return the spans from the first pause of the last call but one to the last call's first
+    pause; without `calls` each call has one pause."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
     if len(pauses) < 2 * each:
@@ -74,7 +75,7 @@ def period(spans: list[Span], calls: int = 0) -> list[Span]:
 
 
 def lines(spans: list[Span]) -> Iterator[Line]:
-    """A line for each long kernel and each gap; the short kernels in between are one."""
+    """Yield a line for each long kernel and each gap; short kernels in between share a line."""
     first = reached = spans[0][0]
     few: list[Span] = []
 
@@ -97,7 +98,7 @@ def lines(spans: list[Span]) -> Iterator[Line]:
 
 
 def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
-    """Print rank 0's period; all ranks run it. Without GPUs `step` is run alone."""
+    """Run `step` on all ranks and print rank 0's period; without GPUs nothing is printed."""
     if not ranks.on_gpu:
         step()
         return
@@ -106,7 +107,7 @@ def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
         return
     try:
         found = period(of_gpu(events), CALLS)
-    except (KeyError, ValueError) as error:  # of one rank: the others go on
+    except (KeyError, ValueError) as error:  # an error on one rank must not stop the others
         ranks.say(f"{title}: no timeline: {error}")
         return
     total = max(end for _, end, _ in found) - found[0][0]
@@ -116,8 +117,8 @@ def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
 
 
 def products(ranks: Ranks, tokens: int, width: int, rows: int) -> None:
-    """Print milliseconds of dX in one product and in parts, and of dW and the sum over the ranks,
-    one after another and beside each other; medians of 9 turns, the slowest rank's."""
+    """Print milliseconds of dX in one product and in parts, and of dW and the sum over ranks, in
+    sequence and in parallel; medians of 9 turns on the slowest rank."""
     if not ranks.on_gpu:
         return
     like: dict[str, Any] = {"device": ranks.device, "dtype": torch.bfloat16}

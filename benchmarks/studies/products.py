@@ -1,11 +1,11 @@
-"""The logits product by three kernels: the vendor's, the plain one with an act in its epilogue, and
-the one whose epilogue overlaps with the next tile's product.
+"""Speed of the logits product by three kernels: the vendor's, a plain Triton kernel with statistics
+in its epilogue, and a kernel whose epilogue overlaps with the next tile's product.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/products.py --output products.json
 
-n tokens of a block, H hidden width, V vocabulary; bfloat16, milliseconds, medians of calls in turn.
+n tokens of a block, H hidden width, V vocabulary; bfloat16; medians of alternating calls, in ms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import run
 import torch
@@ -40,7 +40,7 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def overlapping(wanted: bool) -> Iterator[None]:
-    """Kernels chosen by hand."""
+    """Force or forbid the overlapping kernel."""
     before = product.overlaps
     try:
         product.overlaps = lambda device: wanted
@@ -80,7 +80,7 @@ def race(call: Call, vendor: Call, repeats: int, device: torch.device) -> dict[s
         torch.cuda.synchronize(device)
         if not turn:
             for stretches in found.values():
-                stretches.clear()  # a warm-up, and the compilation
+                stretches.clear()  # drops the warm-up and compilation
     return {name: statistics.median(s.ms for s in stretches) for name, stretches in found.items()}
 
 

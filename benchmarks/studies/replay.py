@@ -1,21 +1,21 @@
-"""What replay of a sampler's sets costs: in generation, in a GRPO step, beside the whole softmax.
+"""The cost of replaying a sampler's id sets: in generation, in a GRPO step, and in the loss alone.
 
 Page: docs/replay.md.
 
     python benchmarks/studies/replay.py --device cuda --json benchmarks/results/replay.json
     python benchmarks/studies/replay.py --quick --device cpu  # seconds
 
-Three parts, in one model of known shapes whose predictions look trained:
+The study has three parts, on one model with predictions like a trained model's:
 
-    generation  milliseconds for each token of all rows, with the recorder and without, in turn
-    step        forward and backward of a GRPO step, time and peak memory beyond weights and
-                gradients, for sets of a mean of 8, 64 and 1,024 ids: over the sets, over the whole
-                vocabulary, with TRL's head (which knows no sets), and with masked logits
-    crossing    the loss alone over sets of K ids each, beside the whole vocabulary's, and the K at
-                which the two take the same time
+        generation  milliseconds per token of all rows, alternately with and without the recorder
+    step        time, and peak memory in excess of weights and gradients, of a GRPO step for sets
+                with a mean of 8, 64 and 1,024 ids: over the sets, over the whole vocabulary, with
+                TRL's head (which ignores sets), and with masked logits
+    crossing    time of the loss alone over sets of K ids, compared with the whole vocabulary, and
+                the K of equal times
 
-Loss and gradients of what is over the sets are compared with masked float32 logits first; what is
-wrong is not timed.
+Loss and gradients over the sets are first compared with masked float32 logits; incorrect calls are
+not timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from measure import Stretch, synchronize
@@ -52,11 +52,11 @@ Pairs = tuple[Tensor, Tensor]
 
 
 def make_sets(labels: Tensor, vocabulary: int, mean: int, ragged: bool = True) -> Pairs:
-    """Pairs for each of `labels` [B, L], distinct and with the label among them.
+    """Return distinct pairs of a token and an id for `labels` [B, L], including the label.
 
-    `ragged`: the numbers of ids are those of an exponential distribution, as top-p's are: many of a
-    single id and a long tail. Ids are consecutive modulo the vocabulary: what is gathered differs
-    from token to token.
+    With `ragged` the numbers of ids are exponentially distributed, like top-p's: many sets of one
+    id and a long tail. Ids are equally spaced modulo the vocabulary, with different rows for each
+    token.
     """
     generator = torch.Generator(labels.device).manual_seed(0)
     flat = labels.flatten().clamp_min(0)
@@ -68,13 +68,13 @@ def make_sets(labels: Tensor, vocabulary: int, mean: int, ragged: bool = True) -
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     token = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
     step = torch.arange(int(offsets[-1]), device=flat.device) - offsets[token]
-    stride = 1 + 2 * (flat % 7)  # odd, so that ids are distinct where the vocabulary is even
+    stride = 1 + 2 * (flat % 7)  # odd: distinct ids in an even vocabulary
     stride = torch.where(torch.gcd(stride, torch.full_like(stride, vocabulary)) == 1, stride, 1)
     return (flat[token] + step * stride[token]) % vocabulary, offsets
 
 
 def inside(pairs: Pairs, vocabulary: int, rows: slice) -> Tensor:
-    """[n, V] bool: which ids of some tokens are in their sets."""
+    """Return [n, V] bool: True for the ids in the sets of the tokens `rows`."""
     ids, offsets = pairs
     begin, end = int(offsets[rows.start]), int(offsets[rows.stop])
     counts = offsets[rows.start : rows.stop + 1].diff()
@@ -113,7 +113,7 @@ def with_trl_head(model: Any, batch: Batch) -> Tensor:
 
 
 def masked(pairs: Pairs, exact: bool = False) -> Callable[[Any, Batch], Tensor]:
-    """Plain logits, -inf outside the sets; `exact`: of the head in float32."""
+    """Make a loss on plain logits with -inf outside the sets; `exact` uses a float32 head."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
@@ -149,7 +149,7 @@ def step_rows(model: Any, batch: Batch, mean: int, device: torch.device) -> list
                 row |= compared(got, want, weights[0].dtype)
             row["peak_bytes"] = peak(lambda n=name: step(model, batch, contestants[n]), device)
             times[name] = []
-        except Exception as error:  # out of memory, or TRL is not there
+        except Exception as error:  # out of memory, or TRL is not installed
             row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"[:200]}
     for _ in range(1 + ROUNDS):
         for name, ms in times.items():
@@ -177,7 +177,7 @@ def step(model: Any, batch: Batch, loss: Callable[[Any, Batch], Tensor]) -> None
 
 
 def gradients(model: Any, batch: Batch, loss: Any, weights: list[Tensor]) -> list[Tensor]:
-    """The loss, and the gradients."""
+    """Return the loss followed by its gradients."""
     for weight in weights:
         weight.grad = None
     value = loss(model, batch)
@@ -186,7 +186,7 @@ def gradients(model: Any, batch: Batch, loss: Any, weights: list[Tensor]) -> lis
 
 
 def compared(got: list[Tensor], want: list[Tensor], dtype: torch.dtype) -> dict[str, Any]:
-    """Errors of loss and gradient; "failed" where they are more than rounding."""
+    """Return errors of loss and gradient, with status "failed" for errors beyond rounding."""
     loss_error = float((got[0] - want[0]).abs())
     off = torch.stack([torch.dist(a, b) for a, b in zip(got[1:], want[1:], strict=True)]).norm()
     error = float(off / torch.stack([b.norm() for b in want[1:]]).norm())
@@ -208,7 +208,7 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def crossing(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of the loss over K ids a token, and the K where the whole softmax is level."""
+    """Time the loss over K ids per token, and find the K with the time of the whole softmax."""
     vocabulary, targets = model.config.vocab_size, batch.labels[:, 1:]
     with torch.no_grad():
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
@@ -236,7 +236,7 @@ def crossing(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
 
 
 def level(points: list[dict[str, float]], whole: float) -> float | None:
-    """The K of the same time, between two points on a line; None: none of them takes so long."""
+    """Return the K with time `whole`, by linear interpolation; None if all points are faster."""
     for low, high in itertools.pairwise(points):
         if low["ms"] < whole <= high["ms"]:
             share = (whole - low["ms"]) / (high["ms"] - low["ms"])

@@ -1,8 +1,8 @@
-"""Words to be spelled backward: the task, a tokenizer of letters, and models with large logits.
+"""A task of spelling words backward: problems, a letter tokenizer, and models with large logits.
 
-A model's logits are as large as one makes them: its head begins with rows of a standard deviation
-that puts the largest logit where it is wanted, and supervised training goes on from there, which
-teaches the task and leaves the size. Everything is made on the spot, without a network.
+The standard deviation of the head's initial rows sets the size of the largest logit. Supervised
+training then teaches the task and keeps the size. Models and data are made locally, without a
+network.
 
 B prompts or completions, P and C tokens of a prompt and of a completion, H hidden width, V
 vocabulary.
@@ -30,21 +30,21 @@ import headloss as hl
 
 LETTERS, SHORTEST, LONGEST = string.ascii_lowercase[:12], 3, 6
 PAD, END, ARROW = "<pad>", "<end>", ">"
-COMPLETION = LONGEST + 1  # tokens, with the end
+COMPLETION = LONGEST + 1  # tokens, including the end token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model, and of its supervised training."""
+    """Sizes of a model and of its supervised training."""
 
     hidden: int = 512
     layers: int = 4
     heads: int = 8
-    vocabulary: int = 4096  # of which the task uses 15
+    vocabulary: int = 4096  # the task uses 15 tokens
     batch: int = 128
     steps: int = 1500
     learning_rate: float = 5e-4
-    solved: float = 0.6  # training ends at this share of held-out problems
+    solved: float = 0.6  # training ends at this share of solved held-out problems
 
 
 SMALL = Size(hidden=16, layers=1, heads=2, vocabulary=64, batch=16, steps=3)
@@ -54,7 +54,7 @@ SMALL = Size(hidden=16, layers=1, heads=2, vocabulary=64, batch=16, steps=3)
 
 
 def words(seed: int, count: int) -> list[str]:
-    """Distinct words, in an order that depends on the seed alone."""
+    """Return distinct words, in an order given by the seed alone."""
     chosen = random.Random(seed)
     drawn: dict[str, None] = {}
     while len(drawn) < count:
@@ -66,12 +66,12 @@ HELD_OUT = words(1, 512)
 
 
 def training_words(seed: int, count: int) -> list[str]:
-    """None of them is held out."""
+    """Return words that are not held out."""
     return [word for word in words(seed + 2, count + len(HELD_OUT)) if word not in HELD_OUT][:count]
 
 
 def tokenizer() -> TokenizerFast:
-    """A token for each letter, the arrow, padding and the end."""
+    """Return a tokenizer with a token for each letter, the arrow, padding and the end."""
     vocabulary = {token: i for i, token in enumerate([PAD, END, ARROW, *LETTERS])}
     letters = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     letters.decoder = decoders.Fuse()
@@ -81,7 +81,7 @@ def tokenizer() -> TokenizerFast:
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """The share of places that hold the right letter, as TRL calls it; 1 is the word backward."""
+    """Return TRL rewards: the share of positions with the right letter; 1 for the reversed word."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, c, a)) / max(len(c), len(a)) for c, a in pairs]
 
@@ -94,7 +94,7 @@ def rows(problems: list[str]) -> list[dict[str, str]]:
 
 
 def model_of(size: Size, head_std: float, seed: int) -> LlamaForCausalLM:
-    """A random Llama whose head is not tied to its embeddings."""
+    """Return a random Llama with an untied head."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=size.vocabulary,
@@ -114,7 +114,7 @@ def model_of(size: Size, head_std: float, seed: int) -> LlamaForCausalLM:
 
 
 def demonstrations(batch: list[str], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(ids, labels), both [B, P + C], with padding behind; prompts have the label -100."""
+    """Return (ids, labels), both [B, P + C], right-padded; prompts have the label -100."""
     index = tokenizer().get_vocab()
     ids = torch.zeros(len(batch), LONGEST + 1 + COMPLETION, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
@@ -126,7 +126,7 @@ def demonstrations(batch: list[str], device: torch.device) -> tuple[Tensor, Tens
 
 
 def hidden_states(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[B, P + C, H] in bfloat16, by autocast as in training."""
+    """Return hidden states [B, P + C, H] in bfloat16, by autocast as in training."""
     with torch.autocast(ids.device.type, torch.bfloat16):
         out = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False)
     return out.last_hidden_state.to(torch.bfloat16)
@@ -134,7 +134,7 @@ def hidden_states(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor
 
 @torch.no_grad()
 def largest_logit(model: Any, device: torch.device) -> float:
-    """Over the answers of held-out problems, by a float64 head."""
+    """Return the largest logit over the answers of held-out problems, by a float64 head."""
     ids, labels = demonstrations(HELD_OUT[:128], device)
     scored = hidden_states(model, ids)[:, :-1][labels[:, 1:] >= 0]
     return float((scored.double() @ model.lm_head.weight.double().t()).abs().max())
@@ -142,7 +142,7 @@ def largest_logit(model: Any, device: torch.device) -> float:
 
 @torch.no_grad()
 def solved(model: Any, problems: list[str], device: torch.device) -> float:
-    """The share that greedy completions solve."""
+    """Return the share of problems solved by greedy completions."""
     letters = tokenizer()
     batch = letters([w + ARROW for w in problems], padding=True, padding_side="left")
     batch = {k: torch.tensor(batch[k], device=device) for k in ("input_ids", "attention_mask")}
@@ -162,7 +162,8 @@ def _batches(problems: list[str], size: Size, seed: int) -> Iterator[list[str]]:
 
 
 def train(size: Size, wanted: float, device: torch.device, seed: int = 0) -> tuple[Any, dict]:
-    """A model whose largest logit is near `wanted`, and how it came about."""
+    """Train a model with a largest logit near `wanted`; return the model and its training
+    record."""
     unit = largest_logit(model_of(size, 1.0, seed).to(device), device)
     std = wanted / unit
     model = model_of(size, std, seed).to(device)
@@ -186,7 +187,7 @@ def train(size: Size, wanted: float, device: torch.device, seed: int = 0) -> tup
 
 
 def saved(folder: Path, size: Size, wanted: float, device: torch.device) -> Path:
-    """The folder of such a model, trained once; policy.json in it says how it came about."""
+    """Return the folder of a trained model, made once; its policy.json is the training record."""
     path = folder / f"policy-{size.hidden}-{wanted:g}"
     if not path.exists():
         model, how = train(size, wanted, device)

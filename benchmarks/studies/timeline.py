@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the races
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
 
 import torch
 from cases import NARROW, WIDE
