@@ -78,7 +78,7 @@ def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
     assert got.batch is not None
     for name, value in fields.items():
         assert torch.equal(got.batch.fields[name], value), name  # type: ignore[arg-type]
-    assert isinstance(got.result.metrics, Metrics)
+    assert got.result is not None and isinstance(got.result.metrics, Metrics)
     assert got.result.metrics.all_reduce()["tokens"].value == 24
     for name in ("loss", "log_probs", "entropy"):
         a, b = getattr(found, name), getattr(expected, name)

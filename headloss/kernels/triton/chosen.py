@@ -7,6 +7,8 @@ token.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,42 +28,39 @@ from .formulas import (
     under_cap_at,
 )
 from .launch import Launcher, cdiv
-from .records import Matrix, check_tile, gradient_inputs, matrix_of, scaling
+from .records import LogitScaling, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
 ROWS = 128  # of a program that sets targets
 COLUMNS = 8
 TOKENS = 8  # chosen columns of one token, or tokens, of a program
 
 
+class Shifts(NamedTuple):
+    """Operands of the kernel that finds shifts; the last three as of `merge.Epilogue`."""
+
+    x: Matrix  # [n, H]
+    w: Matrix  # [v, H]
+    z: LogitScaling
+    shift: Tensor  # [n]
+    more: Tensor
+    pitch: int
+
+
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def shifts_kernel(
-    x,
-    w,
-    exp_tile,
-    targets,
-    of,
-    first,
-    n,
-    v,
-    h,
-    vocabulary,
-    PROGRAMS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """The column whose logit is a token's shift, its target or a stand-in, and that logit, for
-    `merge.ProductStatistics`."""
+def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
+    """The column whose logit is a token's shift, its target or a stand-in, and that logit."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
     inside = (target >= 0) & (target < v)
     column = tl.where(inside, target, tl.abs(target % v)).to(tl.int64)
-    at_row = x + tl.where(real, row, 0) * of.x_stride
-    raw = dots(at_row, w + column * of.w_stride, column, real, of.z, h, TOKENS)
+    at_row = of.x.data + tl.where(real, row, 0) * of.x.stride
+    raw = dots(at_row, of.w.data + column * of.w.stride, column, real, of.z, h, TOKENS)
     logit = transformed(raw, of.z, per_row(of.z.outer, of.z, row, real))
-    to = of.epilogue.more + row
-    tl.store(of.epilogue.shift + row, logit, mask=real)
+    to = of.more + row
+    tl.store(of.shift + row, logit, mask=real)
     tl.store(to, tl.where(inside, logit, float("-inf")), mask=real)
-    tl.store(to + of.epilogue.pitch, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
+    tl.store(to + of.pitch, column.to(tl.int32).to(tl.float32, bitcast=True), mask=real)
 
 
 @triton.jit
@@ -140,6 +139,7 @@ def gradient_kernel(
     tl.store(out, g.to(a.to.data.dtype.element_ty), mask=here)
 
 
+launch_shifts = Launcher(shifts_kernel, TOKENS=TOKENS)
 launch_logits = Launcher(logits_kernel, num_warps=4)
 launch_gradient = Launcher(gradient_kernel, num_warps=1)
 launch_targets = Launcher(gradient_kernel)

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, TileShape
-from .merge import launchers
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
@@ -238,21 +237,19 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
         gl.store(entropy_sums + place, gl.sum(entropy_sum, 1) * LN2, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def overlapping_product_kernel(
-    x, w, exp_tile, targets, of, first, n, v, h, vocabulary, PROGRAMS: gl.constexpr
-):
+@gluon.jit(do_not_specialize=["n"])
+def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constexpr):
     """As product_kernel."""
     # Told apart here: on their way into a group of warps flags cease to be constants.
-    parts = parts_of(of.epilogue)  # [blocks, pitch] each
+    parts = parts_of(of)  # [blocks, pitch] each
     entropy_sums, logit_sums, max_logits = None, None, None
-    if of.epilogue.flags.entropy:
+    if of.flags.entropy:
         entropy_sums = parts[1]
-    if of.epilogue.flags.mean:
+    if of.flags.mean:
         logit_sums = parts[2]
-    if of.epilogue.flags.top1:
+    if of.flags.top1:
         max_logits = parts[3]
-    pointers = of.epilogue, (parts[0], entropy_sums, logit_sums, max_logits)
+    pointers = of, (parts[0], entropy_sums, logit_sums, max_logits)
     each_tile(x, w, exp_tile, pointers, n, v, h, PROGRAMS, load_for_sums, sum_tile)
 
 
@@ -301,6 +298,7 @@ LOADED = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
 LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
 STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
-launch_product = launchers(overlapping_product_kernel, LOADED, **OPTIONS)
-launch_exp = launchers(overlapping_product_kernel, LOADED | {"exp_tile": STORED}, **OPTIONS)
+launch_product = Launcher(overlapping_product_kernel, tiles=LOADED, **OPTIONS)
+WITH_EXP = LOADED | {"exp_tile": STORED}
+launch_exp = Launcher(overlapping_product_kernel, tiles=WITH_EXP, **OPTIONS)
 launch_slab = Launcher(overlapping_slab_kernel, tiles=LOADED | {"to": STORED}, **OPTIONS)

@@ -1,4 +1,4 @@
-"""From what a product wrote block by block, or from the partials of several ranks, to statistics.
+"""Statistics from sums that a product wrote block by block, or from the partials of several ranks.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
 blocks, sums tokens again whose shift is far below their largest logit, sets the shifts' own exp
@@ -20,46 +20,46 @@ from torch import Tensor
 
 from ...statistics.softmax import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
-from .chosen import TOKENS, shift_column, shifts_kernel
+from .chosen import shift_column
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
-from .launch import Launcher, TileShape, cdiv
-from .records import LogitScaling
+from .launch import Launcher, cdiv
+from .records import LogitScaling, Matrix
 
 FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
 ROWS = 16  # tokens of a program
 
 
 class Flags(NamedTuple):
-    """Which statistics, in their order."""
+    """The statistics, in their order: 1 for those that are wanted."""
 
-    logp: tl.constexpr
-    lse: tl.constexpr
-    entropy: tl.constexpr
-    mean: tl.constexpr
-    top1: tl.constexpr
+    logp: int | None
+    lse: int | None
+    entropy: int | None
+    mean: int | None
+    top1: int | None
 
 
 class Epilogue(NamedTuple):
-    """What a product reads of each token, and writes of each block of columns."""
+    """Operands of a product's epilogue, which sums the columns of a tile."""
 
     shift: Tensor  # [n] the logit that is subtracted before exp, that of one column
     more: Tensor  # [2, pitch]: z_y, -inf where it is in another slice; bits of that column's number
     parts: Tensor  # [.., blocks, pitch] of n tokens, see `parts_of`
     pitch: int  # of these and `more`; a multiple of 16: all vectors begin alike for any n
     stride: int  # from one of the parts to the next: blocks * pitch
-    z: LogitScaling
+    z: LogitScaling | None
     flags: Flags
 
 
-class ProductStatistics(NamedTuple):
-    """What the three kernels take. What they write of each token follows `epilogue.more`: the rows
-    of `measured`, or of `partials_of`."""
+class Merge(NamedTuple):
+    """Operands of the kernel that merges a product's blocks. Its results follow `epilogue.more`:
+    the rows of `measured`, or of `partials_of`."""
 
-    x_stride: int  # of the rows of x [n, H], and so on
-    w_stride: int
-    exp_stride: int | None  # of exp logits [n, v]; None: there are none
+    x: Matrix  # [n, H]
+    w: Matrix  # [v, H]
+    exp_tile: Matrix | None  # [n, v] exp logits
     z: LogitScaling
-    partials: tl.constexpr
+    partials: int | None  # 1: the results are partials
     epilogue: Epilogue
 
 
@@ -129,22 +129,9 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
         tl.store(out + rows, (target >= top).to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def finish_kernel(
-    x,
-    w,
-    exp_tile,
-    targets,
-    of,
-    first,
-    n,
-    v,
-    h,
-    vocabulary,
-    PROGRAMS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """From `ProductStatistics`. PROGRAMS are the product's; `vocabulary` has all ranks' columns."""
+@triton.jit(do_not_specialize=["n"])
+def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
+    """From a `Merge`; `vocabulary` has all ranks' columns."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -180,28 +167,28 @@ def finish_kernel(
 
     column = shift_column(of.epilogue, rows, inside)
     far = inside & ((sumexp_m1 < FAR) == 0)
-    if of.exp_stride is not None:
+    if of.exp_tile is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(exp_tile + rows * of.exp_stride + column, one, mask=inside & (far == 0))
+        tl.store(of.exp_tile.data + rows * of.exp_tile.stride + column, one, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
         for i in range(ROWS):
             this = far & (tl.arange(0, ROWS) == i)
             if tl.max(this.to(tl.int32), 0) > 0:
                 row = tl.program_id(0).to(tl.int64) * ROWS + i
                 terms = more
-                if of.exp_stride is not None:
-                    terms = exp_tile + row * of.exp_stride
+                if of.exp_tile is not None:
+                    terms = of.exp_tile.data + row * of.exp_tile.stride
                 max_of_row, sumexp_m1_of_row, entropy_sum_of_row = summed_again(
-                    x + row * of.x_stride,
-                    w,
-                    of.w_stride,
+                    of.x.data + row * of.x.stride,
+                    of.w.data,
+                    of.w.stride,
                     terms,
                     v,
                     h,
                     of.z,
                     per_row(of.z.outer, of.z, row),
                     ENTROPY,
-                    of.exp_stride is not None,
+                    of.exp_tile is not None,
                 )
                 shift = tl.where(this, max_of_row, shift)
                 sumexp_m1 = tl.where(this, sumexp_m1_of_row, sumexp_m1)
@@ -271,25 +258,21 @@ def merge_kernel(
             entropy_sum_of_rank = tl.load(of_rank + 3 * n, mask=inside, other=0.0)
             entropy_sum += scale * (entropy_sum_of_rank + mass * log_scale)
         if flags.mean:
-            logit_sum += tl.load(of_rank + (3 + flags.entropy) * n, mask=inside, other=0.0)
+            fields = 3
+            if flags.entropy:
+                fields = 4
+            logit_sum += tl.load(of_rank + fields * n, mask=inside, other=0.0)
         of_rank += rank_stride
     sums = max_logit, sumexp_m1, entropy_sum, logit_sum, target
     write_statistics(out, n, rows, inside, (max_logit, sumexp_m1), sums, vocabulary, flags)
 
 
-launch_shifts = Launcher(shifts_kernel, TOKENS=TOKENS)
 launch_finish = Launcher(finish_kernel, num_warps=4, ROWS=ROWS)
 launch_merge = Launcher(merge_kernel, num_warps=4)
 
 
-def launchers(product: Any, tiles: dict[str, TileShape], **options: Any) -> tuple[Launcher, ...]:
-    """The shift of each token, a product, and what its blocks come to: three kernels that take the
-    same arguments, one after another."""
-    return launch_shifts, Launcher(product, tiles=tiles, **options), launch_finish
-
-
 def flags_of(needs: frozenset[str]) -> Flags:
-    return Flags(*(tl.constexpr(name in needs) for name in STATISTICS))
+    return Flags(*[1 if name in needs else None for name in STATISTICS])
 
 
 def names(needs: frozenset[str]) -> list[str]:

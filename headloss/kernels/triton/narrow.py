@@ -296,8 +296,7 @@ def narrow_partials(
     parts = x.new_empty(PARTS * sums, *x.shape, dtype=torch.float32)
     swept: list[tuple[Tensor, ...]] = []
 
-    def sweep(_: int, *arguments: Any, PROGRAMS: int) -> None:
-        of = arguments[4].epilogue
+    def sweep(of: Epilogue) -> None:
         column = of.more[1].view(torch.int32).long()
         to = matrix_of(parts.flatten(0, 1)) if sums else None
         pairs = torch.arange(len(x), device=x.device), column

@@ -16,7 +16,7 @@ out of its product as the gradient, and no logits are written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ from torch import Tensor
 from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
 from ..rounding import accumulator_bias
-from .chosen import TOKENS, shift_column, target_gradient_
+from .chosen import TOKENS, Shifts, launch_shifts, shift_column, target_gradient_
 from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
-from .merge import ROWS, Epilogue, ProductStatistics, flags_of, launchers, measured, names, parts_of
-from .records import LogitScaling, gradient_inputs, programs_on, scaling
+from .merge import ROWS, Epilogue, Merge, flags_of, launch_finish, measured, parts_of
+from .records import LogitScaling, gradient_inputs, matrix_of, programs_on, scaling
 from .tiles import (
     BM,
     BN,
@@ -100,13 +100,13 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
         tl.store(entropy_sums + place, entropy_sum * LN2, mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
-def product_kernel(x, w, exp_tile, targets, of, first, n, v, h, vocabulary, PROGRAMS: tl.constexpr):
-    each_tile(x, w, exp_tile, of.epilogue, n, v, h, PROGRAMS, sum_tile)
+@triton.jit(do_not_specialize=["n"])
+def product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: tl.constexpr):
+    each_tile(x, w, exp_tile, of, n, v, h, PROGRAMS, sum_tile)
 
 
-launch_product = launchers(product_kernel, LOADED, **OPTIONS)
-launch_exp = launchers(product_kernel, LOADED | {"exp_tile": STORED}, **OPTIONS)
+launch_product = Launcher(product_kernel, tiles=LOADED, **OPTIONS)
+launch_exp = Launcher(product_kernel, tiles=LOADED | {"exp_tile": STORED}, **OPTIONS)
 
 
 def in_gluon() -> Any:
@@ -116,8 +116,8 @@ def in_gluon() -> Any:
     return gluon
 
 
-def product_of(z: LogitScaling, device: torch.device, holds: bool) -> tuple[Launcher, ...]:
-    """The kernels of the statistics, with exp logits or without."""
+def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Launcher:
+    """The product's kernel, with exp logits or without."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_exp if holds else in_gluon().launch_product  # type: ignore
     return launch_exp if holds else launch_product
@@ -178,37 +178,39 @@ def statistics_of(
     forward: Forward,
     vocabulary: int | None,
     exp_tile: ExpTile | None = None,
-    sweep: tuple[int, Any] | None = None,
+    sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
     """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
-    how many blocks a kernel sums in place of the product, and its launcher."""
+    the number of blocks that a function sums in place of the product, and the function."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]
     flags = flags_of(needs)
-    entropy = flags.entropy.value
-    mean = flags.mean.value
-    top1 = flags.top1.value
-    rows = 3 + entropy + mean if vocabulary is None else 2 + len(names(needs))
+    entropy, mean, top1 = [flag or 0 for flag in flags[2:]]
+    rows = 3 + entropy + mean if vocabulary is None else 2 + sum(flag or 0 for flag in flags)
     out = x.new_empty(2 + rows, (pitch := cdiv(n, 16) * 16), dtype=torch.float32)[:, :n]
     if n:
-        blocks, product = sweep or (cdiv(v, WIDTH), None)
+        blocks = cdiv(v, WIDTH) if sweep is None else sweep[0]
         parts = x.new_empty(1 + entropy + mean + top1, blocks, pitch, dtype=torch.float32)
         shift = out.new_empty(n) if exp_tile is None else exp_tile.shift
         exp_logits = None if exp_tile is None else exp_tile.exp_logits
-        stride = None if exp_logits is None else exp_logits.stride(0)
         z = scaling(transform)
         unbiased = scaling(transform, bias_of(x))
-        run = product_of(unbiased, x.device, holds=exp_logits is not None)
-        run = run if product is None else (run[0], product, run[2])
+        of_x = matrix_of(x)
+        of_w = matrix_of(w)
+        of = Shifts(of_x, of_w, z, shift, out, pitch)
+        launch_shifts(cdiv(n, TOKENS), of, targets, first, n, v, h)
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags)
-        stop = tl.constexpr(vocabulary is None)
-        of = ProductStatistics(x.stride(0), w.stride(0), stride, z, stop, epilogue)
-        programs = programs_on(x.device)
-        arguments = x, w, exp_logits, targets, of, first, n, v, h, float(vocabulary or 1)
-        counts = cdiv(n, TOKENS), programs, cdiv(n, ROWS)
-        for launcher, count in zip(run, counts, strict=True):
-            launcher(count, *arguments, PROGRAMS=programs)
+        if sweep is None:
+            programs = programs_on(x.device)
+            launch = product_of(unbiased, x.device, holds=exp_logits is not None)
+            launch(programs, x, w, exp_logits, epilogue, n, v, h, PROGRAMS=programs)
+        else:
+            sweep[1](epilogue)
+        tile = None if exp_logits is None else matrix_of(exp_logits)
+        partials = 1 if vocabulary is None else None
+        merge = Merge(of_x, of_w, tile, z, partials, epilogue._replace(z=None))
+        launch_finish(cdiv(n, ROWS), merge, n, v, h, float(vocabulary or 1))
     return out.unbind(0)[2:]
 
 

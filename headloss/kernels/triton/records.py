@@ -1,8 +1,9 @@
 """The records that kernels take, and what a launch checks.
 
-A record goes to a kernel as one argument. A field that is None is known when the kernel is
-compiled, so that no flag has to say what there is, and costs the launch nothing. A kernel asks this
-of fields: Triton 3.6 cannot compare a record that has a None in it.
+A record goes to a kernel as one argument, and has what this kernel reads: a launch takes one
+microsecond for each tensor. A field that is None, or 1, is known when the kernel is compiled, at no
+cost to the launch; a `tl.constexpr` would cost two microseconds. A kernel asks this of fields:
+Triton 3.6 cannot compare a record that has a None in it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
@@ -47,7 +47,7 @@ class LogitScaling(NamedTuple):
     outer: float
     factor: float
     temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
-    same: tl.constexpr  # z is raw
+    same: int | None  # 1: z is raw
     restore: float | None = None  # what a product multiplies raw by first, see `scaling`
     bias: Tensor | None = None  # [v]: what it then adds
 
@@ -118,7 +118,7 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     else:
         inner = transform.scale / cap * (1 + lost)
         outer = cap / number
-    same = tl.constexpr(of_rows is None and (inner, outer) == (None, 1))
+    same = 1 if of_rows is None and inner is None and outer == 1 else None
     return LogitScaling(inner, outer, transform.scale / number, of_rows, same)
 
 
