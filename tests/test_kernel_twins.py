@@ -27,6 +27,7 @@ from headloss.kernels.interface import (
     Forward,
     Kernels,
     LogitRows,
+    Sum,
     Walk,
 )
 from headloss.kernels.transform import Transform
@@ -230,11 +231,13 @@ def test_scaled_rows_and_casts(dtype):
             backend.scaled_rows(x, scale, out=out[:, :97], places=places)
             outs.append(out)
         torch.testing.assert_close(*outs, rtol=2e-7 + EPS[out_dtype], atol=0, equal_nan=True)
+    by = torch.arange(6.0, device=DEVICE)
     for factor in (None, torch.tensor(0.3, device=DEVICE)):
         found = []
         for backend in (triton_backend, twins):
-            found.append([backend.scaled(x.clone(), to, factor) for to in FLOATS])
-        for out_dtype, *pair in zip(FLOATS, *found, strict=True):
+            sums = [Sum(x.clone(), to, rows) for to in FLOATS for rows in (None, by)]
+            found.append(backend.scaled(sums, factor))
+        for out_dtype, *pair in zip([to for to in FLOATS for _ in range(2)], *found, strict=True):
             assert pair[0].dtype == pair[1].dtype == out_dtype
             torch.testing.assert_close(*pair, rtol=2e-7 + EPS[out_dtype], atol=0)
 

@@ -22,7 +22,7 @@ import headloss as hl
 from headloss.head.products import PLAIN
 from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
-from headloss.kernels.interface import Backward, ExpTile, Forward
+from headloss.kernels.interface import Backward, ExpTile, Forward, Sum
 from headloss.kernels.transform import Transform
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish, merge
 from headloss.testing import plain, trained_looking
@@ -323,7 +323,7 @@ def test_gradients_are_scaled_and_rounded_once(backend, number, fresh_memory_is_
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.bfloat16)
     for value, dtype in zip(values, dtypes, strict=True):
         exact = value.double() * (number or 1.0)
-        one = backend.scaled(value, dtype, factor)
+        (one,) = backend.scaled([Sum(value, dtype)], factor)
         assert one.dtype == dtype and (value.dtype != dtype or one is value)
         close = {"rtol": 2**-7 if dtype == torch.bfloat16 else 2**-10, "atol": 2**-24}
         close = close if dtype != torch.float32 else {"rtol": 1e-7, "atol": 0}

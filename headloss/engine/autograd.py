@@ -240,7 +240,9 @@ def _of_frozen_head(
         slope = slope * factor.to(slope.dtype)
     slope = slope / call.unit(logp)
     for i, total in sums.hidden.totals.items():
-        source.acts.scaled_rows(total, slope, out=total)
+        missing = sums.hidden.factors.pop(i, None)
+        by = slope if missing is None else slope * missing
+        source.acts.scaled_rows(total, by, out=total)
         for part in source.beside:
             if (slopes := coefficients.extras.get(part.key)) is None:
                 continue

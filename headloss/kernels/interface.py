@@ -152,8 +152,16 @@ class Order(NamedTuple):
     count: Tensor  # [1] int64
 
 
+class Sum(NamedTuple):
+    """A sum that becomes a gradient, contiguous."""
+
+    value: Tensor
+    dtype: torch.dtype  # of the gradient
+    rows: Tensor | None = None  # [n] float32: a factor of each row of the value [n, H]
+
+
 class Acts(Protocol):
-    """What every backend serves. Each module that `kernels.load` returns is one."""
+    """Acts of every backend. Each module that `kernels.load` returns is one."""
 
     # ------------------------------------------------------------------ a tile of logits
 
@@ -192,9 +200,10 @@ class Acts(Protocol):
         [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
         x's dtype, or may be x."""
 
-    def scaled(self, value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-        """The value times `factor` [], or as it is, in float32 or wider and rounded to a dtype
-        once; in place where it is the value's own."""
+    def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
+        """Each sum times its rows' factors and `factor` [], where these are given, in float32 or
+        wider and rounded to its dtype once; in place where that is the value's own. All that have
+        factors of rows have as many rows."""
 
     # ------------------------------------------------------------------ a support
 

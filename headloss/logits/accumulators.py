@@ -16,11 +16,12 @@ from torch import Tensor, distributed
 from ..batch.segments import Chunk
 from ..collectives import summed, together
 from ..head import products
+from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
 ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # whose gradient comes in slabs
-SUM = "a sum of hidden gradients"
+SHARED = "a sum of hidden gradients"
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
 
 
@@ -41,7 +42,7 @@ class BlockAccumulator:
     added to `totals`, of which the `fresh` ones hold nothing yet.
     """
 
-    by_factor = True  # the factor is still missing from `weights` at the end
+    finished_by_factor = True  # which is still missing from `weights` at the end
 
     def __init__(
         self,
@@ -108,23 +109,30 @@ class BlockAccumulator:
     def finish(self, factor: Tensor | None) -> Gradients:
         """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
         source = self.source
-        scaled = self.source.acts.scaled
-        of_weights = factor if self.by_factor else None
+        hidden = self.hidden
         gradients: Gradients = [None] * (2 * len(source.features) + 1)
-        self.hidden.settle()
-        for i, total in self.hidden.totals.items():
-            gradients[2 * i] = scaled(total, source.features[i].dtype, factor)
+        hidden.settle()
+        by_factor: dict[int, Sum] = {}
+        rounded: dict[int, Sum] = {}
+        for i, total in hidden.totals.items():
+            by_factor[2 * i] = Sum(total, source.features[i].dtype, hidden.factors.get(i))
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
             if i in self.fresh:  # no block had a gradient
                 total.zero_()
-            if i == 0 and self.main_grad is not None:
-                self.main_grad.add_(scaled(total, self.main_grad.dtype, of_weights))
-            else:
-                gradients[2 * i + 1] = scaled(total, source.full_weights[i].dtype, of_weights)
+            added = i == 0 and self.main_grad is not None
+            dtype = torch.float32 if added else source.full_weights[i].dtype
+            (by_factor if self.finished_by_factor else rounded)[2 * i + 1] = Sum(total, dtype)
         if self.bias is not None and source.full_bias is not None:
-            gradients[-1] = scaled(self.bias, source.full_bias.dtype, factor)
+            by_factor[len(gradients) - 1] = Sum(self.bias, source.full_bias.dtype)
+        for sums, number in ((by_factor, factor), (rounded, None)):
+            scaled = source.acts.scaled([*sums.values()], number)
+            for i, gradient in zip(sums, scaled, strict=True):
+                gradients[i] = gradient
+        if self.main_grad is not None and gradients[1] is not None:
+            self.main_grad.add_(gradients[1])
+            gradients[1] = None
         return gradients
 
 
@@ -137,7 +145,7 @@ class SlabAccumulator(BlockAccumulator):
     gradient is a sum, over ranks too at the end, in `source.dtype`.
     """
 
-    by_factor = False
+    finished_by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
         super().__init__(source, buffers._replace(direct=True), ONE_BLOCK, single_block=True)
@@ -186,7 +194,7 @@ class SlabAccumulator(BlockAccumulator):
 
     def finish(self, factor: Tensor | None) -> Gradients:
         for total in self.hidden.totals.values() if self.hidden.group is not None else ():
-            summed(SUM, total, self.hidden.group)
+            summed(SHARED, total, self.hidden.group)
         return super().finish(factor)
 
 
@@ -206,6 +214,7 @@ class HiddenGradient:
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.blocks = iter(blocks)
         self.totals = dict[int, Tensor]()
+        self.factors = dict[int, Tensor]()  # of the rows of totals, still missing there
         for i in self.wanted if len(blocks) != 1 else ():  # else it is that of the block
             features = source.features[i]
             self.totals[i] = features.new_empty(features.shape)  # in rows, whatever their layout
@@ -242,7 +251,9 @@ class HiddenGradient:
             pairs.into_hidden(total, weight)
         elif places is not None:
             total.zero_()
-        if multiple is not None:
+        if multiple is not None and total is part and self.group is None:
+            self.factors[i] = multiple
+        elif multiple is not None:
             source.acts.scaled_rows(part, multiple, out=total, places=places)
         elif places is not None:
             total.index_copy_(0, places, part)
@@ -250,7 +261,7 @@ class HiddenGradient:
             total.copy_(part)
         if self.group is not None:
             options = {"group": self.group, "async_op": True}
-            work = together(SUM, self.group, distributed.all_reduce, total, **options)
+            work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
                 # A product that followed at once would take every multiprocessor until it ends.
@@ -261,7 +272,7 @@ class HiddenGradient:
     def settle(self) -> None:
         """Wait until the gradients are complete."""
         for i, work, value, rows in self.pending:
-            together(SUM, self.group, work.wait)
+            together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
             else:  # not rounded before it is scaled

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batch.packing import Packing
 from ..head import products
-from ..kernels.interface import Kernels, LogitRows, Measured, Walk
+from ..kernels.interface import Kernels, LogitRows, Measured, Sum, Walk
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, SoftmaxState
 from .linear import LogitSource, RowContext
@@ -112,7 +112,7 @@ class GivenAccumulator:
         total = self.view.logits
         if factor is None:
             return [total]
-        scaled = self.acts.scaled(total.contiguous(), total.dtype, factor)
+        (scaled,) = self.acts.scaled([Sum(total.contiguous(), total.dtype)], factor)
         return [total if scaled is total else total.copy_(scaled)]
 
 

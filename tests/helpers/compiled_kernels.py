@@ -37,6 +37,7 @@ from headloss.kernels.interface import (
     LogitRows,
     Order,
     ShiftedSums,
+    Sum,
     Support,
     Walk,
 )
@@ -189,7 +190,9 @@ class Form:
         yield "scaled rows", lambda: acts.scaled_rows(x, some(N), **more)
         for value in (some(V, H), some(V, H, dtype=x.dtype)):
             factor = self.if_full(some(1)[0])
-            yield "scaled", lambda v=value, f=factor: acts.scaled(v, x.dtype, f)
+            rows = self.if_full(some(N))
+            sums = [Sum(value, x.dtype), Sum(some(N, H, dtype=x.dtype), x.dtype, rows)]
+            yield "scaled", lambda s=sums, f=factor: acts.scaled(s, f)
 
     def walks(self) -> Iterator[tuple[str, Call]]:
         walk = Walk(

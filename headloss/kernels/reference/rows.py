@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..interface import Sum
 from .tile import wide
 
 
-def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    if factor is None:
-        return value.to(dtype)
+def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
+    return [_scaled(*one, factor) for one in sums]
+
+
+def _scaled(
+    value: Tensor, dtype: torch.dtype, rows: Tensor | None, factor: Tensor | None
+) -> Tensor:
     # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
     # value is multiplied in float32.
-    number = factor.reshape(1).to(wide(value.dtype))
+    number = None if factor is None else factor.reshape(1).to(wide(value.dtype))
+    if rows is not None:
+        number = rows.unsqueeze(1) if number is None else rows.unsqueeze(1) * number
+    if number is None:
+        return value.to(dtype)
     out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
     return torch.mul(value, number, out=out)
 

@@ -4,6 +4,7 @@ number, rounded to their dtypes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..interface import LogitRows
+from ..interface import LogitRows, Sum
 from .launch import Launcher, cdiv
 from .records import Matrix, programs_on
 
@@ -83,34 +84,66 @@ def scaled_rows(
     return out
 
 
-@triton.jit
+class Scaled(NamedTuple):
+    """A sum and the place of its gradient, which is the sum's own where their dtypes agree."""
+
+    value: Tensor
+    out: Tensor
+    size: int  # numbers: all, or of a row where these have factors
+    rows: Tensor | None  # [n]
+
+
+@triton.jit(do_not_specialize=["n"])
 def scaled_kernel(
-    value,
-    out,
+    sums,  # of Scaled
     factor,  # [], or None
-    size,
-    IN_PLACE: tl.constexpr,
+    n,
+    COUNT: tl.constexpr,  # of the sums
     BLOCK: tl.constexpr,
 ):
     number = 1.0
     if factor is not None:
         number = tl.load(factor).to(tl.float32)
-    if IN_PLACE:  # nothing changes
-        size = tl.where(number == 1, 0, size)
-    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(size, BLOCK), tl.num_programs(0)):
-        at = block * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(value + at, mask=at < size, other=0.0).to(tl.float32)
-        tl.store(out + at, (x * number).to(out.dtype.element_ty), mask=at < size)
+    first = tl.program_id(0).to(tl.int64)
+    for i in tl.static_range(COUNT):
+        of = sums[i]
+        if of.rows is not None:
+            for row in range(first, n, tl.num_programs(0)):
+                of_row = tl.load(of.rows + row) * number
+                for start in range(0, of.size, BLOCK):
+                    at = start + tl.arange(0, BLOCK)
+                    x = tl.load(of.value + row * of.size + at, mask=at < of.size, other=0.0)
+                    x = (x.to(tl.float32) * of_row).to(of.out.dtype.element_ty)
+                    tl.store(of.out + row * of.size + at, x, mask=at < of.size)
+        else:
+            size = of.size + tl.zeros((), tl.int64)
+            if of.value.dtype == of.out.dtype:  # in place: nothing changes
+                size = tl.where(number == 1, 0, size)
+            for block in range(first, tl.cdiv(size, BLOCK), tl.num_programs(0)):
+                at = block * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(of.value + at, mask=at < size, other=0.0).to(tl.float32)
+                tl.store(of.out + at, (x * number).to(of.out.dtype.element_ty), mask=at < size)
 
 
 launch_scaled = Launcher(scaled_kernel, num_warps=8)
 
 
-def scaled(value: Tensor, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
-    size = value.numel()
-    in_place = value.dtype == dtype
-    out = value if in_place else torch.empty_like(value, dtype=dtype)
-    if size and not (in_place and factor is None):
-        programs = min(MOST_PROGRAMS, cdiv(size, WIDEST))
-        launch_scaled(programs, value, out, factor, size, IN_PLACE=in_place, BLOCK=WIDEST)
-    return out
+def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
+    outs = []
+    parts = []
+    programs = 0
+    n = 0
+    for value, dtype, rows in sums:
+        in_place = value.dtype == dtype
+        out = value if in_place else torch.empty_like(value, dtype=dtype)
+        outs.append(out)
+        if value.numel() and not (in_place and factor is rows is None):
+            size = value.numel()
+            if rows is not None:
+                n, size = value.shape
+            parts.append(Scaled(value, out, size, rows))
+            programs += n if rows is not None else cdiv(size, WIDEST)
+    if parts:
+        programs = min(MOST_PROGRAMS, programs)
+        launch_scaled(programs, tuple(parts), factor, n, COUNT=len(parts), BLOCK=WIDEST)
+    return outs
