@@ -42,7 +42,7 @@ class BlockAccumulator:
     added to `totals`, of which the `fresh` ones hold nothing yet.
     """
 
-    finished_by_factor = True  # which is still missing from `weights` at the end
+    by_factor = True  # which is still missing from `weights` at the end
 
     def __init__(
         self,
@@ -111,25 +111,24 @@ class BlockAccumulator:
         source = self.source
         hidden = self.hidden
         gradients: Gradients = [None] * (2 * len(source.features) + 1)
+        sums: dict[int, Sum] = {}
         hidden.settle()
-        by_factor: dict[int, Sum] = {}
-        rounded: dict[int, Sum] = {}
         for i, total in hidden.totals.items():
-            by_factor[2 * i] = Sum(total, source.features[i].dtype, hidden.factors.get(i))
+            sums[2 * i] = Sum(total, source.features[i].dtype, hidden.factors.get(i))
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
             if i in self.fresh:  # no block had a gradient
                 total.zero_()
-            added = i == 0 and self.main_grad is not None
-            dtype = torch.float32 if added else source.full_weights[i].dtype
-            (by_factor if self.finished_by_factor else rounded)[2 * i + 1] = Sum(total, dtype)
+            if self.by_factor:
+                into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
+                sums[2 * i + 1] = Sum(total, into.dtype)
+            else:
+                gradients[2 * i + 1] = total
         if self.bias is not None and source.full_bias is not None:
-            by_factor[len(gradients) - 1] = Sum(self.bias, source.full_bias.dtype)
-        for sums, number in ((by_factor, factor), (rounded, None)):
-            scaled = source.acts.scaled([*sums.values()], number)
-            for i, gradient in zip(sums, scaled, strict=True):
-                gradients[i] = gradient
+            sums[len(gradients) - 1] = Sum(self.bias, source.full_bias.dtype)
+        for i, gradient in zip(sums, source.acts.scaled([*sums.values()], factor), strict=True):
+            gradients[i] = gradient
         if self.main_grad is not None and gradients[1] is not None:
             self.main_grad.add_(gradients[1])
             gradients[1] = None
@@ -145,7 +144,7 @@ class SlabAccumulator(BlockAccumulator):
     gradient is a sum, over ranks too at the end, in `source.dtype`.
     """
 
-    finished_by_factor = False
+    by_factor = False
 
     def __init__(self, source: LinearLogits, buffers: GradientBuffers, at_once: bool) -> None:
         super().__init__(source, buffers._replace(direct=True), ONE_BLOCK, single_block=True)

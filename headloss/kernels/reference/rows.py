@@ -12,21 +12,16 @@ from .tile import wide
 
 
 def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-    return [_scaled(*one, factor) for one in sums]
-
-
-def _scaled(
-    value: Tensor, dtype: torch.dtype, rows: Tensor | None, factor: Tensor | None
-) -> Tensor:
-    # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a 16-bit
-    # value is multiplied in float32.
-    number = None if factor is None else factor.reshape(1).to(wide(value.dtype))
-    if rows is not None:
-        number = rows.unsqueeze(1) if number is None else rows.unsqueeze(1) * number
-    if number is None:
-        return value.to(dtype)
-    out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
-    return torch.mul(value, number, out=out)
+    outs = []
+    for value, dtype, rows in sums:
+        # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
+        # 16-bit value is multiplied in float32.
+        by = None if factor is None else factor.reshape(1).to(wide(value.dtype))
+        if rows is not None:
+            by = rows.unsqueeze(1) * (1 if by is None else by)
+        out = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
+        outs.append(value.to(dtype) if by is None else torch.mul(value, by, out=out))
+    return outs
 
 
 def scaled_rows(

@@ -104,25 +104,23 @@ def scaled_kernel(
     number = 1.0
     if factor is not None:
         number = tl.load(factor).to(tl.float32)
-    first = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(COUNT):
         of = sums[i]
-        if of.rows is not None:
-            for row in range(first, n, tl.num_programs(0)):
-                of_row = tl.load(of.rows + row) * number
-                for start in range(0, of.size, BLOCK):
-                    at = start + tl.arange(0, BLOCK)
-                    x = tl.load(of.value + row * of.size + at, mask=at < of.size, other=0.0)
-                    x = (x.to(tl.float32) * of_row).to(of.out.dtype.element_ty)
-                    tl.store(of.out + row * of.size + at, x, mask=at < of.size)
-        else:
-            size = of.size + tl.zeros((), tl.int64)
+        in_row = tl.cdiv(of.size, BLOCK)
+        blocks = n * in_row
+        if of.rows is None:
+            blocks = in_row
             if of.value.dtype == of.out.dtype:  # in place: nothing changes
-                size = tl.where(number == 1, 0, size)
-            for block in range(first, tl.cdiv(size, BLOCK), tl.num_programs(0)):
-                at = block * BLOCK + tl.arange(0, BLOCK)
-                x = tl.load(of.value + at, mask=at < size, other=0.0).to(tl.float32)
-                tl.store(of.out + at, (x * number).to(of.out.dtype.element_ty), mask=at < size)
+                blocks = tl.where(number == 1, 0, in_row)
+        for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
+            row = block // in_row
+            by = number
+            if of.rows is not None:
+                by *= tl.load(of.rows + row)
+            at = block % in_row * BLOCK + tl.arange(0, BLOCK)
+            place = row * of.size + at
+            x = tl.load(of.value + place, mask=at < of.size, other=0.0).to(tl.float32) * by
+            tl.store(of.out + place, x.to(of.out.dtype.element_ty), mask=at < of.size)
 
 
 launch_scaled = Launcher(scaled_kernel, num_warps=8)
@@ -131,19 +129,16 @@ launch_scaled = Launcher(scaled_kernel, num_warps=8)
 def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
     outs = []
     parts = []
-    programs = 0
     n = 0
     for value, dtype, rows in sums:
-        in_place = value.dtype == dtype
-        out = value if in_place else torch.empty_like(value, dtype=dtype)
-        outs.append(out)
-        if value.numel() and not (in_place and factor is rows is None):
+        same = value.dtype == dtype
+        outs.append(value if same else torch.empty_like(value, dtype=dtype))
+        if value.numel() and not (same and factor is rows is None):
             size = value.numel()
             if rows is not None:
                 n, size = value.shape
-            parts.append(Scaled(value, out, size, rows))
-            programs += n if rows is not None else cdiv(size, WIDEST)
+            parts.append(Scaled(value, outs[-1], size, rows))
     if parts:
-        programs = min(MOST_PROGRAMS, programs)
+        programs = min(MOST_PROGRAMS, cdiv(sum(p.value.numel() for p in parts), WIDEST))
         launch_scaled(programs, tuple(parts), factor, n, COUNT=len(parts), BLOCK=WIDEST)
     return outs
