@@ -169,7 +169,9 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     far = inside & ((sumexp_m1 < FAR) == 0)
     if of.exp_tile is not None:
         one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(of.exp_tile.data + rows * of.exp_tile.stride + column, one, mask=inside & (far == 0))
+        tl.store(
+            of.exp_tile.data + rows * of.exp_tile.stride + column, one, mask=inside & (far == 0)
+        )
     if tl.max(far.to(tl.int32), 0) > 0:
         for i in range(ROWS):
             this = far & (tl.arange(0, ROWS) == i)
