@@ -1,4 +1,4 @@
-"""What a backend does: the acts, and the records that they take.
+"""Acts of a backend, and their records.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens.
 `raw` [n, v] are logits as a product left them, z = transform(raw), p = softmax(z) over the whole
@@ -201,9 +201,8 @@ class Acts(Protocol):
         x's dtype, or may be x."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Each sum times its rows' factors and `factor` [], where these are given, in float32 or
-        wider and rounded to its dtype once; in place where that is the value's own. All that have
-        factors of rows have as many rows."""
+        """Each sum times its rows' factors (of one length) and `factor` [], in float32 or wider
+        and rounded to its dtype once; in place where that is the value's own."""
 
     # ------------------------------------------------------------------ a support
 

@@ -31,7 +31,7 @@ from .chosen import TOKENS, Shifts, launch_shifts, shift_column, target_gradient
 from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, Merge, flags_of, launch_finish, measured, parts_of
-from .records import LogitScaling, gradient_inputs, matrix_of, programs_on, scaling
+from .records import LogitScaling, Matrix, gradient_inputs, programs_on, scaling
 from .tiles import (
     BM,
     BN,
@@ -196,8 +196,8 @@ def statistics_of(
         exp_logits = None if exp_tile is None else exp_tile.exp_logits
         z = scaling(transform)
         unbiased = scaling(transform, bias_of(x))
-        of_x = matrix_of(x)
-        of_w = matrix_of(w)
+        of_x = Matrix(x, x.stride(0))
+        of_w = Matrix(w, w.stride(0))
         of = Shifts(of_x, of_w, z, shift, out, pitch)
         launch_shifts(cdiv(n, TOKENS), of, targets, first, n, v, h)
         epilogue = Epilogue(shift, out, parts, pitch, blocks * pitch, unbiased, flags)
@@ -207,7 +207,7 @@ def statistics_of(
             launch(programs, x, w, exp_logits, epilogue, n, v, h, PROGRAMS=programs)
         else:
             sweep[1](epilogue)
-        tile = None if exp_logits is None else matrix_of(exp_logits)
+        tile = None if exp_logits is None else Matrix(exp_logits, exp_logits.stride(0))
         partials = 1 if vocabulary is None else None
         merge = Merge(of_x, of_w, tile, z, partials, epilogue._replace(z=None))
         launch_finish(cdiv(n, ROWS), merge, n, v, h, float(vocabulary or 1))
