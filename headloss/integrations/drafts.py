@@ -47,10 +47,11 @@ VALUES: dict[str, Callable[[Any], Tensor]] = {
 class DraftHeads:
     """Heads of a draft and of its verifier, read while their parameters are whole."""
 
-    def __init__(self, draft: nn.Module, verifier: nn.Module, markov: Any = None) -> None:
-        self.draft, self.verifier = draft, verifier
+    def __init__(self, draft: nn.Module, verifier: Any, markov: Any = None) -> None:
+        self.draft, self.verifier = draft, verifier  # a module, or of the verifier a head
         self.markov: nn.Linear | None = markov  # from features [.., r] to a bias [.., V]
-        self._heads = Head.of(draft), Head.of(verifier)
+        of_verifier = verifier if isinstance(verifier, Head) else Head.of(verifier)
+        self._heads = Head.of(draft), of_verifier
 
     @property
     def width(self) -> int:

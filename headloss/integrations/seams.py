@@ -32,6 +32,7 @@ ADAPTERS = {
     "slime": "slime",
     "miles": "slime",
     "speculators": "speculators",
+    "specforge": "specforge",
 }
 # Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
 TESTED: dict[str, tuple[str, ...]] = {
@@ -52,6 +53,7 @@ TESTED: dict[str, tuple[str, ...]] = {
     "slime": ("0.3.1",),
     "miles": ("0.1.0",),
     "speculators": ("0.9.0",),
+    "specforge": ("0.2.0",),
 }
 
 
