@@ -1,4 +1,4 @@
-"""Every test starts from one thread and one seed."""
+"""Common setup of all tests: one thread, one seed, NaN in fresh memory, and the choice of cases."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# NumPy, which torch loads, multiplies for Triton's interpreter. In OpenBLAS's kernels for Haswell
-# and Zen a row's bits depend on its place in the tile, as they do on no GPU.
+# Triton's interpreter multiplies with NumPy, whose BLAS is configured at import. In OpenBLAS's
+# kernels for Haswell and Zen a row's bits depend on its place in the tile, unlike on GPUs.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
 import torch
 
 torch.set_num_threads(1)
-if not torch.cuda.is_available():  # before anything imports Triton: its kernels then run on a CPU
+if not torch.cuda.is_available():  # before Triton is imported: its kernels then run on a CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.disable()  # until all is imported and `frozen`
+gc.disable()  # until all imports are done and objects are frozen
 
 import covering  # noqa: E402
 import overhead  # noqa: E402
@@ -30,11 +30,11 @@ import overhead  # noqa: E402
 from headloss.engine import plan  # noqa: E402
 
 overhead.spare()
-plan.CPU_SKIP_WORTH = 0  # small tests see what large calls do: rows without gradient are left out
+plan.CPU_SKIP_WORTH = 0  # small calls, too, leave out rows without gradient
 
 
 class _TorchRandom:
-    """Lets hypothesis seed torch before each example, so that a found example can be replayed."""
+    """Seed torch before each hypothesis example, so that a failing example can be replayed."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
@@ -44,14 +44,14 @@ class _TorchRandom:
 _torch_random = _TorchRandom()  # hypothesis holds only a weak reference
 hypothesis.register_random(_torch_random)
 
-# `--hypothesis-profile=full` chooses the other one.
+# `--hypothesis-profile=full` selects the profile "full".
 hypothesis.settings.register_profile("quick", max_examples=10, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.load_profile("quick")
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """A function's name, so that every process that runs tests gives one test one name."""
+    """Return a function's name as a test id, so that all test processes use identical ids."""
     return val.__name__ if isinstance(val, types.FunctionType) else None
 
 
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", covering.MARK)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+@pytest.hookimpl(tryfirst=True)  # runs before the `-m` filter
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     covering.mark_slow(items)
 
@@ -84,7 +84,7 @@ def frozen() -> None:
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """What a new tensor holds before it is written."""
+    """Fill new tensors with NaN, so that elements left unwritten are visible."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

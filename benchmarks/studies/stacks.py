@@ -7,16 +7,16 @@ Page: docs/does-it-matter.md.
     python benchmarks/studies/stacks.py --quick  # a small model, on a CPU
     python benchmarks/studies/stacks.py --from benchmarks/results/stacks.json --plot ...
 
-*exactness*: stock TRL in bf16, stock TRL with `cast_lm_head_to_fp32`, and headloss, four updates
-for each generation. *sampling*: a sampler with top-k and top-p. Its kept ids are replayed, or
-log-probs are over the whole vocabulary, as stock TRL takes them. All runs go on from one model that
-spells words backward (`spelling`) with large logits, several at once on each GPU. Each leaves a
-file when it has ended; started again, the program makes those that are missing.
+The study *exactness* compares stock TRL in bf16, stock TRL with `cast_lm_head_to_fp32`, and
+headloss, with four updates per generation. The study *sampling* uses a sampler with top-k and
+top-p; the kept ids are replayed, or log-probs are over the whole vocabulary, as in stock TRL. All
+runs start from one model with large logits that spells words backward (`spelling`). Several runs
+share a GPU. A finished run leaves a file; a restarted program makes only the missing runs.
 
-Of each generation: the reward; the mean over tokens of the sampler's log-prob less the trainer's,
-which stands for their KL. Of each step: the gradient's norm; the share of tokens (GRPO) or of
-sequences (GSPO) on the wrong side of the clip, beside a float64 head on the hidden states and
-weights that the stack's own head is given. Held-out problems are solved greedily before and after.
+Recorded for each generation: the reward, and the mean over tokens of the sampler's log-prob minus
+the trainer's (an estimate of KL). Recorded for each step: the gradient's norm, and the share of
+tokens (GRPO) or sequences (GSPO) on the wrong side of the clip, compared with a float64 head on the
+stack's own hidden states and weights. Held-out problems are solved greedily before and after.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ TITLES = {
     "grad_norm": "gradient's norm",
 }  # fmt: skip
 SHARES = ("wrong", "clipped")
-ITERATIONS = 4  # updates for a generation
+ITERATIONS = 4  # updates per generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of one stack."""
+    """One training run of one software stack."""
 
     algorithm: str
     stack: str
@@ -130,7 +130,8 @@ def _sample(inputs: dict[str, Any]) -> clip_sides.Sample:
 
 @torch.no_grad()
 def _exact(model: Any, batch: clip_sides.Sample, rounded: bool) -> Tensor:
-    """[B, C] float64 log-probs, of hidden states and weights rounded to bfloat16 or as they are."""
+    """Return [B, C] float64 log-probs of hidden states and weights, optionally rounded to
+    bfloat16."""
     columns, targets = batch.mask.shape[1], batch.ids[:, -batch.mask.shape[1] :]
     with torch.autocast(batch.ids.device.type, torch.bfloat16):
         out = model.base_model(input_ids=batch.ids, attention_mask=batch.attended, use_cache=False)
@@ -142,14 +143,14 @@ def _exact(model: Any, batch: clip_sides.Sample, rounded: bool) -> Tensor:
 
 
 def watched(kind: type, run: Run) -> type:
-    """A trainer that measures itself against a float64 head, and trains as before."""
+    """Return a subclass of a trainer that also records its errors against a float64 head."""
     exactness = run.stack in STUDIES["exactness"]
 
     class Watched(kind):  # type: ignore[misc, valid-type]
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             generated = super()._generate(*args, **kwargs)
             if run.stack == "whole":
-                self._rows = None  # the sets are forgotten; the sampler's log-probs stay
+                self._rows = None  # drops the sets but keeps the sampler's log-probs
             return generated
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def watched(kind: type, run: Run) -> type:
 
 
 def train(run: Run, policy: Path, folder: Path, device: torch.device) -> dict[str, Any]:
-    """The curves of a run, and what the model solves before and after."""
+    """Return the curves of a run, and the share of solved problems before and after."""
     letters = spelling.tokenizer()
     letters.padding_side = "left"
     model = spelling.load(policy, device)
@@ -238,7 +239,7 @@ def missing(runs: list[Run], folder: Path) -> list[Run]:
 
 
 def make(runs: list[Run], command: list[str], folder: Path, processes: int, until: float) -> None:
-    """Each in a process of its own, so many at once, begun before `until`."""
+    """Start the runs before `until`, each in a separate process, `processes` at once."""
     waiting, working = missing(runs, folder), {}
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     while waiting or working:
@@ -270,7 +271,7 @@ def gathered(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
 
 
 def _mean(values: list[float]) -> str:
-    """With the standard error of the mean over seeds."""
+    """Format the mean over seeds with its standard error."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):.4f} ± {error:.4f}"
 
@@ -285,7 +286,8 @@ def by_stack(results: dict[str, Any]) -> Iterator[tuple[str, str, list[dict[str,
 
 
 def table(results: dict[str, Any]) -> str:
-    """Means over seeds, with their standard errors: of the last generations, and of whole runs."""
+    """Return a table of means over seeds with standard errors, of last generations and of whole
+    runs."""
     heads = ("loss", "stack", "seeds", "solved before", "after", "reward, last 5 generations")
     curves = [c for c in CURVES if c != "reward" and any(r[c] for r in results["runs"])]
     lines = [(*heads, *(TITLES[c].removesuffix(", %") for c in curves))]
@@ -301,7 +303,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """A row of panels for each loss; a line is the mean over seeds, its band their range."""
+    """Plot a row of panels per loss; a line is the mean over seeds, a band the range over seeds."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -336,7 +338,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
 
 
 def _smooth(values: list[float], width: int = 8) -> list[float]:
-    """The mean of the last `width` values."""
+    """Return the running mean of the last `width` values."""
     return [statistics.fmean(values[max(0, i - width + 1) : i + 1]) for i in range(len(values))]
 
 
@@ -396,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         kinds = [
             (algorithm, stack, seed)
-            for seed in range(seeds)  # first a seed of all, so that a part of them compares
+            for seed in range(seeds)  # seeds in the outer loop: an unfinished study is comparable
             for algorithm in arguments.algorithms or list(rates)
             for stack in STUDIES[arguments.study]
         ]

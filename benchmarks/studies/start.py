@@ -1,14 +1,15 @@
-"""The start of a call: what the host does before the first large product is launched.
+"""Host time at the start of a call, before the launch of the first large matrix product.
 
 Page: benchmarks/NOTES.md.
 
     python3 benchmarks/studies/start.py
     torchrun --nproc-per-node 2 benchmarks/studies/start.py
 
-Medians over many calls, each cut off where its first product is launched and begun on an idle GPU,
-in microseconds of the host: from the call to its read of the device, the wait there, and from there
-to the product; and the operations on tensors (views left out) before and after the read. Under
-`torchrun` the head is a slice of the vocabulary, rank 0 reports. `--tiny` takes a size for a CPU.
+Each call begins on an idle GPU and is stopped at the launch of its first product. The study prints
+median host microseconds over many calls: from the call to its read of the device, the wait of the
+read, and from the read to the product. The study also counts tensor operations (without views)
+before and after the read. Under `torchrun` the head is a slice of the vocabulary, and rank 0
+reports. `--tiny` uses a size for a CPU.
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ ROW = "{:34s} {:>10} {:>8} {:>12} {:>10} {:>10}"
 
 
 class Started(Exception):
-    """The first product of a call was launched."""
+    """Raised at the launch of a call's first product."""
 
 
 class Marks(TorchDispatchMode):
-    """When a call's first read began and ended and its product was launched; operations so far."""
+    """Times of a call's first read (start, end) and of its first product, with counts of
+    operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class Marks(TorchDispatchMode):
 
 @contextmanager
 def watched(marks: Marks):
-    """Put the marks at reads and at the product, which ends the call."""
+    """Patch reads and the product to record `marks`; the product ends the call."""
     plain, read = products.PLAIN.logits, torch.Tensor.tolist
     product = triton_product.statistics_of
 
@@ -95,7 +97,7 @@ def watched(marks: Marks):
 
 
 def one(call, counted: bool, sync) -> Marks:
-    """One call, up to its product."""
+    """Run one call up to its first product."""
     marks = Marks()
     sync()
     with watched(marks):
@@ -109,7 +111,7 @@ def one(call, counted: bool, sync) -> Marks:
         except Started:
             pass
     sync()
-    if len(marks.times) == 1:  # nothing was read
+    if len(marks.times) == 1:  # the call read nothing
         marks.times, marks.operations = marks.times * 3, [0, *marks.operations * 2]
         marks.times[:2] = [begin, begin]
     marks.times = [begin, *marks.times]
@@ -117,7 +119,7 @@ def one(call, counted: bool, sync) -> Marks:
 
 
 def row(name: str, call, sync) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     for _ in range(5):
         one(call, False, sync)
     parts: list[list[float]] = [[], [], []]

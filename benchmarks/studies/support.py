@@ -1,15 +1,15 @@
-"""The softmax over K ids a token, against the dense call on the same inputs.
+"""Speed of the softmax over K ids per token, compared with the dense call on identical inputs.
 
 Page: docs/support.md.
 
     python benchmarks/studies/support.py --output support.json     # on one GPU, about a minute
     python benchmarks/studies/support.py --quick                   # small, on a CPU
 
-For each way to draw the ids: correctness first (log-probs, hidden and weight gradients of a few
-tokens and columns, against float64), then the time of forward and backward beside that of the
-dense call, of a batch made anew and of one that is kept, peak memory beyond inputs and gradients,
-and each kernel alone with the bytes of the rows that it gathers over its time. No time is reported
-of a call that is wrong.
+For each distribution of ids, the study checks correctness first: log-probs, and hidden and weight
+gradients of a few tokens and columns, against float64. Then the study measures the time of forward
+and backward compared with the dense call, with a new batch and with a reused batch, the peak memory
+in excess of inputs and gradients, and each kernel alone (bytes of the gathered rows over time). An
+incorrect call gets no time.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from headloss.batch.support import SupportPairs
 from headloss.testing import trained_looking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WORST = 1e-5  # of a log-prob
-GRADIENTS = 5e-3  # relative, bfloat16 being rounded to 4e-3
+WORST = 1e-5  # allowed error of a log-prob
+GRADIENTS = 5e-3  # allowed relative error; bfloat16 rounds by 4e-3
 
 
 def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
-    """[T, K] distinct ids with the target among them, -1 in empty slots.
+    """Return [T, K] distinct ids including the target, with -1 in empty slots.
 
-    "uniform": anywhere; "skewed": some columns in nearly all supports, as words of a text are;
-    "ragged": 1 to 2K of them; "half": every second token has none.
+    Kinds: "uniform": random ids; "skewed": some columns in nearly all supports, like frequent words
+    of a text; "ragged": 1 to 2K ids per token; "half": no support for every second token.
     """
     n, width = len(targets), 2 * k if kind == "ragged" else k
     at = torch.rand(n, width, device=DEVICE)
     if kind == "skewed":
         at = at**6
-    # Distinct: the j-th id lies in the j-th of `width` stretches, which are short at the front.
+    # Ids are distinct: the j-th id lies in the j-th of `width` intervals, with short intervals
+    # first.
     edges = (torch.arange(width + 1, device=DEVICE) / width) ** (4 if kind == "skewed" else 1)
     edges = (edges * (v - width)).long() + torch.arange(width + 1, device=DEVICE)
     ids = edges[:-1] + (at * (edges[1:] - edges[:-1])).long()
@@ -61,7 +62,7 @@ def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Median of some runs, after two that are not counted."""
+    """Return the median time of several runs, after two warm-up runs."""
     found = []
     for turn in range(repeats + 2):
         if DEVICE.type == "cuda":
@@ -82,7 +83,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def peak_mib(run: Callable[[], object], returned: int) -> float | None:
-    """Beyond what was there before and the gradients that come back."""
+    """Return the peak memory in MiB, in excess of prior memory and returned gradients."""
     if DEVICE.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -101,14 +102,14 @@ def call(hidden: Tensor, weight: Tensor, batch: hl.Batch) -> tuple[Any, tuple[Te
 
 
 def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[str, float]:
-    """How far log-probs and gradients are off, on a few tokens; ValueError if too far."""
+    """Return the errors of log-probs and gradients on a few tokens; ValueError if too large."""
     out, (dx, dw) = call(hidden, weight, batch)
     rows = torch.arange(1, len(ids), max(1, len(ids) // 128), device=DEVICE)
     x, w = hidden.detach(), weight.detach()
     advantages = batch.advantages.double()
 
     def slopes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs, dL/draw and the ids [n, K] of some tokens; none where they have no support."""
+        """Return log-probs, dL/draw and ids [n, K] of the tokens `rows`; empty without support."""
         own = ids[rows]
         raw = torch.einsum("nkh,nh->nk", w[own.clamp_min(0)].double(), x[rows].double())
         log_p = raw.masked_fill(own < 0, -torch.inf).log_softmax(1)
@@ -138,7 +139,7 @@ def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[
 
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Each gathering kernel alone: milliseconds, and TB/s of the rows that it gathers."""
+    """Time each gathering kernel alone: milliseconds, and TB/s of the gathered rows."""
     n, v = len(hidden), len(weight)
     backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
     pairs = SupportPairs(ids.reshape(-1), width=ids.shape[1])

@@ -1,10 +1,10 @@
-"""Where the time of a call goes: kernels by kind, and the gaps in which the GPU had nothing to do.
+"""Timeline of a call: kernels by kind, and gaps with an idle GPU.
 
 Page: benchmarks/NOTES.md.
 
     python3 benchmarks/studies/timeline.py grpo wide "headloss, 2200 MiB"
 
-One call, forward and backward, after warm ones; times in ms on the GPU's own clock.
+The study records one call, forward and backward, after warm-up calls; times are ms of GPU time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SHAPES = {
     "frozen": replace(WIDE, trains=("hidden",)),
     "scores": replace(WIDE, trains=()),
 }
-GAP = 15.0  # microseconds: what is longer is listed
+GAP = 15.0  # microseconds: longer gaps are listed
 KINDS = {"gemm": ("gemm", "nvjet", "cutlass", "sm90_xmma"), "product": ("product_kernel",)}
 
 
 def kind_of(name: str) -> str:
-    """Products by name, everything else as its own kernel."""
+    """Return the kind of a kernel: a kind of product, or the kernel's own name."""
     for kind, words in KINDS.items():
         if any(word in name for word in words):
             return kind
@@ -44,7 +44,7 @@ def kind_of(name: str) -> str:
 
 
 def record(run, inputs) -> list[dict]:
-    """The GPU's events of one call, by start."""
+    """Return the GPU events of one call, sorted by start."""
     for _ in range(3):
         run(inputs)
     torch.cuda.synchronize()
@@ -65,7 +65,7 @@ def record(run, inputs) -> list[dict]:
 
 
 def report(title: str, events: list[dict]) -> None:
-    """Totals by kind, then the gaps."""
+    """Print the total time by kind of kernel, then the gaps."""
     totals, counts = defaultdict(float), defaultdict(int)
     for e in events:
         totals[kind_of(e["name"])] += e["time"]

@@ -1,4 +1,4 @@
-"""`Options(gradient_tolerance=x)`: the time it saves, its error, and what a model learns under it.
+"""`Options(gradient_tolerance=x)`: saved time, gradient error, and training curves.
 
 Page: docs/concepts.md.
 
@@ -6,13 +6,14 @@ Page: docs/concepts.md.
     python benchmarks/studies/tolerance.py curves --output curves.json --plot curves.png
     python benchmarks/studies/tolerance.py time --quick  # on a CPU; so curves --quick
 
-`time`: GRPO on tokens as a trained model has them, 60 % with p(y) > 0.99 (1 - p log-uniform) and
-the others trained-looking; eight answers to a question, whose advantages are all 0 where all are
-right or all wrong. Each x is raced against the three dense products, round by round; its error in
-dX and dW is that against x = 0, beside the bound and that of rounding a gradient to bfloat16.
+`time` measures GRPO on tokens like a trained model's: 60 % with p(y) > 0.99 (log-uniform 1 - p),
+the remaining tokens with realistic probabilities. Each question has eight answers; the advantages
+of a question with only right or only wrong answers are 0. Calls with each tolerance x alternate
+with the three dense products. The errors of dX and dW are relative to x = 0, and are shown with
+their bound and with the error of rounding a gradient to bfloat16.
 
-`curves`: a small language model that learns a source file by heart, so that it becomes certain of
-most tokens, with each x from the same start on the same batches, on a CPU.
+`curves` trains a small language model on a CPU until the model has memorised a source file and is
+certain of most tokens. All tolerances x share initial weights and batches.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ QUICK = replace(SIZES, tokens=512, width=32, vocabulary=256, dtype=torch.float32
 
 
 def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
-    """Forward and backward, into .grad."""
+    """Run forward and backward; gradients are in `.grad`."""
     inputs.hidden.grad = inputs.weight.grad = None
     given = hl.Options(gradient_tolerance=tolerance, **options)
     batch = WORKS["grpo"].batch(inputs)
@@ -55,7 +56,7 @@ def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
 
 
 def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[str, float]:
-    """What is left out, the error in each gradient over its norm, and the bound over it."""
+    """Return the left-out rows, each gradient's relative error, and the relative error bound."""
     out = step(inputs, tolerance)
     measured, found = out.metrics.compute(), {}
     found["skipped_rows"] = measured.get("skipped_rows", 0.0)
@@ -73,7 +74,7 @@ def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[s
 
 
 def _norm(value: Tensor, less: Tensor | None = None) -> float:
-    """Of the difference, a few rows at a time."""
+    """Return the norm of the difference, computed a few rows at a time."""
     total = 0.0
     for rows in torch.arange(len(value), device=value.device).split(4096):
         part = value[rows].float()
@@ -92,7 +93,7 @@ def time_all(setting: Setting, device: torch.device, rounds: int) -> dict[str, A
         exact[name] = getattr(inputs, name).grad
     rows = [{"tolerance": x, **errors(inputs, x, exact)} for x in TOLERANCES]
     rounded = {name: _norm(g, g.to(torch.bfloat16)) / _norm(g) for name, g in exact.items()}
-    if setting.dtype == torch.bfloat16:  # it is rounded already: half a unit in the last place, rms
+    if setting.dtype == torch.bfloat16:  # already rounded: rms of half an ulp
         rounded = dict.fromkeys(exact, 2**-9 / 3**0.5)
     del exact
     limit = make_limit(setting, inputs)
@@ -140,7 +141,7 @@ LENGTH, SENTENCES, WIDTH, LAYERS = 64, 8, 96, 2
 
 
 class Model(nn.Module):
-    """A causal transformer over bytes; its head is headloss's."""
+    """A causal byte transformer with a headloss head."""
 
     def __init__(self, vocabulary: int = 256, width: int = WIDTH) -> None:
         super().__init__()
@@ -161,8 +162,8 @@ class Model(nn.Module):
 
 
 def corpus() -> tuple[Tensor, Tensor]:
-    """Bytes to train on, few enough to be learned by heart, and others: modules of the standard
-    library."""
+    """Return training bytes, few enough to memorise, and held-out bytes, from modules of the
+    standard library."""
     import bisect
     import inspect
     import textwrap
@@ -177,7 +178,8 @@ def windows(text: Tensor, starts: Tensor) -> Tensor:
 
 
 def curve(tolerance: float, steps: int, every: int) -> dict[str, Any]:
-    """Training loss of each step, rows left out, and the loss on held-out text now and then."""
+    """Return the training loss and the left-out rows of each step, and the held-out loss every
+    `every` steps."""
     torch.manual_seed(0)
     model, (text, other) = Model(), corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -207,7 +209,7 @@ def curve(tolerance: float, steps: int, every: int) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Smoothed training losses, and the rows that were left out."""
+    """Plot smoothed training losses, and the left-out rows."""
     import matplotlib
 
     matplotlib.use("Agg")

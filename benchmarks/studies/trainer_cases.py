@@ -1,7 +1,7 @@
-"""Configurations of trainers, and a trainer of each: ours, stock TRL's, and two references.
+"""Trainer configurations, and their trainers: headloss's, stock TRL's, and two references.
 
-Completions are made up from the prompts, so that a run depends on neither the number of processes
-nor who generates.
+Completions are computed from the prompts, so that a run depends neither on the number of processes
+nor on the generator.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 2),
     "checkpointing": (False, True),
     "tied": (False, True),
-    "experts": (False, True),  # with the routers' auxiliary loss
+    "experts": (False, True),  # mixture of experts with auxiliary loss
     "then": ("", "eval", "resume"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration; the fields are those of `CHOICES`."""
+    """One trainer configuration, with the fields of `CHOICES`."""
 
     trainer: str
     wrapper: str = "ddp"
@@ -81,20 +81,23 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """What the same numbers must come from: TRL, where it has the like; else full logits."""
+        """Return the reference trainer: "trl" if TRL has an equivalent, else "logits"."""
         return "logits" if self.trainer in ("PPO", "REINFORCE") or "head" in self.lora else "trl"
 
     @property
     def allowed(self) -> bool:
-        """A critic is saved with the model, and not with an adapter alone. transformers does not
-        load a mixture of experts from a checkpoint of DDP: the saved names are other ones."""
+        """Return True for supported combinations.
+
+        A critic is saved with the model, and not with an adapter alone. transformers cannot load a
+        mixture of experts from a DDP checkpoint, since the saved names differ.
+        """
         without_critic = self.trainer == "PPO" and self.lora
         other_names = self.experts and self.wrapper == "ddp" and not self.lora
         return not (self.then == "resume" and (without_critic or other_names))
 
 
 def pairwise(choices: dict[str, tuple[Any, ...]] = CHOICES, seed: int = 1) -> list[Case]:
-    """Few cases in which every two values of different fields meet."""
+    """Return few cases in which every pair of values of two fields occurs."""
     missing = {
         frozenset([(a, x), (b, y)])
         for a, b in combinations(choices, 2)
@@ -123,14 +126,14 @@ def pairwise(choices: dict[str, tuple[Any, ...]] = CHOICES, seed: int = 1) -> li
     return sorted(chosen, key=lambda c: [order[f.name][getattr(c, f.name)] for f in fields(c)])
 
 
-ZERO3 = (  # beside the pairs: an extra that not every machine has
+ZERO3 = (  # added to the pairs; needs DeepSpeed
     Case(trainer="GSPO", wrapper="zero3", accumulation=2, then="resume"),
     Case(trainer="SFTTrainer", wrapper="zero3", precision="bf16", lora="body, head", tied=True),
 )
 
 
 def matrix() -> list[Case]:
-    """All that is run."""
+    """Return all cases to run."""
     there = importlib.util.find_spec("deepspeed") is not None
     return [*pairwise(), *(ZERO3 if there else ())]
 
@@ -143,8 +146,8 @@ class Size:
     hidden: int
     layers: int
     vocabulary: int
-    completion: int  # tokens at most; a prompt has a quarter of it at most
-    batch: int  # rows of a process and step
+    completion: int  # most tokens of a completion; a prompt has at most a quarter
+    batch: int  # rows per process and step
 
 
 SMALL = Size(hidden=16, layers=2, vocabulary=120, completion=8, batch=2)
@@ -163,7 +166,7 @@ def tokenizer(size: Size) -> PreTrainedTokenizerFast:
 
 
 def save_model(size: Size, tied: bool, experts: bool, folder: Path) -> Path:
-    """The path of a random model; its label probabilities are not all alike."""
+    """Save a random model with varied label probabilities; return its path."""
     path = folder / f"model-{size.hidden}-{'tied' if tied else 'untied'}{'-experts' * experts}"
     if path.exists():
         return path
@@ -192,7 +195,7 @@ def save_model(size: Size, tied: bool, experts: bool, folder: Path) -> Path:
         scale = 2.0 / settings["initializer_range"] / size.hidden**0.5
         model.get_output_embeddings().weight.mul_(scale)
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path.with_suffix(".partial"))  # before there are ranks: only one writes
+    model.save_pretrained(path.with_suffix(".partial"))  # before ranks exist, so one process writes
     path.with_suffix(".partial").rename(path)
     return path
 
@@ -218,7 +221,7 @@ def dataset(trainer: str, size: Size) -> Dataset:
 
 
 def completions(prompts: list[list[int]], size: Size) -> list[list[int]]:
-    """Made up from a prompt and how often it was there before; some end, some are cut off."""
+    """Return completions computed from a prompt and its number of occurrences; some are cut off."""
     seen: dict[tuple[int, ...], int] = {}
     found = []
     for prompt in map(tuple, prompts):
@@ -246,7 +249,7 @@ def _given_completions(kind: type, size: Size) -> type:
 # ---------------------------------------------------------------------- trainers
 
 RL = ("GRPO", "GSPO", "CISPO", "PPO", "REINFORCE")
-AS_TRL = {  # the fields of TRL's configuration that an algorithm stands for
+AS_TRL = {  # TRL configuration fields equivalent to an algorithm
     "GRPO": {"loss_type": "grpo"},
     "GSPO": {
         "loss_type": "grpo",
@@ -260,13 +263,13 @@ AS_TRL = {  # the fields of TRL's configuration that an algorithm stands for
 
 @contextlib.contextmanager
 def launched(case: Case, processes: int = 2) -> Iterator[None]:
-    """The environment that `accelerate launch` makes of a configuration file."""
+    """Set the environment variables of an `accelerate launch` with the case's configuration."""
     mixed = "bf16" if case.precision == "bf16" else "no"
     given: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": mixed}
     if case.wrapper == "zero3" and processes > 1:
         settings = json.dumps(_deepspeed(case)).encode()
         given |= {
-            "ACCELERATE_USE_CPU": "false",  # accelerate leaves DeepSpeed out where it is true
+            "ACCELERATE_USE_CPU": "false",  # accelerate disables DeepSpeed if "true"
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": base64.urlsafe_b64encode(settings).decode(),
             **({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}),
@@ -278,7 +281,8 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
             "FSDP_RESHARD_AFTER_FORWARD": str(case.wrapper == "fsdp2").lower(),
             "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-            # With it, accelerate ties weights anew, which an adapter on a tied head forbids.
+            # This option makes accelerate tie weights again, which fails with an adapter on a tied
+            # head.
             "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not (case.tied and "head" in case.lora)).lower(),
             "FSDP_OFFLOAD_PARAMS": "false",
         }
@@ -300,7 +304,7 @@ def _forget_state() -> None:
 
 
 def _deepspeed(case: Case) -> dict[str, Any]:
-    """A configuration file of DeepSpeed; every parameter is sharded, however small it is."""
+    """Return a DeepSpeed configuration that shards every parameter, even small ones."""
     sharding = {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -315,7 +319,7 @@ def _deepspeed(case: Case) -> dict[str, Any]:
 
 
 def allow_sharding_on_cpus() -> None:
-    """accelerate takes FSDP and DeepSpeed for a matter of accelerators; gloo serves both."""
+    """Patch accelerate to allow FSDP and DeepSpeed on CPUs, where both run on gloo."""
     from accelerate.utils import DistributedType
 
     original, choose = PartialState.__init__, PartialState._prepare_backend
@@ -333,20 +337,22 @@ def allow_sharding_on_cpus() -> None:
 
     PartialState.__init__ = init  # type: ignore[method-assign]
     PartialState._prepare_backend = prepare_backend  # type: ignore[method-assign]
-    training_args.is_torch_bf16_gpu_available = lambda: True  # asked for without `use_cpu`
+    training_args.is_torch_bf16_gpu_available = lambda: True  # checked unless `use_cpu`
 
 
 def build(case: Case, kind: str, size: Size, folder: Path, processes: int, **options: Any) -> Any:
-    """A trainer; `kind`: "headloss", "trl", "logits" (full logits, by the model's own forward) or
-    "exact" (a head in float64). Call it inside `launched(case)`.
+    """Build a trainer inside `launched(case)`.
+
+    `kind` is "headloss", "trl", "logits" (full logits from the model's own forward) or "exact" (a
+    float64 head).
 
     Args:
-        processes: of the run; the global batch is that of two.
+        processes: number of processes; the global batch is that of two processes.
     """
     if (kind == "trl") > (case.reference == "trl"):
         raise ValueError(f"{case.name}: TRL has no such trainer")
     group = _is_group(case)
-    settings = _settings(case, kind, size, folder, processes, options)  # ZeRO-3 is on from there
+    settings = _settings(case, kind, size, folder, processes, options)  # turns on ZeRO-3
     arguments: dict[str, Any] = {
         "model": AutoModelForCausalLM.from_pretrained(
             save_model(size, case.tied, case.experts, folder), dtype=torch.float32
@@ -378,7 +384,7 @@ def _class(case: Case, kind: str) -> type:
 
 @contextlib.contextmanager
 def _without_fusion(on: bool) -> Iterator[None]:
-    """SFT and DPO have no switch for it."""
+    """Disable headloss in SFT and DPO trainers, which have no option for full logits."""
     before = forward.add_head
     if on:
         switches = forward.Switches(use_fused_loss=False)
@@ -417,7 +423,7 @@ def _settings(
         "gradient_checkpointing": case.checkpointing,
         "bf16": case.precision == "bf16",
         "use_cpu": not on_gpu and case.wrapper != "zero3",
-        "optim": "sgd",  # its step is the gradient
+        "optim": "sgd",  # an SGD step equals the gradient
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
@@ -442,8 +448,7 @@ def _settings(
         "num_iterations": 2,
     }
     if case.trainer == "REINFORCE" and case.lora and case.wrapper.startswith("fsdp2"):
-        # With a reference its pass, in which adapters are frozen, would be FSDP2's first forward:
-        # nothing is generated here.
+        # Without generation, a reference pass with frozen adapters would be FSDP2's first forward.
         shared["beta"] = 0.0
     if kind == "trl" or case.trainer == "GRPOTrainer":
         return trl.GRPOConfig(**shared, **AS_TRL.get(case.trainer, {"loss_type": "dapo"}))
@@ -458,9 +463,9 @@ def _settings(
 
 @contextlib.contextmanager
 def float64_head(on: bool) -> Iterator[None]:
-    """Passes end in plain PyTorch from float64 logits; hidden states and weights stay as they are.
+    """Replace passes by plain PyTorch on float64 logits, with unchanged hidden states and weights.
 
-    Under autocast they are those that its products take.
+    Under autocast, hidden states and weights are first cast to the autocast dtype.
     """
     before = forward.head_loss
     if on:

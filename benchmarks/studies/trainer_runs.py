@@ -1,4 +1,5 @@
-"""One configuration of `trainer_cases`, run by ours and by its reference, and how they differ."""
+"""Runs of one configuration of `trainer_cases` by headloss and by its reference, and
+differences."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ STEPS, RESUMED = 6, 2
 
 
 class Watch(TrainerCallback):
-    """The gradient of the first step, as a whole tensor on each rank; times, and peak memory."""
+    """A callback that records step times, peak memory, and the first step's gradient as whole
+    tensors."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -41,7 +43,7 @@ class Watch(TrainerCallback):
         self._begun = time.perf_counter()
 
     def _watch(self, engine: Any) -> None:
-        """DeepSpeed's step, which clips, is over when `on_pre_optimizer_step` comes."""
+        """Record gradients before DeepSpeed's step, which clips before `on_pre_optimizer_step`."""
         from deepspeed.utils import safe_get_full_grad
 
         def step(*args: Any, **kwargs: Any) -> None:
@@ -79,8 +81,8 @@ def _wait() -> None:
 def run(
     case: Case, kind: str, size: Size, folder: Path, processes: int = 2, steps: int = STEPS
 ) -> dict[str, Any]:
-    """What a short run of one kind of trainer came to; "gradient" is of the first step."""
-    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0  # DeepSpeed keeps some
+    """Return the results of a short run of one kind of trainer; "gradient" is the first step's."""
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0  # held by DeepSpeed
     with launched(case, processes), float64_head(kind == "exact"):
         trainer = build(case, kind, size, folder, processes, max_steps=steps)
         watch = Watch(trainer)
@@ -99,7 +101,7 @@ def run(
         "logs": logs,
         "evaluated": evaluated,
         "gradient": watch.gradient,
-        "step_ms": 1e3 * min(watch.times[2:] or watch.times),  # some of them compile kernels
+        "step_ms": 1e3 * min(watch.times[2:] or watch.times),  # first steps compile kernels
         "peak_mib": peak,
     }
     del trainer
@@ -121,12 +123,12 @@ def release() -> None:
 
 
 def resumed(case: Case, size: Size, folder: Path) -> float:
-    """The largest difference, in losses and gradient norms, between a run and one that goes on from
-    its checkpoint."""
+    """Return the largest difference in losses and gradient norms between a run and a run resumed
+    from its checkpoint."""
     kept = folder / "run"
     options: dict[str, Any] = {
         "max_steps": STEPS, "save_strategy": "steps", "save_steps": RESUMED,
-        "optim": "adamw_torch", "learning_rate": 1e-3,  # a state that must be resumed too
+        "optim": "adamw_torch", "learning_rate": 1e-3,  # its state must be resumed
     }  # fmt: skip
     _clear(kept)
     with launched(case):
@@ -140,7 +142,7 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     with launched(case):
         trainer = build(case, "headloss", size, folder, 2, **options)
         trainer.remove_callback(PrinterCallback)
-        set_seed(0)  # of the order; the checkpoint holds the state of random numbers after it
+        set_seed(0)  # sets the data order; the checkpoint restores later random states
         trainer.train(resume_from_checkpoint=str(kept / f"checkpoint-{RESUMED}"))
         got = [entry for entry in trainer.state.log_history if "loss" in entry]
         del trainer
@@ -148,12 +150,13 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     _clear(kept)
     assert len(got) == len(want) == STEPS
     found = differences(got[RESUMED:], want[RESUMED:])
-    return max(found["loss"], found["grad_norm"])  # TRL begins to count tokens anew
+    return max(found["loss"], found["grad_norm"])  # TRL restarts its token count
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Operations that sum in any order would make two runs differ, as attention's backward does."""
+    """Use deterministic operations, since unordered sums (as in attention's backward) change
+    results."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -173,21 +176,21 @@ def _clear(folder: Path) -> None:
 
 
 def apart(a: float, b: float) -> float:
-    """|a - b| relative to the larger, with 1e-2 at least to compare with."""
+    """Return |a - b| relative to the larger value, or to 1e-2 if both are smaller."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     return abs(a - b) / max(abs(a), abs(b), 1e-2)
 
 
 def differences(a: list[dict[str, float]], b: list[dict[str, float]]) -> dict[str, float]:
-    """The largest difference over steps, of each figure that both report."""
+    """Return the largest difference over steps, for each number reported by both runs."""
     known = set.intersection(*map(set, (*a, *b)))
     shared = [n for n in a[0] if n in known and not n.endswith(TIMES) and n != "step"]
     return {n: max(apart(x[n], y[n]) for x, y in zip(a, b, strict=True)) for n in shared}
 
 
 def gradient_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of `b`, over all parameters."""
+    """Return the norm of the difference over the norm of `b`, over all parameters."""
     if a.keys() != b.keys() or not b:
         raise ValueError(f"gradients of other parameters: {sorted(a.keys() ^ b.keys())}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,7 +203,7 @@ def gradient_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def compare(case: Case, size: Size, folder: Path) -> dict[str, Any]:
-    """A row of the table, made by both processes."""
+    """Return a row of the table, computed by both processes."""
     found = {kind: run(case, kind, size, folder) for kind in ("headloss", case.reference)}
     mine, other = found["headloss"], found[case.reference]
     shared = differences(mine["logs"], other["logs"])
@@ -235,7 +238,7 @@ def compare(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     return row
 
 
-TOLERANCES = {  # of float32; bf16 is compared with a head in float64 in place of the reference
+TOLERANCES = {  # for float32; bf16 runs are compared with a float64 head
     "loss_apart": 1e-3,
     "grad_norm_apart": 1e-3,
     "metrics_apart": 5e-3,
@@ -245,10 +248,10 @@ TOLERANCES = {  # of float32; bf16 is compared with a head in float64 in place o
 
 
 def failures(case: Case, row: dict[str, Any]) -> list[str]:
-    """What of a row is not as it must be."""
+    """Return the names of the values of a row out of tolerance."""
     found = []
     if case.precision == "float32" and case.experts:
-        # Later on a token that rounding sends to another expert is enough of a difference.
+        # In later steps rounding may change the expert of a token, which changes all values.
         first = ("first_apart", "gradient_apart")
         found += [f"{n} {row[n]:.1e}" for n in first if row.get(n, 0.0) > 1e-3]
     elif case.precision == "float32":

@@ -1,4 +1,4 @@
-"""Trainers on two processes, step for step beside stock TRL: wrappers, precisions, adapters.
+"""Trainers on two processes, compared with stock TRL step by step: wrappers, precisions, adapters.
 
 Page: docs/train.md.
 
@@ -7,11 +7,11 @@ Page: docs/train.md.
     python benchmarks/studies/trainers.py --table
     ... --quick                                                   # tiny models, on the CPU
 
-All configurations (`trainer_cases.matrix`) run in one pair of processes, each on fresh models:
-ours, the reference, in bf16 a head in float64, and where the case says so an evaluation, or a run
-that goes on from its checkpoint. Started again, it goes on after the last configuration.
-`--one-process` repeats those in float32 on the whole batch. Where there is but one GPU, the two
-processes share it, with a smaller vocabulary; their times then say nothing.
+All configurations (`trainer_cases.matrix`) run in one pair of processes, with new models for each
+run: headloss, the reference, in bf16 a float64 head, and in some cases an evaluation or a run
+resumed from a checkpoint. A restarted study continues after the last configuration. `--one-process`
+repeats the float32 configurations on the whole batch. On a machine with one GPU the two processes
+share the GPU with a smaller vocabulary, and times are meaningless.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import distributed
 from trainer_cases import LARGE, SMALL, Case, Size, as_row, matrix, save_model
 from trainer_runs import apart, compare, failures, quiet, run
 
-NARROW = 16384  # where two processes share a GPU and send weights over sockets
+NARROW = 16384  # vocabulary of two processes on one GPU
 RESULTS = Path(__file__).parents[1] / "results"
 HEADINGS = {
     "loss_apart": "losses",
@@ -59,7 +59,7 @@ HEADINGS = {
 
 
 class Results:
-    """Rows by the name of their case, in a file that is whole after each one."""
+    """Rows by name of their case, in a file that is rewritten after each row."""
 
     def __init__(self, path: Path, write: bool) -> None:
         self.path, self.write = path, write
@@ -80,7 +80,7 @@ class Results:
 
 
 def ordered(first: list[str]) -> list[Case]:
-    """Those whose names match a pattern come first."""
+    """Return all cases, with names that match a pattern of `first` in front."""
     return sorted(matrix(), key=lambda case: not any(fnmatch(case.name, p) for p in first))
 
 
@@ -97,7 +97,7 @@ def two_processes(
             say(rank, "out of time")
             return
         start = time.perf_counter()
-        # Where a rank dies, the next start does not try it again.
+        # A restarted study skips a case that ended the process.
         results.put(case.name, {**as_row(case), "error": "it did not end"})
         try:
             row = compare(case, size, folder)
@@ -112,9 +112,10 @@ def two_processes(
 
 
 def one_process(results: Results, size: Size, folder: Path, began: float, limit: float) -> None:
-    """The same steps on the whole batch, in float32.
+    """Run the float32 steps on the whole batch in one process.
 
-    Not with experts: the routers' loss is a product of two means over what a process holds.
+    Cases with experts are skipped: the routers' loss is a product of two means over a process's
+        rows.
     """
     for case in matrix():
         row = results.rows.get(case.name, {})
@@ -147,7 +148,7 @@ def say(rank: int, text: str) -> None:
 
 
 def table(results: Results) -> str:
-    """Markdown."""
+    """Return the results as a Markdown table."""
     versions = results.about.get("versions", {})
     lines = [
         f"{machine(results)}; " + ", ".join(f"{n} {v}" for n, v in versions.items()) + ".",
@@ -211,7 +212,7 @@ def main() -> int:
     if rank == 0:
         for case in matrix():
             save_model(size, case.tied, case.experts, folder)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for runs that must repeat
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic cuBLAS
     if not arguments.one_process:
         if shared:
             share_a_gpu(rank)

@@ -1,7 +1,6 @@
-"""Small runs spend most of their time on plots, which are empty files here, and on a list of words,
-which is read once.
+"""Empty plot files and a cached word list for small runs, which spend most of their time on both.
 
-What is drawn, `test_train.py`, `test_train_reports.py` and `test_shipped_recipe` see.
+Real plots are tested in `test_train.py`, `test_train_reports.py` and `test_shipped_recipe`.
 """
 
 from __future__ import annotations
@@ -28,6 +27,6 @@ class Blank(Drawn):
 def blank_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "Figure", Blank)
-        create = functools.cache(reasoning_gym.create_dataset)  # whose problems go by their numbers
+        create = functools.cache(reasoning_gym.create_dataset)  # problems are addressed by number
         patch.setattr(reasoning_gym, "create_dataset", create)
         yield

@@ -1,10 +1,11 @@
-"""Compile every kernel of the Triton backend for GPUs that are not here, and say how it went.
+"""Compile every kernel of the Triton backend for absent GPUs, and report the results.
 
     python tests/helpers/compiled_kernels.py cuda:80 cuda:90 --only '*product*'
     python tests/helpers/compiled_kernels.py hip:gfx942
 
-Acts are called with tensors on the CPU; in place of a launch, the kernel is compiled for what the
-call would launch. Triton's interpreter must be off. A line of JSON per kernel and call.
+Backend operations are called with CPU tensors; in place of a launch, the kernel is compiled for the
+call's arguments. Triton's interpreter must be off. The output has a line of JSON per kernel and
+call.
 
 n tokens, H hidden width, v columns, K chosen columns.
 """
@@ -26,7 +27,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # kernels know it from the start
+if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # read when kernels are imported
     torch.version.hip = "7.0"  # type: ignore[assignment]
 
 from headloss.kernels import triton as acts
@@ -56,20 +57,20 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, Softmax
 ALL = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
 LEAST = frozenset({"logp"})
 KINDS = ("forward_kl", "reverse_kl", "js", "skew_forward_kl", "skew_reverse_kl", "total_variation")
-SHARED = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}  # KiB of a program
+SHARED = {"80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}  # KiB of shared memory
 WAVE = {"gfx942": 64}
 N, H, V, K = 2100, 512, 1000, 8
 Call = Callable[[], object]
 
 
 def target_of(name: str) -> GPUTarget:
-    """Of "cuda:90" or "hip:gfx942"."""
+    """Return the target of a name like "cuda:90" or "hip:gfx942"."""
     backend, arch = name.split(":")
     return GPUTarget(backend, int(arch) if backend == "cuda" else arch, WAVE.get(arch, 32))
 
 
 class Absent:
-    """The driver of a GPU that is not here. Each target is a device of its own to Triton."""
+    """The driver of an absent GPU; each target is a separate device to Triton."""
 
     def __init__(self, target: GPUTarget, number: int) -> None:
         self.target, self.number = target, number
@@ -85,7 +86,7 @@ class Absent:
 
 
 def pretend(target: GPUTarget, number: int) -> None:
-    """What the package asks of a GPU has this one's answers."""
+    """Replace the package's queries about the GPU by answers of the target GPU."""
     triton.runtime.driver.set_active(Absent(target, number))
     cuda = target.backend == "cuda"
     major, minor = divmod(target.arch, 10) if cuda else (0, 0)
@@ -117,7 +118,7 @@ def whole(*shape: int) -> Tensor:
 
 
 class Form:
-    """What acts take in one form: the least that a call asks for, or all of it."""
+    """Arguments of backend operations in one form: the minimal or the maximal set of features."""
 
     def __init__(self, full: bool, dtype: torch.dtype) -> None:
         self.full = full
@@ -254,7 +255,7 @@ class Form:
         slopes = some(N, len(several))
         parts = Divergence(self.raw, of_rows, slopes, slopes, some(N))
         yield "several, gradient", lambda: acts.part_gradient_(self.raw, parts, **more)
-        column = some(N, 1)  # of the last slab, perhaps, whose rows are one number apart
+        column = some(N, 1)  # one column, as in a last slab of width 1
         one = Divergence(column, pair, some(N, 1), some(N, 1))
         last = more | {"extra": self.if_full(column)}
         yield "one column, gradient", lambda: acts.part_gradient_(column, one, **last)
@@ -296,7 +297,7 @@ def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> Any:
-    """In place of `Launcher.send`."""
+    """Return a replacement of `Launcher.send` that compiles the kernel and reports the result."""
 
     def compiled(
         launcher: launch.Launcher, programs: int, arguments: list[Any], constants: dict[str, Any]
@@ -307,7 +308,7 @@ def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> An
                 *arguments, grid=(programs,), **constants, **launcher.options
             )
             shared, code = found.metadata.shared, found.asm.get("amdgcn", "")
-            if "approx" in code:  # AMD's compiler only prints that it does not know it
+            if "approx" in code:  # AMD's compiler only prints a warning
                 error = "instructions of PTX"
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[-600:]
@@ -317,7 +318,7 @@ def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> An
 
 
 def kernels() -> set[str]:
-    """The names of all that are launched."""
+    """Return the names of all launched kernels."""
     prefix = acts.__name__
     modules = [m for name, m in sys.modules.items() if name.startswith(prefix)]
     values = [value for module in modules for value in vars(module).values()]

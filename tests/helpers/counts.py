@@ -1,8 +1,8 @@
-"""How much code there is: lines with comments and docstrings, tokens without.
+"""Count code: lines including comments and docstrings, tokens without comments and docstrings.
 
-    python tests/helpers/counts.py [FOLDER ...]     # each holds a headloss/; without any, this one
+    python tests/helpers/counts.py [FOLDER ...]     # folders with a headloss/; default: this one
 
-Core is what lies outside kernels, losses, integrations, rl, train and naive.py.
+Core is all code outside kernels, losses, integrations, rl, train and naive.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def tokens(source: str) -> int:
-    """Of Python's `tokenize`: no comments, docstrings, ends of lines or indents."""
+    """Count Python tokens without comments, docstrings, line ends and indents."""
     scopes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, SCOPES)]
     described = [node for node in scopes if ast.get_docstring(node, clean=False) is not None]
     docstrings = {(node.body[0].lineno, node.body[0].col_offset) for node in described}
-    count = inside = 0  # f-strings, which are a token each, and many from Python 3.12 on
+    count = inside = 0  # f-strings count as one token in every Python version
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         docstring = token.type == tokenize.STRING and token.start in docstrings
         count += not inside and token.type not in SILENT and not docstring
@@ -35,7 +35,7 @@ def tokens(source: str) -> int:
 
 
 def counts(package: Path) -> dict[str, int]:
-    """Of a folder `headloss`: by name, in the order in which they are printed."""
+    """Return the counts of a folder `headloss` by name, in order of printing."""
     found: Counter[str] = Counter()
     longest = 0
     for path in sorted(package.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Which combinations of a test's parameters `make test` runs."""
+"""The choice of parameter combinations that `make test` runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARK = (
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """By each test's marker."""
+    """Mark combinations not chosen by a test's `covering` marker as slow."""
     of_test: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering"):
@@ -33,8 +33,10 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def chosen(points: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
-    """Places of points that together hold each combination of `strength` coordinates that all of
-    them hold. Greedy: the first point that adds the most."""
+    """Return indices of points that cover every combination of `strength` coordinates in `points`.
+
+    The choice is greedy: each step takes the first point with the most new combinations.
+    """
     sets = [set(itertools.combinations(point, min(strength, len(point)))) for point in points]
     missing, found = set().union(*sets), set()
     while missing:

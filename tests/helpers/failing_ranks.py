@@ -1,4 +1,4 @@
-"""A rank that fails in the middle of a call: what each of two ranks meets, and when."""
+"""A rank that fails in the middle of a call: the error and its delay on each of two ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor, distributed
 
 import headloss as hl
 
-SECONDS = 3.0  # the groups' timeout
+SECONDS = 3.0  # timeout of the process groups
 T, H, V = 6, 4, 10
-ARMED = 100.0  # unlike anything that the engine tries a term on
+ARMED = 100.0  # does not occur in a term's trial run
 
 
 class Met(NamedTuple):
-    """The exception that ended a rank's call, and how long that took."""
+    """The exception that ended a rank's call, and the seconds until then."""
 
     kind: str
     message: str
@@ -29,7 +29,7 @@ class Met(NamedTuple):
 
 @hl.term
 def fragile(stats: Any, batch: Any, how: str = "raises") -> Tensor:
-    """Fails on rank 1 where the batch says so."""
+    """Fail on rank 1 if the batch contains `ARMED`."""
     if distributed.get_rank() == 1 and bool((batch.armed == ARMED).any()):
         if how == "raises":
             raise KeyError("a bug of the user's")
@@ -38,7 +38,7 @@ def fragile(stats: Any, batch: Any, how: str = "raises") -> Tensor:
 
 
 def loss(group: Any, over: str, how: str = "raises", armed: bool = False) -> Tensor:
-    """Over slices of the vocabulary, segments that run across ranks, or tokens spread over them."""
+    """Return a loss over vocabulary slices, segments across ranks, or tokens spread over ranks."""
     rank = distributed.get_rank()
     torch.manual_seed(0)
     hidden, weight = torch.randn(T, H), torch.randn(V, H)
@@ -69,9 +69,9 @@ def meet(run: Any) -> Met:
 
 
 def fails(over: str, how: str) -> list[Met]:
-    """Rank 1 fails in a term, catches what it raised, and goes on to another call."""
+    """Let rank 1 fail in a term, catch the error, and continue with a further call."""
     patient = distributed.new_group([0, 1])
-    loss(patient, over, how).backward()  # what is right works, and all is imported
+    loss(patient, over, how).backward()  # a correct call first, which also imports all modules
     group = distributed.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     distributed.barrier(patient)
     first = meet(lambda: loss(group, over, how, armed=True))
@@ -79,7 +79,7 @@ def fails(over: str, how: str) -> list[Met]:
 
 
 def fails_before_backward() -> list[Met]:
-    """Rank 1 raises between the forward and the backward pass of a sweep over the vocabulary."""
+    """Let rank 1 raise between forward and backward of a recompute call."""
     patient = distributed.new_group([0, 1])
     group = distributed.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     rank = distributed.get_rank()

@@ -1,4 +1,4 @@
-"""One vector that a term observes, folded by itself."""
+"""The fold of a single observed vector of a term."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from headloss.statistics.metrics import Observed, fold_all
 
 
 def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Any:
-    """Its measurement."""
+    """Return the measurement of an observed vector."""
     return fold_all({"": observed}, live, share)[""]

@@ -1,10 +1,10 @@
-"""Random calls of the public verbs, each drawn from its seed, and plain records of what they gave.
+"""Random calls of the public functions, drawn from seeds, and plain records of their results.
 
-    python tests/helpers/fuzz.py --count 500 --against FOLDER  # another headloss/; --first: a seed
+    python tests/helpers/fuzz.py --count 500 --against FOLDER  # older headloss/; --first: a seed
     python tests/helpers/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
 
-The same calls of two versions are compared in loss, gradients, metrics and texts of errors: to the
-bit, or `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
+Identical calls of two versions are compared in loss, gradients, metrics and error texts: bitwise,
+or with a tolerance such as `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
 
 N positions, T of them scored, S segments, H hidden width, V vocabulary rows.
 """
@@ -40,7 +40,7 @@ import headloss as hl
 
 @dataclass(kw_only=True)
 class Built:
-    """A call's arguments as objects of the library."""
+    """The arguments of a call as headloss objects."""
 
     hidden: Any
     head: Any
@@ -48,11 +48,11 @@ class Built:
     objective: Any
     options: Any
     leaves: dict[str, Tensor]
-    logits: Any = None  # raw, of a call on logits
+    logits: Any = None  # raw logits of a `logits_loss` call
 
 
 def segments_of(call: Call) -> Any:
-    """As the caller makes them; numbers are put on the device where the call runs."""
+    """Return the call's segments, with tensors on the call's device."""
     if call.segments is None:
         return None
     kind, *value = call.segments
@@ -71,7 +71,7 @@ def segments_of(call: Call) -> Any:
 
 
 def build(call: Call) -> Built:
-    """Make everything, with leaves that require what the call's mode says."""
+    """Build all arguments; leaves require gradients according to the call's mode."""
     into, onto = call.grad in ("train", "frozen"), call.grad in ("train", "weight")
     leaves: dict[str, Tensor] = {}
 
@@ -120,7 +120,7 @@ def build(call: Call) -> Built:
 
 
 def run(call: Call) -> dict[str, Any]:
-    """The plain record of a call: what it gave, or the error's type and text."""
+    """Return the plain record of a call: its results, or the error's type and text."""
     if call.spoil is not None:
         SPOILS[call.spoil].apply(call)
     given = plainly(call) if call.place is None else fuzz_ranks.RUNNING.run(call)
@@ -129,7 +129,7 @@ def run(call: Call) -> dict[str, Any]:
 
 
 def plainly(call: Call) -> dict[str, Any]:
-    """What a call gives in this process."""
+    """Return the results of a call run in this process."""
     try:
         placed = on_device(call)
         return on(_run(placed, build(placed)), "cpu")
@@ -138,7 +138,7 @@ def plainly(call: Call) -> dict[str, Any]:
 
 
 def on(value: Any, device: str) -> Any:
-    """All tensors in dicts and sequences on a device, but for those on meta."""
+    """Move all tensors in dicts and sequences to a device, except meta tensors."""
     if isinstance(value, Tensor):
         return value if value.is_meta else value.to(device)
     if isinstance(value, dict):
@@ -149,7 +149,7 @@ def on(value: Any, device: str) -> Any:
 
 
 def on_device(call: Call) -> Call:
-    """A call with its tensors where it runs."""
+    """Return the call with its tensors on the call's device."""
     if call.device == "cpu":
         return call
     names = ("hidden", "head", "lora", "batch", "segments", "teacher_head", "options")
@@ -182,8 +182,10 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
 
 
 def _act(call: Call, built: Built) -> tuple[Any, Tensor, dict[str, Tensor] | None]:
-    """Forward and backward, without a read of the device: output, loss, and gradients by name,
-    None where nothing wants any."""
+    """Run forward and backward without reading the device.
+
+    Return output, loss and gradients by name; the gradients are None if no leaf needs one.
+    """
     if call.verb == "head_stats":
         out = _head_stats(call, built)
         loss = (out.logp + 0.3 * out.entropy - 0.1 * out.lse).sum()
@@ -210,7 +212,7 @@ def _upstream(call: Call) -> float:
 
 
 def _replayed(act: Callable[[], Any], main_grad: Tensor | None) -> Any:
-    """What a CUDA graph of an act gives when it is replayed."""
+    """Capture `act` in a CUDA graph, replay the graph, and return the results."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -242,7 +244,7 @@ def _arguments(built: Built) -> tuple[Any, ...]:
 
 
 def logits_of(call: Call) -> Tensor:
-    """[.., V], the raw logits that a call of `logits_loss` is given: the same on every device."""
+    """Return the raw logits [.., V] of a `logits_loss` call, identical on every device."""
     hidden, weight = call.hidden.cpu().float(), call.head["weight"].cpu().float()
     return (hidden @ weight.t()).to(call.hidden.device, DTYPES[call.dtype])
 
@@ -252,7 +254,7 @@ def _logits_loss(call: Call, built: Built) -> Any:
     built.leaves.clear()
     if call.grad in ("train", "frozen", "weight"):
         built.leaves["hidden"] = logits.requires_grad_()
-        logits = logits * 1  # a leaf may not be overwritten
+        logits = logits * 1  # a non-leaf copy, since leaves cannot be overwritten
     names = ("temperature", "softcap", "logit_scale")
     given = {name: call.head[name] for name in names if name in call.head}
     return hl.logits_loss(
@@ -266,7 +268,7 @@ def _logits_loss(call: Call, built: Built) -> Any:
 def records(
     first: int, count: int, device: str = "cpu", until: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Of consecutive seeds, as many as are begun before a time."""
+    """Yield records of consecutive seeds until the time limit."""
     for seed in range(first, first + count):
         if time.perf_counter() > until:
             return
@@ -274,7 +276,7 @@ def records(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """1 where a call differs between two versions."""
+    """Run random calls; return 1 if a call differs between two versions, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -293,7 +295,7 @@ def main(argv: list[str] | None = None) -> int:
         return against(given, {"old": given.against, "new": here})
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    fuzz_ranks.RUNNING.prepare = None  # what is inside of a version is its own
+    fuzz_ranks.RUNNING.prepare = None  # internals differ between versions
     begin = time.perf_counter()
     found = watched(records(given.first, given.count, given.device, begin + given.seconds))
     if given.save is not None:

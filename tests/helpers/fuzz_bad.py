@@ -1,4 +1,4 @@
-"""Ways to spoil a random call, each with what its error must say."""
+"""Ways to make a random call invalid, each with a pattern that the error text must match."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import headloss as hl
 
 @dataclass(frozen=True, kw_only=True)
 class Spoil:
-    """`apply` makes a call wrong; a ValueError or TypeError then `says` so."""
+    """A change `apply` that makes a call invalid, and the pattern `says` of the ValueError or
+    TypeError."""
 
     apply: Callable[[Any], None]
     says: str
@@ -35,7 +36,7 @@ def add(name: str, says: str, apply: Callable[[Any], None], **given: Any) -> Non
 
 
 def put(where: str, key: str, value: Any) -> Callable[[Any], None]:
-    """Set one entry; a function makes it of the call."""
+    """Return a change that sets one entry to a value, or to a function's result on the call."""
 
     def apply(call: Any) -> None:
         made = value(call) if callable(value) and not isinstance(value, type) else value
@@ -49,7 +50,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
 
 
 def first(term: dict[str, Any]) -> Callable[[Any], None]:
-    """One term in place of the call's own."""
+    """Return a change that replaces the call's terms by a single term."""
     plain = {"options": {}, "modifiers": [], "over": None, "weighted": False, "where": False}
 
     def apply(call: Any) -> None:
@@ -219,7 +220,8 @@ add("totals: a list", "totals: got list", attribute("totals", lambda c: [1, 2]))
 
 
 def no_segments(call: Any) -> bool:
-    """Nothing that a change of the segments would make wrong first."""
+    """Return True if no input depends on the segments, whose change could raise a different
+    error."""
     fields = [v for v in call.batch.values() if isinstance(v, torch.Tensor)]
     whole = all(v.shape[: targets(call).dim()] == targets(call).shape for v in fields)
     return whole and not any(r["name"] in ("dpo", "ipo", "simpo") for _, r in call.terms)
@@ -342,7 +344,7 @@ for name, value, says in (
 
 
 def distilled(call: Any, **given: Any) -> None:
-    """A teacher in the batch, and nothing else that could be wrong."""
+    """Put a teacher into the batch, and remove all further possible errors."""
     for name in [n for n in call.batch if n.startswith("teacher_")]:
         del call.batch[name]
     call.terms, call.teacher_head = [], None

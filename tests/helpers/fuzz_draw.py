@@ -1,4 +1,4 @@
-"""Draw a random call of a public verb from a seed."""
+"""Draw a random call of a public function from a seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():  # before anything imports Triton
+if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import fuzz_ranks
@@ -22,14 +22,14 @@ import headloss as hl
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 SHARE_OF_BAD = 0.2
-RANKS_EVERY = 10  # so many calls, one on two ranks
+RANKS_EVERY = 10  # every tenth call runs on two ranks
 
 # ---------------------------------------------------------------------- terms
 
 
 @hl.term
 def blend(stats, batch, a=0.3):
-    """A user's term of every statistic."""
+    """A user-defined term that reads every statistic."""
     return a * stats.mean_logit - stats.logp * stats.entropy + 0.1 * stats.lse
 
 
@@ -46,11 +46,11 @@ POLICY = (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "cispo", "reinforce"
 POLICY = (*POLICY, "vespo")
 SUPERVISED = ("cross_entropy", "z_loss", "entropy", "unlikelihood", "kl", "blend", "sigmoid")
 PAIRS = ("dpo", "ipo", "simpo")
-LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")  # what a frozen head can serve
+LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")  # terms supported by a frozen head
 
 
 def options_of(name: str, rng: random.Random) -> dict[str, Any]:
-    """Random options of a term; often none."""
+    """Draw random options of a term, often none."""
     if rng.random() < 0.4:
         return {"max_completion_length": rng.choice([3, 16.5])} if name == "dr_grpo" else {}
     low, high = rng.choice([0.1, 0.2, 0.5]), rng.choice([0.1, 0.28, 0.7])
@@ -83,7 +83,7 @@ def options_of(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_term(recipe: dict[str, Any]) -> hl.Term:
-    """A recipe's term: its function, options, modifiers, reduction, weights and subset."""
+    """Make the term of a recipe: function, options, modifiers, reduction, weights and subset."""
     own = {"blend": blend, "sigmoid": sigmoid_of_segments, "chosen": chosen}
     name = recipe["name"]
     found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
@@ -126,18 +126,18 @@ def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Call:
-    """All that a call is made of; a bad one is spoilt before anything is built of it."""
+    """All parts of a call; an invalid call is made invalid before objects are built."""
 
     seed: int
     verb: str = "head_loss"
-    grad: str = "train"  # "no_grad", "inference", "frozen" (head), "weight" (alone)
+    grad: str = "train"  # "no_grad", "inference", "frozen" (head), "weight" (only)
     dtype: str = "float64"
     hidden: Any = None
     head: dict[str, Any] = field(default_factory=dict)
     lora: tuple[Tensor, Tensor, float] | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     segments: tuple[str, Any] | None = None
-    totals: tuple[float, ...] | str | None = None  # of tokens and segments, or prompts too
+    totals: tuple[float, ...] | str | None = None  # of tokens, segments and possibly prompts
     terms: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     teacher: dict[str, Any] | None = None
     teacher_head: Any = None
@@ -145,14 +145,14 @@ class Call:
     k: Any = 1
     inplace: bool = False
     spoil: str | None = None
-    objective: Any = None  # in place of the terms
+    objective: Any = None  # replaces the terms
     device: str = "cpu"
-    place: str | None = None  # how it is cut over two ranks, see fuzz_ranks
-    captured: bool = False  # in a CUDA graph, which is replayed
+    place: str | None = None  # partition over two ranks, see fuzz_ranks
+    captured: bool = False  # in a replayed CUDA graph
 
     @property
     def kinds(self) -> list[str]:
-        """What a count of calls tells apart."""
+        """Return the categories of a call for statistics over calls."""
         found = {f"on {self.device}": True, f"ranks, {self.place}": self.place is not None}
         found |= {"static": "static" in self.options, "captured": self.captured}
         return [kind for kind, holds in found.items() if holds]
@@ -168,8 +168,11 @@ class Call:
 
 
 def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
-    """The call of a seed, a bad one in every fifth; `triton`: on that backend, on a GPU or
-    interpreted. Of a GPU they are larger, and some are captured."""
+    """Draw the call of a seed; a fifth of the calls are invalid.
+
+    `triton` selects the Triton backend, on a GPU or interpreted. Calls on a GPU are larger, and
+    some are captured.
+    """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     bad = rng.random() < SHARE_OF_BAD and not triton
@@ -201,7 +204,7 @@ def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
 
 
 def _make_right(call: Call) -> None:
-    """What is to be spoilt is wrong in one place alone: nothing that terms read is missing."""
+    """Complete a call that will be made invalid, so that the call is wrong in one place only."""
     shape = call.batch["targets"].shape
     for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "share"):
         call.batch.setdefault(name, torch.full(shape, -1.0))
@@ -223,7 +226,7 @@ def _draw_verb(call: Call, rng: random.Random, bad: bool) -> None:
 def _draw_shape(
     call: Call, rng: random.Random, generator: torch.Generator, bad: bool
 ) -> tuple[tuple[int, ...], int]:
-    """The targets' shape, and S."""
+    """Draw the targets' shape and S, the number of segments."""
     layout = rng.choice(["packed", "packed", "ids", "one", "rows", "rows of ids", "cube"])
     few = rng.random() < 0.15 and not bad
     most = 60 if call.device == "cpu" else rng.choice([60, 400])
@@ -258,7 +261,7 @@ def _draw_shape(
 def _draw_head(
     call: Call, rng: random.Random, generator: torch.Generator, shape: tuple[int, ...]
 ) -> int:
-    """Hidden states and the head; the vocabulary that is scored."""
+    """Draw hidden states and head; return the size of the scored vocabulary."""
     width, rows = rng.choice([8, 16, 24, 32, 7]), rng.randint(17, 300)
     if call.device != "cpu":
         width, rows = width * rng.choice([1, 8, 16]), rows * rng.choice([1, 10])
@@ -303,7 +306,7 @@ def _draw_targets(
     vocabulary: int,
     bad: bool,
 ) -> Tensor:
-    """Targets, and what may be poisoned where they are not scored; [..] bool, unscored."""
+    """Draw targets, poison unscored positions, and return [..] bool, True if unscored."""
     targets = torch.randint(vocabulary, shape, generator=generator)
     share = 0.0 if bad else rng.choice([0.0, 0.0, 0.3, 0.3, 0.8, 1.0])
     unscored = torch.rand(shape, generator=generator) < share
@@ -332,7 +335,7 @@ def _draw_terms(call: Call, rng: random.Random, count: int) -> None:
 def _draw_fields(
     call: Call, rng: random.Random, generator: torch.Generator, unscored: Tensor, count: int
 ) -> None:
-    """Every field that terms read; one of them may be missing."""
+    """Draw every field that terms read; one field may be missing."""
     shape, typical = unscored.shape, math.log(call.head["weight"].shape[0])
 
     def logps(spread: float) -> Tensor:

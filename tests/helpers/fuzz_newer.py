@@ -1,5 +1,6 @@
-"""What random calls have beside what `fuzz` draws: newer terms, candidates, supports, held terms,
-and a tolerance. Drawn after everything else, so that the rest of a call is that of its seed.
+"""Newer features of random calls: newer terms, candidates, supports, held terms, and a tolerance.
+
+Newer features are drawn last, so that a seed still gives its older parts of a call.
 
 N positions, K columns of each, V vocabulary.
 """
@@ -14,12 +15,12 @@ from torch import Tensor
 
 import headloss as hl
 
-BEYOND = 1 << 40  # an id where nothing is scored may be anything
+BEYOND = 1 << 40  # ids at unscored positions are arbitrary
 
 
 @hl.term
 def chosen(stats, batch, rest=0.2):
-    """Of candidates, some of which have no mass, and of the others."""
+    """A term of candidates, some without mass, and of all other columns together."""
     logps = stats.candidate_logps
     scores = torch.arange(1, 1 + logps.shape[1], dtype=logps.dtype, device=logps.device) * 0.1
     inside = (logps.exp() * scores).sum(1)
@@ -40,13 +41,13 @@ OPTIONS = {
     "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
-# Drawn by themselves, after all that.
+# Terms drawn separately, after all other features.
 LATEST = ("chord_phi", "sdar")
 POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
-    """Add to a call that is drawn; S = count segments."""
+    """Add newer features to a drawn call with S = count segments."""
     rng = random.Random(f"newer {call.seed}")
     generator = torch.Generator().manual_seed(call.seed + 1)
     if rng.random() < 0.12:
@@ -118,7 +119,7 @@ def _draw_latest(call: Any, rng: random.Random, vocabulary: int, unscored: Tenso
 def _draw_centering(
     call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
 ) -> None:
-    """Score centering over the candidates, or over the ids of a padded support."""
+    """Draw score centering over the candidates, or over the ids of a padded support."""
     support = call.batch.get("support_ids")
     if "candidate_ids" not in call.batch and isinstance(support, Tensor):
         call.batch["candidate_ids"] = support
@@ -146,7 +147,7 @@ def _candidate_ids(
 ) -> Tensor:
     k = rng.choice([1, 3, 6])
     ids = torch.rand(*unscored.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
-    if rng.random() < 0.5:  # the target is often one of them
+    if rng.random() < 0.5:  # the target is often a candidate
         first = call.batch["targets"].unsqueeze(-1)
         ids[..., :1] = torch.where((ids == first).any(-1, keepdim=True), ids[..., :1], first)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
@@ -160,12 +161,12 @@ def support(
     vocabulary: int,
     unscored: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Ids with the target among them, or none: padded, or flat with offsets."""
+    """Draw support ids including the target, or none; padded, or flat with offsets."""
     k, share = rng.choice([1, 4, 9]), rng.choice([0.0, 0.0, 0.4])
     ids = torch.rand(*targets.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
     first = targets.unsqueeze(-1)
     ids = torch.where(ids == first, ids[..., :1], ids)
-    ids[..., :1] = first  # what the target has displaced stands in its place
+    ids[..., :1] = first  # the target is the first id, without duplicates
     ids = ids.masked_fill(torch.rand(targets.shape, generator=generator).lt(share)[..., None], -1)
     ids = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
     if rng.random() < 0.6:
@@ -176,7 +177,8 @@ def support(
 
 
 def skipped_norms(built: Any, skipped: float) -> dict[str, float]:
-    """What each gradient may lose by rows that are left out: their mass times the largest row."""
+    """Return a bound of each gradient's loss by left-out rows: their mass times the largest row
+    norm."""
     weight = built.head.weight.detach().double()
     for adapter in built.head.lora:
         weight = weight + adapter.scaling * (adapter.b.detach() @ adapter.a.detach()).double()

@@ -1,4 +1,4 @@
-"""What is wrong with the record of a random call: against float64 through plain logits."""
+"""Errors in the record of a random call, compared with float64 computations from plain logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.testing import Plain, plain
 
-# What a random call may be refused for: by name, and before any work.
+# Errors allowed in a random call, raised by name before any work.
 REFUSALS = (
     r"term \w+: reads batch\.\w+, which was not given",
     r"term \w+: is restricted to batch\.kept, which was not given",
@@ -29,13 +29,13 @@ REFUSALS = (
     r"support_ids: ",
     r"gradient_tolerance: ",
 )
-# Of the statistics and the loss, which are float32 at least; and of gradients.
+# Allowed errors of statistics and loss, which are at least float32, and of gradients.
 STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
 GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def complaints(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
-    """What is wrong; nothing for a call that gave what it should, wherever it ran."""
+    """Return the errors of a record; empty for a correct call on any device."""
     call = replace(call, device="cpu")
     if call.spoil is not None or "error" in record:
         return _of_error(call, record)
@@ -54,7 +54,7 @@ def _of_error(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     wanted = REFUSALS if call.spoil is None else (SPOILS[call.spoil].says,)
     if any(re.search(pattern, text) for pattern in wanted):
         return []
-    if call.spoil is not None:  # two things may be wrong, of which one is named
+    if call.spoil is not None:  # two errors may apply, and either may be named
         right = replace(call, spoil=None)
         if fuzz.run(right).get("error") == error:
             return _of_error(right, record)
@@ -70,13 +70,13 @@ def _sum_of_all(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
 
 @hl.term(reduction=hl.Reduction("sum", _sum_of_all))
 def of_statistics(stats, batch):
-    """What the foreign loss on `head_stats` is."""
+    """The loss on `head_stats` of a random call."""
     return stats.logp + 0.3 * stats.entropy - 0.1 * stats.lse
 
 
 @hl.term(reduction=hl.Reduction("sum", _sum_of_all))
 def of_candidates(stats, batch):
-    """What it is of candidates, beside that."""
+    """The additional loss of candidates."""
     logps = stats.candidate_logps
     return 0.1 * torch.where(logps > -torch.inf, logps, 0).sum(1)
 
@@ -95,7 +95,7 @@ def _oracle(call: fuzz_draw.Call, built: fuzz.Built, mode: Any, upstream: float)
 
 
 def _off(value: Tensor, oracle: Tensor, floor: float = 0.0) -> float:
-    """Norm of the difference over the norm of the oracle; infinite for a value that is not."""
+    """Return the norm of the difference over the oracle's norm; infinite for non-finite values."""
     value, oracle = value.detach().double(), oracle.double()
     if not value.isfinite().all() and oracle.isfinite().all():
         return float("inf")
@@ -113,7 +113,7 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     lost = skipped_norms(built, record["skipped"] * upstream) if "skipped" in record else {}
 
     def check(name: str, off: float, allowed: float, yardstick: Any = None) -> None:
-        # A yardstick only where it is needed: plain PyTorch in the inputs' own dtype.
+        # The yardstick (plain PyTorch in the inputs' dtype) is computed only if needed.
         if off > allowed and (yardstick is None or not off <= 5 * yardstick() + allowed):
             found.append(f"{name}: off by {off:.2g}, want {allowed:g}")
 
@@ -146,8 +146,8 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     for name, value in record["gradients"].items():
         want = oracle.gradients[name]
         allowed = max(loose, 3e-2) if "accumulate_dtype" in call.options else loose
-        # main_grad held ones before: what was added to them is rounded to their digits. Of a
-        # gradient of 0 (of p = 1) the rounding of terms' coefficients is left, however large.
+        # main_grad held ones before, so added gradients are rounded to the digits of 1. If the true
+        # gradient is 0 (p = 1), the rounding of the terms' coefficients remains.
         added = name == "weight" and "main_grad" in call.options
         floor = 1e-3 * want.numel() ** 0.5 if added else 1e-4
         floor = floor if want.any() else max(floor, 1e-4 * size)
@@ -166,7 +166,7 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
 
 
 def _of_form(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
-    """What holds of every call, whatever its numbers."""
+    """Check properties of every record, independent of values."""
     found = []
     targets = call.batch["targets"]
     unscored = targets == -100
@@ -178,7 +178,7 @@ def _of_form(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
         if name != "loss" and value is not None and value[unscored].any():
             found.append(f"{name}: not 0 where nothing is scored")
     gradient = record["gradients"].get("hidden")
-    if gradient is not None and gradient[unscored].any():  # NaN is not 0 either
+    if gradient is not None and gradient[unscored].any():  # true for NaN, too
         found.append("gradients[hidden]: not 0 where nothing is scored")
     for name, value in record["gradients"].items():
         own = torch.float32 if name == "weight" and "main_grad" in call.options else None

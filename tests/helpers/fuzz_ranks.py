@@ -1,7 +1,7 @@
-"""Random calls on two ranks: how each is cut, and one record of what both gave.
+"""Random calls on two ranks: the partition of a call, and the joined record of both ranks.
 
-Slices of the vocabulary, the same with hidden states spread over the ranks, or tokens of the same
-segments on both. A rank draws the call from its seed and takes its own part.
+A call is partitioned into vocabulary slices, vocabulary slices with spread hidden states, or tokens
+of common segments. Each rank draws the call from its seed and takes its own part.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from worlds import World, skip_any_row, world_of
 import headloss as hl
 
 RANKS = 2
-STARTING, SECONDS = 300.0, 60.0  # that ranks may take to start, and of one call
+STARTING, SECONDS = 300.0, 60.0  # time limits of starting ranks, and of one call
 PLACES = ("vocabulary", "spread", "segments")
 VERBS = ("head_loss", "head_stats", "head_topk")
-# What sees the tokens of its rank alone, or needs the order of a segment's.
+# Terms that see only a rank's own tokens, or need the order of a segment's tokens.
 WHOLE = {"clip_cov", "kl_cov", "top_entropy", "second_moment_masked", "fipo"}
 
 
 def draw_place(call: Any, rng: random.Random) -> None:
-    """How a call is cut, if it can be: a batch-scoped term sees the tokens of its rank alone, and
-    the order of a segment's tokens is lost among ranks."""
+    """Draw the partition of a call, if possible.
+
+    A batch-scoped term would see only its rank's tokens, and the order of a segment's tokens is
+    lost across ranks.
+    """
     if call.verb not in VERBS:
         return
     places = ["vocabulary", "vocabulary", "spread"] if call.verb == "head_loss" else ["vocabulary"]
@@ -45,8 +48,11 @@ def draw_place(call: Any, rng: random.Random) -> None:
 
 
 def cut(call: Any, rank: int) -> dict[str, Any]:
-    """Leave a rank its part of a call; which positions of the hidden states, and which tokens of
-    the batch, it holds, where it does not hold all."""
+    """Reduce a call to a rank's part.
+
+    Return the rank's positions of hidden states and its tokens of the batch, if the rank does not
+    hold all.
+    """
     import fuzz
 
     generator = torch.Generator().manual_seed(call.seed + 2)
@@ -57,7 +63,7 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
         places = torch.randint(RANKS, (total,), generator=generator)
         segments = hl.Batch(targets, fuzz.segments_of(call)).segments
         if (places.bincount(minlength=RANKS) == segments.count).all():
-            places[0] = 1 - places[0]  # else a field of segments is as long as one of tokens
+            places[0] = 1 - places[0]  # avoids [S] fields of the length of token fields
         tokens = (places == rank).nonzero().squeeze(1)
         call.segments = ("ids", (segments.ids.reshape(-1)[tokens], segments.count, group))
 
@@ -66,7 +72,7 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
                 return value.reshape(total, *value.shape[targets.dim() :])[tokens]
             return value
 
-        whole = {n: value for n, value in call.batch.items() if n == "prompts"}  # of segments
+        whole = {n: value for n, value in call.batch.items() if n == "prompts"}  # per segment
         call.batch = {name: mine_of(value) for name, value in call.batch.items()} | whole
         call.head["temperature"] = mine_of(call.head.get("temperature", 1.0))
         call.hidden, call.totals = flat[tokens], None if call.totals == "of" else call.totals
@@ -94,7 +100,7 @@ def _share(rank: int, at: int) -> slice:
 
 
 def ready() -> None:
-    """Import the modules of a call: on a busy machine this takes longer than any call."""
+    """Import the modules of a call, which takes longer than any call on a busy machine."""
     import fuzz
     import fuzz_draw
 
@@ -102,7 +108,7 @@ def ready() -> None:
 
 
 def run_rank(seed: int) -> dict[str, Any]:
-    """What this rank gives."""
+    """Return this rank's record."""
     import fuzz
     import fuzz_draw
 
@@ -115,7 +121,7 @@ def run_rank(seed: int) -> dict[str, Any]:
 
 
 class Ranks:
-    """The ranks of this process, started at the first call and anew after one that hangs."""
+    """The ranks of this process, started at the first call and restarted after a hanging call."""
 
     def __init__(self) -> None:
         self.open, self.world = contextlib.ExitStack(), None
@@ -123,7 +129,7 @@ class Ranks:
         atexit.register(self.close)
 
     def run(self, call: Any) -> dict[str, Any]:
-        """One record of both ranks."""
+        """Return the joined record of both ranks."""
         if self.world is None:
             self.world = self.open.enter_context(world_of(RANKS, self.prepare))
             self.world.run(ready, seconds=STARTING)
@@ -144,7 +150,7 @@ RUNNING = Ranks()
 
 
 def joined(call: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank would have given; an error where ranks that must agree do not."""
+    """Return the record of an equivalent single rank; an error if values of the ranks disagree."""
     parts = [record.pop("part") for record in found]
     if any("error" in record for record in found):
         errors = [record.get("error", "none") for record in found]

@@ -1,7 +1,7 @@
-"""Records of random calls: files of them, and what differs between those of two versions.
+"""Files of records of random calls, and differences between the records of two versions.
 
-Each version runs in processes of its own, which find its package by its path, so that two versions
-need share nothing but their public names. Nothing here imports the library.
+Each version runs in separate processes that find its package by path, so that two versions share
+only public names. This module does not import headloss.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HANG = 400.0  # seconds of one call, after which a process of the command ends; ranks may start
+HANG = 400.0  # time limit in seconds of one call, including the start of ranks
 
-PLANNED = ("schedule",)  # may change between versions
-FLOORS = {"gradients": 1e-4}  # norms below which a difference is taken as it is; others: 0.1
+PLANNED = ("schedule",)  # fields that may differ between versions
+FLOORS = {"gradients": 1e-4}  # smallest norms for relative differences; default 0.1
 SHOWN = 10
-GRACE = 180.0  # seconds that a process may take beyond those of its calls
+GRACE = 180.0  # extra seconds of a process in addition to its calls
 
 # ---------------------------------------------------------------------- what differs
 
 
 def difference(a: Any, b: Any, close: float = 0.0, floor: float = 0.1) -> str:
-    """Where two values differ, "" if nowhere. 0: in a bit; else numbers by norms, everything else
-    as it is."""
+    """Describe the place of a difference between two values; "" if there is no difference.
+
+    With `close` 0 every bit counts; else numbers are compared by norms and all other values
+    exactly.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return f"{a.dtype}{tuple(a.shape)} is {b.dtype}{tuple(b.shape)}"
@@ -55,7 +58,7 @@ def difference(a: Any, b: Any, close: float = 0.0, floor: float = 0.1) -> str:
 
 
 def _off(a: Tensor, b: Tensor, floor: float) -> float:
-    """Norm of the difference over the norm; infinite where one is finite and the other is not."""
+    """Return the relative norm of the difference; infinite if only one value is finite."""
     finite = a.isfinite()
     same = (a == b) | (a.isnan() & b.isnan())
     if not (same | (finite & b.isfinite())).all():
@@ -68,13 +71,13 @@ NAMES = ("has no attribute", "unexpected", "want one of", "not a field")
 
 
 def unknown(record: dict[str, Any]) -> bool:
-    """Whether a call is of a name that its version may not have: the other one may be newer."""
+    """Return True if the call failed on a name that an older version may lack."""
     return any(words in record.get("error", "") for words in NAMES)
 
 
 def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float = 0.0) -> list[str]:
-    """What differs between the records of two versions, a text for each call. Of errors kind and
-    subject count, unless every bit does."""
+    """Return a text for each call with different records in two versions. For errors, kind and
+    subject are compared, unless every bit counts."""
     found = []
     for a, b in zip(old, new, strict=True):
         if what := _compared(a, b, close):
@@ -83,8 +86,11 @@ def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float =
 
 
 def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
-    """Gradients of 16 bits, and what is summed of such, may be one rounding apart, unless every bit
-    counts. A call that hangs differs from itself."""
+    """Compare two records.
+
+    16-bit gradients and their sums may differ by one rounding, unless every bit counts. A hanging
+    call counts as different.
+    """
     if "error" in a and a["error"].startswith("hang"):
         return a["error"]
     a, b = ({k: v for k, v in r.items() if k not in PLANNED} for r in (a, b))
@@ -108,7 +114,8 @@ def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
 
 
 def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
-    """One after the other, so that a process that is ended leaves what it had; how many."""
+    """Save records one by one, so that a terminated process leaves its records; return their
+    number."""
     count = 0
     with path.open("wb") as file:
         pickle.dump(package, file)
@@ -120,10 +127,10 @@ def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
 
 
 def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
-    """By seed.
+    """Return the records of a file by seed.
 
     Raises:
-        ValueError: the records are of another package than that below `folder`.
+        ValueError: the records are not of the package below `folder`.
     """
     found: dict[int, dict[str, Any]] = {}
     with path.open("rb") as file:
@@ -133,13 +140,13 @@ def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
         while True:
             try:
                 record = pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):  # the last one may be cut off
+            except (EOFError, pickle.UnpicklingError):  # the last record may be incomplete
                 return found
             found[record["seed"]] = record
 
 
 def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
-    """How many calls were of which kind."""
+    """Count the calls of each kind."""
     count: Counter[str] = Counter()
     for record in records:
         error = record.get("error", "").split(":")[0]
@@ -151,8 +158,8 @@ def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
 
 
 def against(arguments: Any, folders: dict[str, Path]) -> int:
-    """Run "old" and "new" in `workers` processes each, at the same time, and compare their records;
-    1 where one differs or is missing."""
+    """Run "old" and "new" in `workers` processes each, in parallel, and compare the records; return
+    1 if a record differs or is missing, else 0."""
     begin = time.perf_counter()
     found: dict[str, dict[int, dict[str, Any]]] = {"old": {}, "new": {}}
     with tempfile.TemporaryDirectory() as place:
@@ -188,7 +195,7 @@ def _left(arguments: Any, begin: float) -> float | None:
 
 
 def _start(arguments: Any, folder: Path, part: int, place: str, version: str) -> Any:
-    """A process that imports the package of a folder and runs its part of the calls."""
+    """Start a process that imports the package of a folder and runs one part of the calls."""
     count, workers = arguments.count, arguments.workers
     first, last = (count * i // workers for i in (part, part + 1))
     script = Path(__file__).with_name("fuzz.py")
@@ -217,7 +224,7 @@ def _report(
 
 
 def watched(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same; a call that hangs ends the process, with the stacks of its threads."""
+    """Yield the records; a hanging call ends the process and prints the stacks of its threads."""
     while True:
         faulthandler.dump_traceback_later(HANG, exit=True)
         try:
