@@ -215,8 +215,8 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         support=columns[1],
     )
     logps = _logps(found)
-    # Noise per token like a policy update's, with nearly zero mean in a segment: the clipping of #
-    whole sequences, and the work of a call, must not depend on the seed.
+    # Noise per token like a policy update's, with nearly zero mean in a segment: the clipping
+    # of whole sequences, and the work of a call, must not depend on the seed.
     drift = 0.1 * noise(len(targets))
     drift = drift - found.segment_mean(drift)[ids] + 1e-4 * noise(len(lengths))[ids]
     found = replace(found, old=logps + drift, ref=logps + 0.2 * noise(len(targets)))
