@@ -158,19 +158,16 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     if term.scope == "token":
         borders["single tokens"] = [*range(ends[-1] + 1)]
     cuts = {name: [piece(*both) for both in pairwise(at)] for name, at in borders.items()}
-    return {**cuts, "permuted segments": [_permute(term, batch)]}
-
-
-def _permute(term: Term, batch: PackedBatch) -> Piece:
-    """The same segments, the last unit first; and where their tokens come from."""
+    # The same segments, the last unit first.
     count = batch.segments.count
-    turned = torch.arange(count, device="cpu").view(-1, term.segments_per_unit).flip(0).flatten()
+    turned = torch.arange(count, device="cpu").view(-1, unit).flip(0).flatten()
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
         fields["prompts"] = prompts[turned]  # the same when it is turned back
     packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
-    return slice(None) if packed.index is None else packed.index, packed
+    rows = slice(None) if packed.index is None else packed.index
+    return {**cuts, "permuted segments": [(rows, packed)]}
 
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:

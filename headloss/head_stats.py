@@ -56,7 +56,7 @@ class HeadStats:
         return len(HEAD_STATISTICS)
 
     def __getitem__(self, index: int) -> Tensor:
-        return (self.logp, self.lse, self.entropy)[index]
+        return [*self][index]
 
 
 torch.export.register_dataclass(HeadStats)  # for FSDP2 and DDP, as `Output`

@@ -219,11 +219,10 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     return call, [*(tensor for pair in factors for tensor in pair), head.bias]
 
 
-def call_of(arguments: Arguments) -> Call:
+def call_of(a: Arguments) -> Call:
     """A call that its ranks agree on; ValueError for fields of teachers and candidates. Hidden
     states may be on the meta device. An adapter of a teacher may drop what the first rank of the
     vocabulary drops, in a collective."""
-    a = arguments
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:
@@ -234,7 +233,9 @@ def call_of(arguments: Arguments) -> Call:
             required, shard, plan = _planned(a)
             return of_segments(a, required, plan), (required, shard, plan)
 
-        (required, shard, plan), forms = agree("segments.group", across, prepare, _static(a))
+        (required, shard, plan), forms = agree(
+            "segments.group", across, prepare, getattr(a.options, "static", False)
+        )
         fields = per_segment(forms)
     packed = required.scored.view(required.batch, required.wide, fields)
     tolerance = None
@@ -262,10 +263,6 @@ def call_of(arguments: Arguments) -> Call:
     )
 
 
-def _static(a: Arguments) -> bool:
-    return isinstance(a.options, Options) and a.options.static
-
-
 def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
     """The requirements, this rank's slice of the vocabulary, on which its group agrees, and the
     plan."""
@@ -278,7 +275,9 @@ def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
             required = requirements_of(a)
             return of_vocabulary(a, required), required
 
-        required, numbers = agree("vocab_group", a.group, prepare, _static(a))
+        required, numbers = agree(
+            "vocab_group", a.group, prepare, getattr(a.options, "static", False)
+        )
         shard = VocabShard(a.group, numbers, a.head and a.head.vocab_size, a.batch)
     inputs = inputs_of(a, required, shard)
     return required, shard, make_plan(inputs, required.options, required.backend)

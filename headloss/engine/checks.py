@@ -150,8 +150,9 @@ def check_given(arguments: Arguments) -> None:
     inplace = arguments.inplace
     temperature = transform.temperature
     if arguments.batch.support is not None:
-        want = "head_loss, or the logits masked"
-        raise ValueError(f"support_ids: got them beside given logits, want {want}")
+        raise ValueError(
+            "support_ids: got them beside given logits, want head_loss, or the logits masked"
+        )
     if not isinstance(logits, Tensor) or not logits.is_floating_point():
         got = f"a {logits.dtype} tensor" if isinstance(logits, Tensor) else type(logits).__name__
         raise TypeError(f"logits: got {got}, want a floating tensor")
@@ -285,8 +286,11 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
     for name in batch.fields.keys() - read - set(FIELDS):
         close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)
         if close:
-            unread = f"{name}: is a field of the batch that no term reads"
-            warnings.warn(f"{unread}; is it meant to be {absent[close[0]]}?", stacklevel=2)
+            warnings.warn(
+                f"{name}: is a field of the batch that no term reads; is it meant to be "
+                f"{absent[close[0]]}?",
+                stacklevel=2,
+            )
 
 
 def _logp(stats: Statistics, _: object) -> Tensor:
@@ -319,5 +323,7 @@ def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])
         position = token if index is None else int(index[token])
-        got = f"got {rows[token].item()} at position {position}"
-        raise ValueError(f"temperature: {got}, want a finite number > 0")
+        raise ValueError(
+            f"temperature: got {rows[token].item()} at position {position}, want a finite "
+            "number > 0"
+        )

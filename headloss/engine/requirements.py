@@ -59,16 +59,22 @@ class Requirements:
     transform: Transform  # of raw logits; its temperature is a number or [T]
 
 
-def requirements_of(arguments: Arguments) -> Requirements:
-    """The requirements of a call; ValueError or TypeError for a wrong argument."""
-    a = arguments
-    batch = arguments.batch
-    options = arguments.options
-    head = arguments.head
+def requirements_of(a: Arguments) -> Requirements:
+    """The requirements of a call; ValueError or TypeError for a wrong argument. Wrong values raise
+    before the ranks of a vocabulary's group hear of each other, hence on all."""
+    batch = a.batch
+    options = a.options
+    head = a.head
     objective = Objective.of(a.terms)
     compute_dtype = _checked(a, objective)
     dtype = compute_dtype or a.tensor.dtype
-    backend = _backend(a, dtype)
+    device = a.tensor.device
+    backend = kernels.choose(options.backend, device, dtype)
+    if options.batch_invariant and head is not None and backend != "triton":
+        raise ValueError(
+            f"batch_invariant: got True for {dtype} on {device}, want a GPU with the triton "
+            "backend and at most 32 bits: no other product keeps its order for another batch"
+        )
     wide = sum_dtype(dtype)
     kinds = batch.kinds(wide)
     check_weights(objective, kinds, batch.totals)
@@ -92,7 +98,11 @@ def requirements_of(arguments: Arguments) -> Requirements:
             "states or weights require one (is everything detached?); call it under torch.no_grad()"
         )
     vocabulary = a.tensor.shape[-1] if head is None else head.vocabulary
-    scored = _packed(a, objective, vocabulary, fields, wide)
+    highest = vocabulary if a.group is None else torch.inf
+    scored = packing_of(batch, highest, objective.segments_per_unit if options.static else None)
+    # A loss that lives elsewhere may read what it likes.
+    if not (options.static or a.loss_fn or objective.scope == "external"):
+        checks.check_masks(batch, fields, scored, wide)
     return Requirements(
         batch=batch,
         options=options,
@@ -144,19 +154,6 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     return compute_dtype
 
 
-def _backend(a: Arguments, dtype: torch.dtype) -> str:
-    """The backend's name; ValueError where none can serve the options."""
-    options = a.options
-    device = a.tensor.device
-    backend = kernels.choose(options.backend, device, dtype)
-    if options.batch_invariant and a.head is not None and backend != "triton":
-        raise ValueError(
-            f"batch_invariant: got True for {dtype} on {device}, want a GPU with the triton "
-            "backend and at most 32 bits: no other product keeps its order for another batch"
-        )
-    return backend
-
-
 def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     """The tensors of a call that require a gradient, where gradients are taken."""
 
@@ -173,20 +170,6 @@ def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
         weights=tuple(map(wants, weights)),
         bias=wants(head.bias),
     )
-
-
-def _packed(
-    a: Arguments, objective: Objective, vocabulary: int, fields: set[str], wide: torch.dtype
-) -> Packing:
-    """The scored tokens. Wrong values raise before the ranks of a vocabulary's group hear of each
-    other, hence on all."""
-    static = a.options.static
-    highest = vocabulary if a.group is None else torch.inf
-    scored = packing_of(a.batch, highest, objective.segments_per_unit if static else None)
-    # A loss that lives elsewhere may read what it likes.
-    if not (static or a.loss_fn or objective.scope == "external"):
-        checks.check_masks(a.batch, fields, scored, wide)
-    return scored
 
 
 def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Transform:

@@ -125,7 +125,12 @@ class DenseTeacher:
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)
         q = normalizer_of(self.shard, tile._replace(raw=raw).state(self.teacher))
-        q, mass = self._scaled(q if places is None else q.rows(places), rows)
+        q = q if places is None else q.rows(places)
+        mass: Tensor | None = None  # [n] of this vocabulary, where the teacher's is larger
+        if self.lse is not None:
+            log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
+            mass = (q.log_sum - log_sum).exp()
+            q = Normalizer(q.max_logit, log_sum)
         pair = self._pair(p, q, self.measures, places)
         shares = tile.acts.divergence(tile.raw, raw, pair)
         shares = merge_shares(self.shard.slices(shares), self.measures)
@@ -145,14 +150,6 @@ class DenseTeacher:
         sides = torch.stack([*p, *q], 1)
         return extras | {(self.key, "vjp"): torch.cat([sides, mean_slopes], 1)}
 
-    def _scaled(self, q: Normalizer, rows: slice) -> tuple[Normalizer, Tensor | None]:
-        """The teacher's normalizer over its larger vocabulary, and the mass [n] of this one; None
-        where both are one."""
-        if self.lse is None:
-            return q, None
-        log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
-        return Normalizer(q.max_logit, log_sum), (q.log_sum - log_sum).exp()
-
     def _pair(
         self, p: Normalizer, q: Normalizer, measures: tuple[Measure, ...], places: Tensor | None
     ) -> Pair:
@@ -162,16 +159,15 @@ class DenseTeacher:
     def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """[M, v] raw logits, to be read, and the row [n] of each token, None: its own. A copy where
         no act takes the logits as they are, or where the student's have more digits."""
-        if self.rows is not None:
-            assert isinstance(self.source, LinearLogits)  # tokens share rows of hidden states
+        index: Rows = rows
+        places = None
+        if self.rows is not None:  # tokens share rows of hidden states
             index, places = self.rows.at(rows)
-            return self.source.raw(index, columns), places
         if isinstance(self.source, LinearLogits):
-            return self.source.raw(rows, columns), None
+            return self.source.raw(index, columns), places
         tile = self.source.read(rows, columns)
-        dtype = self.wide
-        if dtype == torch.float64 or tile.dtype not in READABLE:
-            tile = tile.to(dtype)
+        if self.wide == torch.float64 or tile.dtype not in READABLE:
+            tile = tile.to(self.wide)
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
     def slopes(self, extras: ByStatistic) -> dict[Measure, Tensor] | None:
