@@ -1,4 +1,4 @@
-"""What arguments of every verb have to be."""
+"""Checks that the arguments of every verb share."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targ
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a tensor is spread over a device mesh."""
+    """True for a tensor that is spread over a device mesh."""
     return hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def is_integers(value: object) -> bool:
-    """Whether it is a tensor of integers; booleans are none."""
+    """True for a tensor of integers; booleans are none."""
     if not isinstance(value, Tensor) or value.dtype == torch.bool:
         return False
     return not (value.is_floating_point() or value.is_complex())

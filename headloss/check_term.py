@@ -33,7 +33,7 @@ VOCABULARY = 1 << 31  # of a user's ids, any
 
 @dataclass(frozen=True, kw_only=True)
 class TermReport:
-    """What `check_term` found.
+    """The report of `check_term`.
 
     Attributes:
         statistics: the statistics that the term reads.

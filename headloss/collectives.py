@@ -1,9 +1,9 @@
-"""What is said where the ranks of a process group do not keep together; and what they exchange.
+"""Collectives of a process group, and errors for ranks that do not keep together.
 
-A collective ends with an error, after the group's timeout at the latest, where another rank never
-comes to it: it was killed, or something raised there. Whatever exception ends a call on one rank
-alone, its group cannot be used any more: the others are inside a collective that this rank never
-came to, and its next one would meet the wrong one of theirs.
+A collective ends with an error, after the group's timeout at the latest, if another rank never
+joins: a rank that was killed, or raised. After an exception on one rank alone its group cannot be
+used any more: the other ranks are inside a collective that this rank never joined, and the next
+collective of this rank would meet the wrong one of theirs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def together(
     *arguments: object,
     **options: object,
 ) -> R:
-    """What `run`, which is a collective or waits for one, makes of the other arguments; RankError
-    where the backend gave it up. None: of the default group."""
+    """The result of `run`, a collective or the wait for one, on the other arguments; RankError if the
+    backend gave up. None: of the default group."""
     try:
         return run(*arguments, **options)
     except RuntimeError as error:
@@ -59,7 +59,7 @@ def check_group(name: str, group: object) -> None:
 
 
 def device_of(group: distributed.ProcessGroup | None) -> torch.device:
-    """Where a group exchanges what the host knows: on the CPU if it can, which waits for no GPU."""
+    """The device of a group's exchanges of host values: the CPU if possible, to wait for no GPU."""
     if re.search("cpu:(?!nccl)", str(distributed.get_backend_config(group))):  # as in "cpu:gloo"
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

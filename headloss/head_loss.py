@@ -42,7 +42,7 @@ UNCOMPILED = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
-    """What `head_loss` returns; `loss` alone carries a gradient.
+    """The result of `head_loss`; `loss` alone carries a gradient.
 
     Log-probs, entropies and metrics are made when they are asked for first, since most steps ask
     for none; with `Options(static=True)` at once.
@@ -221,7 +221,7 @@ def plan(
     objective: Term | Objective | None,
     options: Options | None = None,
 ) -> Plan:
-    """What `head_loss` would run for these arguments, without running it.
+    """The plan of `head_loss` for these arguments, without running it.
 
     Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], as there.
 
@@ -321,7 +321,7 @@ def _metrics(
     stats: Statistics,
     tolerance: Tolerance | None,
 ) -> Metrics:
-    """What every term observes, folded, and what the tolerance left out."""
+    """The folded observations of all terms, and the rows that the tolerance left out."""
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 
 class Statistics(NamedTuple):
-    """What a loss sees of each token, [T] each."""
+    """Statistics of each token, [T] each."""
 
     logp: Tensor  # z_y - lse
     lse: Tensor  # log sum exp z

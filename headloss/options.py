@@ -1,4 +1,4 @@
-"""How a call is to be served; the defaults are right for nearly everybody."""
+"""Options of a call; the defaults are right for nearly everybody."""
 
 from __future__ import annotations
 

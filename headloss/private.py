@@ -1,6 +1,6 @@
-"""What PyTorch and Triton keep to themselves and have no public way for, each with its reason.
+"""Private interfaces of PyTorch and Triton that have no public equivalent, each with its reason.
 
-Nothing of the kind is used elsewhere, but `Tensor._version`, `torch._assert_async` and
+No other private interface is used, but `Tensor._version`, `torch._assert_async` and
 `torch.cuda._sleep`.
 """
 
@@ -14,14 +14,14 @@ from torch.autograd import forward_ad
 
 
 def in_function_transform() -> bool:
-    """Whether a transform of torch.func (grad, vmap, jvp, ...) is under way, in which the verbs'
-    operations would give wrong numbers without a word."""
+    """True inside a transform of torch.func (grad, vmap, jvp, ...), in which the verbs' operations
+    would give wrong numbers without a word."""
     return torch._C._are_functorch_transforms_active()
 
 
 def in_forward_mode() -> bool:
-    """Whether there are dual tensors: `unpack_dual` asks for an open level of forward mode, and
-    nothing public says whether there is one."""
+    """True if a level of forward mode is open, without which `unpack_dual` raises: nothing public
+    says so."""
     return forward_ad._current_level >= 0
 
 

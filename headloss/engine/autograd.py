@@ -1,5 +1,5 @@
-"""What autograd sees of a call: one function of its tensors, to the loss or to statistics; and the
-gradient of the logits once all coefficients are there.
+"""The autograd functions of a call, from its tensors to the loss or to statistics; and the gradient
+of the logits once all coefficients are there.
 
 N positions, T of them scored, V vocabulary, K candidates.
 """

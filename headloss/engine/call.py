@@ -111,7 +111,7 @@ class Call:
 
     @property
     def in_one_launch(self) -> bool:
-        """Whether one launch gives statistics and gradient of given logits: it has closed form."""
+        """True if one launch gives statistics and gradient of given logits, in closed form."""
         plan = self.plan
         alone = self.groups == (None, None)
         return plan.in_place and plan.schedule == "one_pass" and alone and self.requirements.slopes

@@ -1,4 +1,4 @@
-"""What a call's arguments must be; errors name the argument, what came and what was wanted."""
+"""Checks of a call's arguments; errors name the argument, what came and what was wanted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def check_eager(verb: str, tensor: object = None, *others: object) -> None:
 
 
 def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
-    """What autocast computes in, where hidden states and head are what they must be."""
+    """Check hidden states and head; return the dtype that autocast computes in."""
     hidden = arguments.tensor
     head = arguments.head
     options = arguments.options

@@ -48,7 +48,7 @@ class ForwardResult(NamedTuple):
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
-    """What the schedule does before the upstream gradient is known."""
+    """The schedule's part before the upstream gradient is known."""
     if call.plan.in_place:
         return in_place(call, tensors)
     result = sweep(call, tensors)

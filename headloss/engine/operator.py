@@ -86,8 +86,8 @@ def in_graph(
 
 
 def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """What to do for the call that these are of, and the tensors of its logits; `wanted`: which of
-    the factors want a gradient."""
+    """The call of these operands, and the tensors of its logits; `wanted`: for each factor, whether
+    a gradient is wanted."""
     factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
     vocabulary, *sizes = sizes

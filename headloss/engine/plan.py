@@ -34,7 +34,7 @@ SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What will run.
+    """The plan of a call.
 
     Attributes:
         schedule: one that `Options` names, or "statistics" where nothing requires a gradient.
@@ -81,8 +81,8 @@ class Plan:
 
     @property
     def keeps_tiles(self) -> bool:
-        """Whether the gradient takes the logits that the statistics left: with each block, or once
-        the coefficients of all tokens are there. Else they are made again, or there is none."""
+        """True if the gradient takes the logits of the statistics: with each block, or once the
+        coefficients of all tokens are there. Else they are made again, or there is none."""
         return self.schedule in ("one_pass", "frozen", "held")
 
     @property

@@ -64,12 +64,12 @@ class PlanInputs:
 
     @property
     def narrow(self) -> bool:
-        """Whether all tokens have a support: there is no product over the vocabulary."""
+        """True if all tokens have a support: no product runs over the vocabulary."""
         return 0 < self.restricted == self.tokens
 
     @property
     def token_bytes(self) -> int:
-        """What a token takes of a chunk."""
+        """Bytes of a token in a chunk."""
         if self.narrow:
             return max(1, self.support * PAIR_BYTES // self.tokens)
         return self.vocabulary * self.row_bytes

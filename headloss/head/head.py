@@ -77,7 +77,7 @@ class Lora:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:
-    """What turns hidden states into logits; made by hand, or read by `Head.of` and `Head.of_model`.
+    """The linear head of a language model; made by hand, or by `Head.of` and `Head.of_model`.
 
     Shapes: a weight [V, H] makes logits [.., V] of hidden states [.., H].
 
@@ -158,7 +158,7 @@ class Head:
                 raise _misfit(name, pair[1], f"{(rows, pair[0].shape[-1])}", self.weight)
 
     def __repr__(self) -> str:
-        """What differs from the defaults; of tensors the shape and dtype."""
+        """Arguments that differ from the defaults; of tensors the shape and dtype."""
         values = ((f, getattr(self, f.name)) for f in fields(self))
         shown = (f"{f.name}={brief(x)}" for f, x in values if x is not f.default)
         return f"Head({', '.join(shown)})"
@@ -193,7 +193,7 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """How many rows of the weight are scored."""
+        """The number of scored rows of the weight."""
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
     def factors(
@@ -285,12 +285,12 @@ def _with_adapters(fields: Fields) -> Fields:
 
 
 def transform_of(head: Head) -> Transform:
-    """What it does to raw logits."""
+    """The transform of a head's raw logits."""
     return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
 
 def autocast_dtype(hidden: object) -> torch.dtype | None:
-    """What autocast computes in, None where it is off or leaves the tensor's dtype alone."""
+    """The dtype of autocast; None where autocast is off or leaves the tensor's dtype alone."""
     if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64 or hidden.is_meta:
         return None
     device = hidden.device.type

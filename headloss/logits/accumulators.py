@@ -1,4 +1,4 @@
-"""Where the gradient of a linear head's logits goes: the last two products, and their sums.
+"""Gradient accumulators of a linear head: the last two products, and their sums.
 
 T tokens, n of a block, H hidden width, V vocabulary. Of blocks of tokens the hidden gradient is
 final and the weight gradient is summed; of slabs of columns it is the other way round. Sums are in
@@ -26,7 +26,7 @@ GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets i
 
 
 class GradientBuffers(NamedTuple):
-    """How and where to add gradients up."""
+    """The dtype and place of a call's sums of gradients."""
 
     needs_grad: NeedsGrad
     accumulate_dtype: torch.dtype  # of the weight gradient over blocks, beside logits in float32

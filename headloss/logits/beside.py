@@ -1,5 +1,5 @@
-"""What is measured of the tiles beside the statistics, in the same sweep over them. It stands in
-`Statistics.extras` by its key, and what its gradient takes by (key, "vjp").
+"""Measurements of the tiles beside the statistics, in the same sweep. Each stands in
+`Statistics.extras` by its key, and the inputs of its gradient by (key, "vjp").
 
 T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a support.
 """
@@ -125,7 +125,7 @@ class SquaredSum(NamedTuple):
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: SoftmaxState | None
     ) -> SoftmaxState:
-        """What is known once some more of the logits of some tokens are."""
+        """The state after more of the logits of some tokens."""
         return logits.state(self.transform.rows(rows), state)
 
     def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
@@ -227,7 +227,7 @@ class Candidates(NamedTuple):
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
     def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """What pulls slopes [n, K + 1] of `value` back to a tile."""
+        """The vjp's record for slopes [n, K + 1] of `value` on a tile."""
         if not self.heads_own:  # slopes of log-probs to those of logits
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)

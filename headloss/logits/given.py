@@ -62,7 +62,7 @@ class View:
         self.tensor[(*self.place(rows), columns)] = values
 
     def rows(self) -> LogitRows:
-        """Where the row of each token begins, for kernels."""
+        """The offset of each token's row, for kernels."""
         strides = self.tensor.stride()[:-1]
         offsets: Any = sum(at * s for at, s in zip(self.coordinates(), strides, strict=True))
         return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
@@ -87,7 +87,7 @@ class GivenLogits(LogitSource):
         return self.view.read(rows, columns).to(self.dtype, copy=True)
 
     def room(self) -> View:
-        """Where the gradient goes, with zeros where nothing is scored."""
+        """The gradient's place, with zeros at unscored positions."""
         total = self.view.logits if self.overwrites else torch.empty_like(self.view.logits)
         if self.order.unscored is not None:
             View(total, self.order.unscored).write(ALL, ALL, 0)

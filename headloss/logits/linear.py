@@ -29,7 +29,7 @@ DENSE_SHARE = 15 / 16  # rows of a GPU: to leave out fewer costs more than it sa
 
 
 class NeedsGrad(NamedTuple):
-    """Which of a source's tensors need a gradient, in the source's own order."""
+    """A flag for each of a source's tensors, in the source's order: it needs a gradient."""
 
     features: tuple[bool, ...]  # or the logits alone
     weights: tuple[bool, ...] = ()
@@ -41,7 +41,7 @@ class NeedsGrad(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """What a source knows of its tokens and its backend, beside the logits."""
+    """The tokens and the backend of a source of logits."""
 
     acts: Kernels
     targets: Tensor  # [T] columns of the whole vocabulary
@@ -61,7 +61,7 @@ class RowContext(NamedTuple):
         )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """What the statistics of a tile are taken by, beside its logits."""
+        """The inputs of a tile's statistics, beside its logits."""
         first = self.shard.first + (columns.start or 0)
         transform = self.transform.rows(rows)
         return Forward(self.targets[rows], first, transform, self.needs)
@@ -69,7 +69,7 @@ class RowContext(NamedTuple):
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """What the gradient of a tile is taken by, beside its logits."""
+        """The inputs of a tile's gradient, beside its logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
         logits = isinstance(inputs.tile, Tensor) and not extras  # `part_gradient_` takes any
@@ -125,8 +125,8 @@ class LogitSource:
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, SourceTile]:
-        """What is measured of some tokens over the whole vocabulary; and, with `keep`, what the
-        gradient will take of their logits, which are then one tile."""
+        """All measurements of some tokens over the whole vocabulary; and, with `keep`, the part of
+        their logits that the gradient takes, which are then one tile."""
         partials: SoftmaxState | None = None
         raw = tile = None
         states: list[Any] = [None] * len(self.beside)

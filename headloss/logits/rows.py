@@ -24,7 +24,7 @@ ALL = slice(None)  # what `is` this is not cut: that would be an operation
 
 
 class BackwardInputs(NamedTuple):
-    """What the gradient of some tokens' logits takes beside these."""
+    """The inputs of the gradient of some tokens' logits, beside these."""
 
     measured: Measured
     coefficients: Coefficients

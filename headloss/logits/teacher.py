@@ -1,4 +1,4 @@
-"""What a call measures beside the softmax of its logits, above all divergences from a teacher.
+"""Measurements of a call beside the softmax of its logits, above all divergences from a teacher.
 
 T tokens, n tokens of a step, v columns of a slab.
 """
@@ -36,8 +36,8 @@ def measuring(
     wide: torch.dtype,
     keeps_tiles: bool,
 ) -> RowContext:
-    """What a source has to know, with dense teachers, each with what terms read of it, stored
-    top-k, candidates and sum p^2; the batch's fields are checked first. `wide`: dtype of
+    """The context with its measurements: dense teachers, each with the measures that terms read,
+    stored top-k, candidates and sum p^2; the batch's fields are checked first. `wide`: dtype of
     statistics; `keeps_tiles`: of the plan."""
     transform = context.transform
     needs = context.needs
@@ -177,7 +177,7 @@ class DenseTeacher:
     def vjp(
         self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
-        """What pulls slopes of the measures back to a tile."""
+        """The vjp's record for slopes of the measures on a tile."""
         raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
         sides = vjp_inputs(self.key, measured)

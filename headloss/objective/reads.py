@@ -1,5 +1,5 @@
-"""What the terms of an objective read, found by a trial on a small made-up batch and kept in one
-bounded table (law 4b)."""
+"""Statistics and fields that the terms of an objective read, by a trial on a small made-up batch;
+kept in one bounded table (law 4b)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def reads(
     observe: bool,
     cuts: bool = False,
 ) -> dict[str, Reads]:
-    """What each term reads, by key; ValueError for what the batch lacks, or `cuts` would change.
+    """The reads of each term, by key; ValueError for a field that the batch lacks, or a term that
+    `cuts` would change.
     Terms that differ in weights alone (reduction, coefficient) share an entry of the table, so that
     one that is made anew in each step is traced once."""
     by_term = {}
@@ -79,7 +80,7 @@ def reads(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """Whether `WeightedObjective.beforehand` serves: modifiers may read statistics, and CURRENT is
+    """True if `WeightedObjective.beforehand` serves: modifiers may read statistics, and CURRENT is
     one."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False

@@ -100,7 +100,7 @@ class WeightedTerm(NamedTuple):
         return values
 
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
-        """What the term and its modifiers report, folded over the tokens that count, or over the
+        """The reports of the term and its modifiers, folded over the tokens that count, or over the
         segments that have one; `share` as in `fold_all`, of segments."""
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for name, o in observed(self.term, stats, batch).items():
@@ -121,7 +121,7 @@ class WeightedTerm(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What the kernels need to know of the objective on some tokens."""
+    """The objective on some tokens, as kernels take it."""
 
     softmax: SoftmaxCoefficients  # [n]
     extras: ByStatistic  # slopes of `Statistics.extras`, [n] or [n, K + 1]
@@ -218,8 +218,8 @@ class WeightedObjective:
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """What `coefficients` is going to give: those at an entropy of 0, and slopes [P, 5, T] in
-        closed form. The objective must have slopes (`has_slopes`)."""
+        """The result of `coefficients` in advance: those at an entropy of 0, and slopes [P, 5, T],
+        in closed form. The objective must have slopes (`has_slopes`)."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)

@@ -123,7 +123,7 @@ def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[in
 def _explained(
     role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
 ) -> Exception:
-    """What is wrong, of which the ranks tell each other."""
+    """The error that follows, after the ranks have told each other of theirs."""
     read = {} if facts is None else {"check_ranks": [facts.check], "targets": facts.counts}
     same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **read}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)

@@ -1,1 +1,1 @@
-"""What is measured of a softmax, and what of a loss: laws 1 and 2, metrics, divergences."""
+"""Statistics of a softmax and of a loss: laws 1 and 2, metrics, divergences."""

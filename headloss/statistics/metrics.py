@@ -125,7 +125,7 @@ class Metrics(dict[str, Measurement]):
 
 @dataclass(frozen=True)
 class Observed:
-    """What a term reports before it is folded: per-token [T] or per-segment [S] values.
+    """A term's report before it is folded: per-token [T] or per-segment [S] values.
 
     The engine folds the values of scored tokens, or of segments that have one, by `kind`; of these
     only the ones where the boolean vector `where` holds, if it is given.
@@ -138,7 +138,7 @@ class Observed:
 
 
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
-    """What a term or modifier observes, a dict of `Observed` of T or S values; TypeError or
+    """The observations of a term or modifier, a dict of `Observed` of T or S values; TypeError or
     ValueError, naming the term, for anything else."""
     if not isinstance(observed, dict):
         got = type(observed).__name__

@@ -97,7 +97,7 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a term sees of each scored token: [T] vectors, float32 (float64 for float64 inputs).
+    """The statistics of each scored token: [T] vectors, float32 (float64 for float64 inputs).
 
     `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
     carry a gradient; `top1` = 1 where no token is likelier than the target, `peak` = max z and
@@ -245,7 +245,7 @@ class Slope(NamedTuple):
 
     @property
     def constant(self) -> bool:
-        """Whether it is the same for all statistics."""
+        """True if the slope is the same for all statistics."""
         low = self.low
         high = self.high
         numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
