@@ -33,8 +33,8 @@ def together(
     *arguments: object,
     **options: object,
 ) -> R:
-    """The result of `run`, a collective or the wait for one, on the other arguments; RankError if the
-    backend gave up. None: of the default group."""
+    """The result of `run`, a collective or the wait for one, on the other arguments; RankError if
+    the backend gave up. None: of the default group."""
     try:
         return run(*arguments, **options)
     except RuntimeError as error:

@@ -85,8 +85,7 @@ def head_function(
         logps, _, entropies = head_stats(hidden, head, batch, options, TRAINED)
         return scalar(loss_fn(logps, entropies))
     objective = external_loss(TRAINED, SCOPES[separable])
-    verb = "head_function"
-    arguments = Arguments.of_head(verb, hidden, head, batch, objective, options, loss_fn)
+    arguments = Arguments.of_head("head_function", hidden, head, batch, objective, options, loss_fn)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):
         return HeadLoss.apply(call, *tensors)[0]  # type: ignore[no-any-return]

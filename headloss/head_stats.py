@@ -136,8 +136,9 @@ def head_stats(
             if teacher.source(batch.fields) == "topk":
                 want = "teacher_logits or teacher_hidden (candidate_ids have a stored token's)"
                 raise ValueError(f"got teacher_topk_ids in the batch, want {want}")
-    of_teacher = teacher, frozenset(measures.values())
-    terms = external_loss(names, "external", candidates, *of_teacher)
+    terms = external_loss(
+        names, candidates=candidates, teacher=teacher, measures=frozenset(measures.values())
+    )
     arguments = Arguments.of_head("head_stats", hidden, head, batch, terms, options)
     call, tensors = call_and_tensors(arguments)
     with inside(hidden.device.type, *call.groups):

@@ -257,8 +257,7 @@ def _in_slabs(
     call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
     """In slabs of columns: each slab of the weight gradient is written once."""
-    live = inputs.coefficients.live() if call.plan.skip_rows else None
-    index = rows_left(live)
+    index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
     if index is not None:  # once, and not for each slab
         source = source.take(index)

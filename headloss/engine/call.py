@@ -158,8 +158,8 @@ class Call:
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
-        size = (one / slope_of(self.context.transform.rows(rows))).abs().clamp(max=1e30)
-        return floor_of(size) / floor_of((-logp.expm1()).clamp_min(2**-24))
+        slope = one / slope_of(self.context.transform.rows(rows))
+        return floor_of(slope.abs().clamp(max=1e30)) / floor_of((-logp.expm1()).clamp_min(2**-24))
 
     @property
     def constants(self) -> list[Tensor]:

@@ -184,10 +184,10 @@ def _backward(ctx, upstream):
     saved = list(ctx.saved_tensors)
     first = len(ctx.wanted)
     last = first + ctx.count
-    slopes = [*upstream[:3], *upstream[5:6]]
     tensors = (saved[:first], saved[first:last])
-    measured = saved[last:]
-    gradients = iter(_head_stats_backward(*tensors, *ctx.numbers, measured, slopes, ctx.wanted))
+    upstream = [*upstream[:3], *upstream[5:6]]
+    of_call = (*tensors, *ctx.numbers)
+    gradients = iter(_head_stats_backward(*of_call, saved[last:], upstream, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
     # One None stands for a list with a None in it, as many as there are for one of tensors alone.
     of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count

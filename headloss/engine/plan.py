@@ -113,8 +113,10 @@ class Plan:
             f"budget     {self.budget[0] / MIB:10.1f} MiB  {self.budget[1]}",
         ]
         if self.restricted:
-            some = f"{self.restricted} of {self.tokens} tokens"
-            lines.append(f"support    {self.support} dot products for {some}")
+            lines.append(
+                f"support    {self.support} dot products for {self.restricted} of {self.tokens} "
+                "tokens"
+            )
         lines += [f"memory     {n / MIB:10.1f} MiB  {name}" for name, n in self.bytes.items()]
         lines.append(f"total      {self.total_bytes / MIB:10.1f} MiB  beyond inputs and gradients")
         lines.append(f"peak       {self.peak_bytes / MIB:10.1f} MiB  returned gradients included")
@@ -128,8 +130,11 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     size = options.memory_budget
     least = inputs.token_bytes
     if size is not None and size < least and p.tokens and not p.in_place:
-        want = f"want at least {least}, the logits of one token, which are taken instead"
-        warnings.warn(f"memory_budget: got {size} bytes, {want}", stacklevel=2)
+        warnings.warn(
+            f"memory_budget: got {size} bytes, want at least {least}, the logits of one token, "
+            "which are taken instead",
+            stacklevel=2,
+        )
     budget = _budget(p, options)
     limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
@@ -159,13 +164,12 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     single_block = one and not (wider or 0 < p.restricted < p.tokens)
     exp_tiles = p.exp_tiles and not p.narrow
     on_chip = schedule == "narrow" or (p.by_sweeps and schedule in ("statistics", "recompute"))
-    keeps_sums = p.multiples and not p.rescaled and schedule == "narrow"
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
-    worth = p.sparse and rows * p.width * p.vocabulary >= least
     # Of a frozen head dlogp/dhidden is made before any coefficient is known.
     all_rows = options.static or p.given or p.narrow or schedule in ("frozen", "statistics")
-    skip_rows = options.skip_rows and worth and not all_rows
+    skip_rows = options.skip_rows and p.sparse and not all_rows
+    skip_rows &= rows * p.width * p.vocabulary >= least
     return Plan(
         schedule=schedule,
         backend=backend,
@@ -174,7 +178,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         sweep_rows=rows if p.teachers else EXP_ROWS if exp_tiles or on_chip else 0,
         exp_tiles=exp_tiles,
         on_chip=on_chip,
-        keeps_sums=keeps_sums,
+        keeps_sums=p.multiples and not p.rescaled and schedule == "narrow",
         in_place=p.in_place,
         bytes=parts,
         peak_bytes=peak_bytes(p, parts, options),

@@ -116,7 +116,6 @@ def bytes_by_part(
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
     wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums
-    sent = p.sharded and p.input_gradient and not p.given
     fused |= schedule == "narrow"
     parts = [
         (not p.narrow, "partial statistics" if fused else "logits", logits),
@@ -124,7 +123,11 @@ def bytes_by_part(
         (True, "statistics", p.tokens * 64),
         (p.candidates, "candidates", p.tokens * p.candidates * CANDIDATE_BYTES),
         (not p.on_gpu, "working blocks", widened),
-        (sent, "hidden gradient on its way", rows * p.width * max(4, p.element_size)),
+        (
+            p.sharded and p.input_gradient and not p.given,
+            "hidden gradient on its way",
+            rows * p.width * max(4, p.element_size),
+        ),
         (options.sequence_parallel, "gathered hidden states", p.tokens * p.width * p.element_size),
         (summed, "weight gradient accumulator", p.vocabulary * p.width * wide),
         (slabs and apart, "weight gradient slab", tile.columns * p.width * wide),

@@ -137,8 +137,9 @@ class Head:
             # A slice of the vocabulary may hold fewer rows than `vocab_size`.
             sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
             if size < 1 or (size > rows and not sharded):
-                want = f"want 1 <= vocab_size <= {rows}, the rows"
-                raise ValueError(f"vocab_size: got {size}, {want}")
+                raise ValueError(
+                    f"vocab_size: got {size}, want 1 <= vocab_size <= {rows}, the rows"
+                )
         if not isinstance(self.lora, tuple) or not all(isinstance(x, Lora) for x in self.lora):
             raise TypeError(f"lora: got {describe(self.lora)}, want a tuple of headloss.Lora")
         for index, lora in enumerate(self.lora):
@@ -205,9 +206,11 @@ class Head:
         those beside. Features carry autograd to `hidden` and to each `a`. Rows are not cut to
         `vocab_size`.
         """
-        base = (hidden, self.weight)
-        adapters = [(x.features(hidden, dropout, products), x.b) for x in self.lora]
-        return [base, *adapters, *((x.reshape(-1, x.shape[-1]), w) for x, w in self.beside)]
+        return [
+            (hidden, self.weight),
+            *((x.features(hidden, dropout, products), x.b) for x in self.lora),
+            *((x.reshape(-1, x.shape[-1]), w) for x, w in self.beside),
+        ]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
@@ -380,6 +383,7 @@ def _check_floating(name: str, value: object, want: str) -> None:
 def _misfit(
     name: str, value: Tensor, want: str, other: Tensor, what: str = "a weight"
 ) -> ValueError:
-    got = tuple(value.shape)
-    shape = tuple(other.shape)
-    return ValueError(f"{name}: got shape {got}, want {want} for {what} of shape {shape}")
+    return ValueError(
+        f"{name}: got shape {tuple(value.shape)}, want {want} for {what} of shape "
+        f"{tuple(other.shape)}"
+    )

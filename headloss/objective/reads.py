@@ -55,9 +55,7 @@ def reads(
     for name, _, term in objective.named():
         content = replace(term, options=(), reduction=None, own_reduction=None)
         key = fingerprint(content, []), tuple(kinds.items()), how
-        read = (
-            term.function if isinstance(term.function, Reads) else None
-        )  # of a loss that lives elsewhere
+        read = term.function if isinstance(term.function, Reads) else None  # a loss outside
         with contextlib.suppress(TypeError):  # an option that has no hash
             read = read or _TABLE.get(key)
         if read is None:
@@ -102,14 +100,14 @@ class _NoSums(Segments):
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
     """Two made-up tokens with the fields of a batch, in as many segments as belong together."""
     ids = torch.arange(SAMPLE, device=device)
-    cls = _NoSums if term.scope == "token" else Segments
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
         values = torch.full((SAMPLE, *more), 0.0 if more else -0.5, device=device)
         fields[name] = CURRENT if dtype is None else values.to(dtype)
     count = max(SAMPLE, term.segments_per_unit)
     counts = (torch.arange(count, device=device) < SAMPLE).long()
-    return PackedBatch(torch.zeros_like(ids), cls(ids, count, counts=counts), fields)
+    segments = (_NoSums if term.scope == "token" else Segments)(ids, count, counts=counts)
+    return PackedBatch(torch.zeros_like(ids), segments, fields)
 
 
 def sample_statistics(

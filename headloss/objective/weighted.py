@@ -63,20 +63,20 @@ class WeightedTerm(NamedTuple):
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:  # it may have met a None
-            present = sorted(stats.tensors())
-            error.add_note(f"term {self.name}: was given {present}, as it read of a small sample")
+            error.add_note(
+                f"term {self.name}: was given {sorted(stats.tensors())}, as it read of a sample"
+            )
             raise
         return losses if included is None else torch.where(included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
         """[] float64, what these tokens add to the term's reduced value."""
         losses = self.losses(stats, batch)
-        weights = self.weights
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
-        if isinstance(weights, Tensor):
-            return (weights * losses).sum(dtype=torch.float64)
-        return losses.sum(dtype=torch.float64) * weights
+        if isinstance(self.weights, Tensor):
+            return (self.weights * losses).sum(dtype=torch.float64)
+        return losses.sum(dtype=torch.float64) * self.weights
 
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
         """Of the loss in closed form, times its upstream gradient."""
@@ -201,8 +201,9 @@ class WeightedObjective:
         extras = {key: slopes[key] for key in stats.extras if key in slopes}
         stacked = torch.stack(shares) if len(shares) > 1 else shares[0].view(1)
         coefficients = Coefficients(softmax, extras, stacked)
-        factor = self.upstream
-        return coefficients if factor == 1 else coefficients.map(lambda t: t * factor)
+        if self.upstream == 1:
+            return coefficients
+        return coefficients.map(lambda t: t * self.upstream)
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
