@@ -34,7 +34,7 @@ from ..interface import Backward, Forward, ShiftedSums, partials_of
 from .chosen import shift_column, target_gradient_
 from .formulas import LN2, LOG2E, coefficient, grad_z, per_row, tanh_and_slope
 from .launch import Launcher, TileShape, cdiv
-from .merge import parts_of
+from .merge import Epilogue, parts_of
 from .product import LOWEST, accelerated, bias_of, can_fuse, statistics_of
 from .records import LogitScaling, matrix_of, scaling
 
