@@ -107,6 +107,7 @@ def test_a_tokens_bits_are_its_own():
         assert torch.equal(value, plain.tensors()[name]), name
         assert torch.equal(value[some], part[0].tensors()[name]), name
     assert torch.equal(sums.rows[some], part[1].rows)
+    assert sums.rows.untyped_storage().nbytes() == n * h * 4, "the parts' memory lives on"
 
 
 def test_no_tokens():

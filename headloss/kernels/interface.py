@@ -109,7 +109,7 @@ class ShiftedSums(NamedTuple):
     rows: Tensor  # [n, H] float32
     shift: Tensor  # [n] float32
     column: Tensor  # [n] int64 in the slice, which the sum leaves out
-    far: Tensor  # [n] bool: the shift is so far below the largest logit that the sum is of no use
+    far: Tensor  # [n] bool: the shift is far below the largest logit, and the sum invalid
 
 
 class LogitRows(NamedTuple):

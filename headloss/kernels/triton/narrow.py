@@ -70,7 +70,7 @@ class Tokens(NamedTuple):
     log2_sumexp: Tensor  # [n], and with a border less log2 |c_prob|
     c: SoftmaxCoefficients  # times dz/draw
     z: LogitScaling
-    border: Tensor | None  # [] the first of c_prob >= 0: there are no other coefficients
+    border: Tensor | None  # [] first token with c_prob >= 0; None: c has coefficients
 
 
 @triton.jit
@@ -264,8 +264,8 @@ def _sweep(
     **constants: Any,
 ) -> None:
     """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length], cut as the head alone
-    says. Tiles are marked that have one of these pairs [n] of rows, or that end beyond the last;
-    where a row of a pair is -1, any tile may be."""
+    says. Tiles with one of these pairs [n] of rows, and tiles that end beyond the last row, are
+    marked. A pair with -1 marks an arbitrary tile."""
     (count, h), length, described = own.shape, len(theirs), can_fuse(own, theirs)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if own.element_size() == 2 else SMALL
@@ -284,10 +284,10 @@ def _sweep(
 
 def _in_order(parts: Tensor) -> Tensor:
     """[n, H] the sum of parts [PARTS, n, H], in one order whatever n is."""
-    while len(parts) > 1:
+    while len(parts) > 2:
         parts, half = parts.chunk(2)
         parts += half
-    return parts[0]
+    return parts[0] + parts[1]  # in memory of its own: that of the parts is free
 
 
 def narrow_partials(
@@ -368,7 +368,7 @@ def narrow_hidden(
         if len(x):
             _gradient(x, w, backward, target, parts.flatten(0, 1), False, PARTS)
         return _in_order(parts)
-    # They leave one column out: the target, or a stand-in for that of another slice.
+    # The sums leave one column out: the target, or a stand-in for a target in another slice.
     c, (max_logit, log_sum) = backward.coefficients, backward.normalizer
     others = (c.prob * (sums.shift - max_logit - log_sum).exp()).unsqueeze(1)
     g = backward.transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)[:, 0]
