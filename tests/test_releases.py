@@ -205,63 +205,54 @@ def test_rounding_is_no_change(family: str, dtype: torch.dtype) -> None:
     "family", ["llama", "gemma2", "recurrent_gemma", "cohere", "granite", "hyperclovax", "minicpm3"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_family_is_learned(
+def test_a_family_of_no_table_under_trl(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the table says of it is found without the table."""
-    from headloss.integrations import families
+    """Log-probs are those of the model's logits, and need no table."""
+    pytest.importorskip("trl")
+    from headloss.integrations.trl.forward import Request, add_head
 
     model = tiny(family).to(dtype)
-    want = hl.Head.of_model(model)
-    scale = 1.0 if family == "minicpm3" else want.logit_scale  # before its head
-    loss = loss_of(model)
-    assert families.learn(model) == {}
+    ids = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want = model(ids).logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])
     monkeypatch.delitem(FAMILIES, family)
-    model.train()
-    state = torch.get_rng_state()
-    found = families.learn(model, "head")
-    assert torch.equal(torch.get_rng_state(), state) and model.training and model.model.training
-    assert found == {"softcap": want.softcap, "logit_scale": pytest.approx(scale, rel=1e-9)}
-    assert not model.get_output_embeddings()._forward_hooks
-    model.eval()
-    with apply(model):
-        torch.testing.assert_close(loss_of(model).float(), loss.float(), rtol=2e-2, atol=0)
-    if family == "minicpm3":
-        with pytest.raises(ValueError, match="other hidden states than its base model's"):
-            families.learn(model)
-    else:
-        assert families.learn(model) == found
-        head = hl.Head.of_model(model, **found)
-        assert (head.softcap, head.logit_scale) == (want.softcap, want.logit_scale)
+    add_head(model)
+    got = Request().of(model, input_ids=ids, labels=ids).log_probs
+    assert got is not None
+    loose = {"rtol": 2e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(got, want.squeeze(-1), **loose)
+    with pytest.raises(ValueError, match=r"in no table; say softcap=\.\.\. and logit_scale="):
+        hl.Head.of_model(model)
+    assert hl.Head.of_model(model, softcap=None, logit_scale=2.0).logit_scale == 2.0
 
 
-def test_a_family_that_is_not_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headloss.integrations import families
+def test_a_forward_that_no_head_explains_under_trl() -> None:
+    """An error where the fused loss was asked for by name, else the model's own logits."""
+    pytest.importorskip("trl")
+    from headloss.integrations.trl.forward import Request, Switches, add_head
 
-    monkeypatch.delitem(FAMILIES, "llama")
-    for change, says in (
-        (lambda z: z.clamp(-9, 9), r"neither one factor nor a soft cap.* -16 -> -9, .*, 16 -> 9"),
-        (lambda z: z[:, -1:], r"gives logits of shape \(1, 4, 37\), it \(1, 1, 37\)"),
-        (lambda z: z / 0, "neither one factor"),
-    ):
+    ids = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
+
+    def clamped() -> Any:
         model: Any = tiny("llama")
 
-        def forward(self, input_ids=None, labels=None, change=change, **kwargs):
-            logits = change(self.lm_head(self.model(input_ids=input_ids)[0]))
+        def forward(self, input_ids=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids=input_ids)[0]).clamp(-0.5, 0.5)
             return transformers.modeling_outputs.CausalLMOutput(logits=logits)
 
         model.forward = types.MethodType(forward, model)
-        with pytest.raises(ValueError, match="model_type 'llama', which is in no table.*" + says):
-            families.learn(model, "head")
-    model.forward = types.MethodType(lambda self, **_: 1 / 0, model)
-    with pytest.raises(ValueError, match="a forward of a few tokens.* ended in"):
-        families.learn(model, "head")
-    with torch.device("meta"), pytest.raises(ValueError, match="weights on the meta device"):
-        families.learn(transformers.AutoModelForCausalLM.from_config(tiny("llama").config))
-    with pytest.raises(ValueError, match=r"in no table; say softcap=\.\.\. and logit_scale="):
-        hl.Head.of_model(tiny("llama"))
-    told = hl.Head.of_model(tiny("llama"), softcap=None, logit_scale=2.0)
-    assert told.logit_scale == 2.0
+        return model
+
+    model = clamped()
+    want = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    add_head(model, switches=Switches())
+    got = Request().of(model, input_ids=ids, labels=ids).log_probs
+    assert got is not None
+    torch.testing.assert_close(got, want)
+    add_head(model := clamped())
+    with pytest.raises(ValueError, match=r"use_fused_loss: got True, but Llama.* more to its logi"):
+        Request().of(model, input_ids=ids, labels=ids)
 
 
 # ---------------------------------------------------------------------- TRL

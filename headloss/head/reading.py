@@ -34,6 +34,12 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+def causal_of(model: nn.Module) -> nn.Module:
+    """The model inside wrappers and PEFT's."""
+    model = unwrap(model)
+    return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
 # ---------------------------------------------------------------------- modules
 
 
@@ -201,16 +207,14 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
     """A causal language model's output embeddings, and, if not `told`, its soft cap and scale."""
-    model = unwrap(model)
-    if hasattr(model, "get_base_model"):  # PeftModel
-        model = unwrap(model.get_base_model())  # type: ignore[operator]
+    model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)
     name = type(model).__name__
     if not told and model_type not in FAMILIES:
         raise ValueError(
             f"model: got {name} of model_type {model_type!r}, which is in no table; say "
-            "softcap=... and logit_scale=..., as headloss.integrations.families.learn finds them"
+            "softcap=... and logit_scale=..., as its forward makes logits of the head's"
         )
     embeddings = getattr(model, "get_output_embeddings", lambda: None)()
     if embeddings is None:

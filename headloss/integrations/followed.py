@@ -8,19 +8,23 @@ every other operation runs on real logits, made by the module's own forward, wit
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
 from ..head.head import Head
 from ..private import refuse_to_be_written
-from .sharding import inside
+from .sharding import externals, hooked, in_place_of, inside, is_unit, unsharded, whole
+
+Tensors = tuple[Tensor, ...]
 
 _NAMES = (
     "shape dtype device layout ndim size dim numel nelement stride element_size itemsize nbytes "
@@ -30,10 +34,17 @@ _NAMES = (
 )
 OF_NO_VALUES = frozenset(_NAMES.split())
 WRITES = {"__setitem__", "__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
+BREAKS = (
+    "headloss.integrations.transformers.apply breaks the graph at the head and at the loss: "
+    "compile the model with fullgraph=False, or call headloss.head_stats, which breaks none"
+)
 STALE = (
     "logits: cannot be made any more, because {} since the model's call; read them before that, "
     "such as output.logits.argmax(-1) or output.logits.clone() before optimizer.step()"
 )
+
+
+eager: Any = torch.compiler.disable  # typed
 
 
 class Steps:
@@ -49,30 +60,64 @@ def _stepped(*_: Any) -> None:
 register_optimizer_step_post_hook(_stepped)
 
 
-class HeadCall:
-    """A call of a head's module with hidden states [.., H].
+class FollowedHead:
+    """Context in which the calls of a model's head return followed logits.
 
     Args:
-        module: the output embeddings of a model, without a replaced forward.
-        own: the module's own forward.
-        hidden: [.., H].
-        cross_entropy: takes the place of `torch.nn.functional.cross_entropy` of these logits; None
-            as its value asks for real logits.
+        model: a model with output embeddings.
 
     Attributes:
+        module: the output embeddings.
+        external: ZeRO-3 gathers the module's weights around its forward alone.
+        unit: FSDP2 shards the module by itself, or in a group of which it is one.
+        hidden: [.., H] of the head's last call; None before.
         closed: the reason for which real logits cannot be made any more, else "".
+    """
+
+    hidden: Tensor | None = None
+    closed = ""
+    # In place of `torch.nn.functional.cross_entropy` of the logits; None asks for real ones.
+    cross_entropy: Callable[..., Any] | None = None
+
+    def __init__(self, model: Any) -> None:
+        self.module, self.thread = model.get_output_embeddings(), threading.get_ident()
+        self.external, self.unit = externals(self.module), is_unit(self.module)
+
+    @eager
+    def __enter__(self) -> Self:
+        own = vars(self.module).get("forward")
+        self.own = own or functools.partial(type(self.module).forward, self.module)
+        self.replaced = in_place_of(self.module, self.at_head)
+        self.replaced.__enter__()
+        return self
+
+    @eager
+    def __exit__(self, *error: object) -> None:
+        self.cross_entropy = None
+        self.replaced.__exit__(None, None, None)
+
+    @eager(reason=BREAKS)
+    def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
+        """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
+        its formula: then logits are real."""
+        if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
+            return self.own(hidden, **more)
+        self.hidden = hidden
+        with in_place_of(self.module):
+            return HeadCall(self, hidden).logits()
+
+
+class HeadCall:
+    """A call of a head with hidden states [.., H].
+
+    Attributes:
+        closed: as of `FollowedHead`, of this call.
         written: an in-place operation has changed real logits, and other names of them are void.
     """
 
-    def __init__(
-        self,
-        module: Any,
-        own: Callable[[Tensor], Tensor],
-        hidden: Tensor,
-        cross_entropy: Callable[..., Any] | None = None,
-    ) -> None:
-        self.module, self.own, self.hidden, self.cross_entropy = module, own, hidden, cross_entropy
-        self.head, self.closed, self.written = Head.of(module), "", False
+    def __init__(self, seam: FollowedHead, hidden: Tensor) -> None:
+        self.seam, self.hidden, self.head = seam, hidden, Head.of(seam.module)
+        self.closed, self.written = "", False
         kind = hidden.device.type
         self.autocast = {
             "device_type": kind,
@@ -104,18 +149,21 @@ class HeadCall:
 
     def raw(self) -> Tensor:
         """Make real logits, by the module's own forward."""
-        why = self.closed or ("optimizer.step() has run" if self.steps != Steps.count else "")
-        if why:
+        stepped = "optimizer.step() has run" if self.steps != Steps.count else ""
+        if why := self.closed or self.seam.closed or stepped:
             raise RuntimeError(STALE.format(why))
         with torch.autocast(**self.autocast):
-            return inside(self.module, self._unchanged, self.hidden)
+            if self.seam.unit:  # whose hooks count the calls of its modules
+                return unsharded(self.seam.module, self._unchanged, self.hidden)
+            return inside(self.seam.module, self._unchanged, self.hidden)
 
     def _unchanged(self, hidden: Tensor) -> Tensor:
-        if self.state != self._state(Head.of(self.module)):
+        gathered = self.seam.external or self.seam.unit  # anew, within the call alone
+        if not gathered and self.state != self._state(Head.of(self.seam.module)):
             what = "the head's weight, its adapters or the hidden states have changed"
             raise RuntimeError(STALE.format(what))
         self.draw()
-        return self.own(hidden)
+        return self.seam.own(hidden)
 
 
 @dataclass(eq=False)
@@ -164,20 +212,49 @@ class Recipe:
 class Followed(Tensor):
     """Logits [.., V] without memory; `recipe` makes real ones."""
 
-    recipe: Recipe
+    own: Recipe
+
+    @property
+    def node(self) -> Any:
+        """The operation of autograd that returned these logits, under DeepSpeed's hook on a head,
+        which hands on a detached copy with a node of its own."""
+        node = self.grad_fn
+        hook = node is not None and type(node).__name__.startswith("PreBackwardFunction")
+        return node.next_functions[0][0] if hook else node  # type: ignore[union-attr]
+
+    @property
+    def recipe(self) -> Recipe:
+        return getattr(self.node, "recipe", self.own)
 
     def make(self) -> Tensor:
         attached = self.requires_grad and torch.is_grad_enabled()
-        if attached and not hasattr(self.grad_fn, "recipe"):  # an autograd function returned them
-            return _Bridge.apply(self, self.recipe.make(False))  # type: ignore[return-value]
+        if attached and not hasattr(self.node, "recipe"):  # an autograd function returned them
+            return _Bridge.apply(self, self.own.make(False))  # type: ignore[return-value]
         return self.recipe.make(attached)
 
-    @property
-    def is_followed(self) -> bool:
-        """True where the recipe tells value and gradient."""
-        call = self.recipe.call
-        ours = not self.requires_grad or hasattr(self.grad_fn, "recipe")
-        return ours and not call.closed and not call.written
+    def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
+        """Tensors with a gradient that `act(hidden, head)` returns for these logits, under the
+        autocast of the head's call and where its weights are gathered, in its backward pass too."""
+        recipe, call = self.recipe, self.recipe.call
+        seam, exact = call.seam, list[Tensor]()
+
+        def of_hidden(hidden: Tensor) -> Tensors:
+            with in_place_of(seam.module):
+                read = Head.of(seam.module) if seam.external or seam.unit else call.head
+            head = recipe.head_of(whole(read, model, hidden.dtype))
+            exact[:] = act(hidden.to(head.weight.device), head)
+            return tuple(exact)
+
+        call.draw()
+        with (
+            torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()),
+            torch.autocast(**call.autocast),
+        ):
+            if seam.unit:  # the hook that gathers for the backward pass hangs on its output, this
+                return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
+            if not seam.external:
+                return of_hidden(recipe.hidden)
+            return tuple(map(hooked, exact, inside(seam.module, of_hidden, recipe.hidden)))
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -191,23 +268,33 @@ class Followed(Tensor):
         if not isinstance(first, Followed):
             if name in REFLECTED and not kwargs and isinstance(args[1], Followed):
                 return func(args[1], first)
-        elif (rule := RULES.get(name)) and first.is_followed:
+        elif (rule := RULES.get(name)) and is_followed(first):
             if (result := rule(first, func, *args[1:], **kwargs)) is not None:
                 return result
         elif name in WRITES or (name[-1] == "_" and name[-2:] != "__"):
             with torch.set_grad_enabled(first.requires_grad):
                 first.make()  # so that a later read with a gradient finds what is written now
             first.recipe.call.written = True
-        args, kwargs = tree_map(_made, (args, kwargs))
+        args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(_made, (args, kwargs or {}))
+        args, kwargs = tree_map(real, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _made(value: Any) -> Any:
+def is_followed(logits: object) -> TypeGuard[Followed]:
+    """True where a recipe tells value and gradient of logits."""
+    if not isinstance(logits, Followed):
+        return False
+    call = logits.recipe.call
+    ours = not logits.requires_grad or hasattr(logits.node, "recipe")
+    return ours and not call.closed and not call.written
+
+
+def real(value: Any) -> Any:
+    """Real logits of followed ones; any other value as it is."""
     return value.make() if isinstance(value, Followed) else value
 
 
@@ -223,24 +310,24 @@ class _Node(torch.autograd.Function):
             Followed, shape, dtype=dtype, device=recipe.call.head.weight.device
         )
         refuse_to_be_written(logits)
-        logits.recipe = recipe
+        logits.own = recipe
         return logits
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad
         if gradients[0] is None:
-            return (None,) * (3 + len(needed))
-        call = ctx.recipe.call
-        tensors = call.tensors(call.head)
+            return (None,) * len(needed)
+        tensors = ctx.recipe.call.tensors(ctx.recipe.call.head)
+        before = len(needed) - len(tensors)  # of logits, the ones that these are made of
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
-        wanted = [x for x, need in zip(tensors, needed, strict=True) if need]
+        wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
         of_wanted = torch.autograd.grad(
             logits, wanted, gradients[0], allow_unused=True, retain_graph=True
         )
         ready = iter(of_wanted)
-        return None, None, None, *(next(ready) if need else None for need in needed)
+        return *(None,) * before, *(next(ready) if need else None for need in needed[before:])
 
 
 class _Bridge(torch.autograd.Function):
@@ -266,9 +353,10 @@ def _then(
     attached: bool = True,
     **changes: Any,
 ) -> Followed:
-    call = x.recipe.call
-    recipe = replace(x.recipe, parent=x.recipe, step=step, real=None, **changes)
-    inputs = call.tensors(call.head) if attached and x.requires_grad else []
+    parent = x.recipe
+    call = parent.call
+    recipe = replace(parent, parent=parent, step=step, real=None, **changes)
+    inputs = [x, *call.tensors(call.head)] if attached and x.requires_grad else []
     return recipe.followed(x.shape if shape is None else shape, dtype or x.dtype, inputs)
 
 
@@ -306,16 +394,12 @@ def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
 
 
 def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    """Casts and copies."""
     like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **options)
     if not isinstance(like, Tensor) or not like.is_floating_point() or like.device != x.device:
         return None
-    if like.dtype == x.dtype and not options.get("copy"):
-        return x
-    return _then(x, lambda t: func(t, *args, **options), dtype=like.dtype)
-
-
-def _copied(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    return _then(x, lambda t: func(t, *args, **options), attached=func is not Tensor.detach)
+    attached = func is not Tensor.detach
+    return _then(x, lambda t: func(t, *args, **options), dtype=like.dtype, attached=attached)
 
 
 def _rows(x: Followed, step: Callable[[Tensor], Tensor], hidden: Tensor) -> Followed:
@@ -335,23 +419,17 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
     return _rows(x, lambda t: t[index], x.recipe.hidden[index])
 
 
-def _view(x: Followed, func: Any, *shape: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    if not all(isinstance(size, int) for size in sizes) or sizes[-1:] != x.shape[-1:]:
+def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    like = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **options)
+    if like.shape[-1:] != x.shape[-1:] or like.dtype != x.dtype:
         return None
     hidden = x.recipe.hidden
-    return _rows(x, lambda t: t.reshape(sizes), hidden.reshape(*sizes[:-1], hidden.shape[-1]))
-
-
-def _flat(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    hidden = x.recipe.hidden
-    flat = hidden.flatten(*args, **options)
-    merged = flat.shape[-1:] != hidden.shape[-1:]
-    return None if merged else _rows(x, lambda t: t.flatten(*args, **options), flat)
+    rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+    return _rows(x, lambda t: func(t, *args, **options), rows)
 
 
 def _cross_entropy(logits: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    take = logits.recipe.call.cross_entropy
+    take = logits.recipe.call.seam.cross_entropy
     return None if take is None else take(logits, *args, **options)
 
 
@@ -366,9 +444,8 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), _times),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
     **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), _cast),
-    **dict.fromkeys(("clone", "contiguous", "detach"), _copied),
-    **dict.fromkeys(("view", "reshape"), _view),
-    "flatten": _flat,
+    **dict.fromkeys(("clone", "contiguous", "detach"), _cast),
+    **dict.fromkeys(("view", "reshape", "flatten"), _view),
     "tanh": _tanh,
     "__getitem__": _item,
     "cross_entropy": _cross_entropy,

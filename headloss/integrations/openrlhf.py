@@ -9,23 +9,23 @@ vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ..batch.batch import IGNORE
 from ..head.head import Head
+from ..head.reading import causal_of
 from ..head_stats import head_stats
-from .families import causal_of, transform_of
+from .followed import FollowedHead, is_followed
 from .seams import Seams, part
-from .sharding import Carried, externals, hooked, in_place_of_head
+from .sharding import hooked, in_place_of
 from .shared import refuse
 
 HOME = "openrlhf.models.actor"
 SEAM = f"{HOME}:Actor", "forward"
-_transforms: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def install() -> None:
@@ -116,23 +116,30 @@ def measured(
 ) -> tuple[Any, list[Tensor]]:
     """The model's output, and log-probs, with entropies if they are wanted, [B, L] float32."""
     model: Any = causal_of(actor.model)
-    if model not in _transforms:
-        _transforms[model] = transform_of(model)
-    sharded, gradients = externals(model.get_output_embeddings()), ("logp", "entropy")
+    own, gradients = model.forward, ("logp", "entropy")[: 1 + with_entropy]
     statistics: list[Tensor] = []
 
-    def at_head(hidden: Tensor) -> Tensor:
-        head = Head.of_model(model, temperature=actor.temperature, **_transforms[model])
-        stats = head_stats(hidden, head, targets, gradients=gradients[: 1 + with_entropy])
-        statistics.extend([stats.logp, stats.entropy][: 1 + with_entropy])
-        if not sharded:
-            return hidden.new_empty((*hidden.shape[:-1], 0))
-        return Carried.apply(sum(x.sum() for x in statistics), hidden.detach())  # type: ignore[return-value]
+    def act(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+        head = replace(head, temperature=actor.temperature)
+        stats = head_stats(hidden, head, targets, gradients=gradients)
+        return tuple(getattr(stats, name) for name in gradients)
 
-    with in_place_of_head(model, at_head):
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with FollowedHead(model):
+            output = own(*args, **kwargs)
+        logits = output["logits"]
+        if not is_followed(logits):
+            raise ValueError(
+                f"model: got {type(model).__name__}, which does more to its logits than rows, a "
+                "factor, one soft cap and a constant bias; call uninstall()"
+            )
+        statistics.extend(logits.through(model, act))
+        output["logits"] = torch.stack(statistics)  # what wrappers hang their hooks on
+        return output
+
+    with in_place_of(model, forward):
         output = actor.model(*args, **kwargs)
-    if sharded and torch.is_grad_enabled():
-        statistics = [hooked(x, output.logits) for x in statistics]
+    statistics = [hooked(x, output["logits"]) for x in statistics]
     output["logits"] = None
     return output, statistics
 

@@ -42,93 +42,66 @@ def gathered(tensor: Any) -> Any:
     return tensor.full_tensor(grad_placements=[Partial("avg")] * tensor.device_mesh.ndim)
 
 
-def as_head(model: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
-    """`act(hidden)`, in place of the forward of the model's head where ZeRO-3 shards it.
+def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
+    """`act(hidden)` with the parameters of an FSDP2 unit gathered, and none of its hooks."""
 
-    DeepSpeed's hooks on that module then gather its parameters here and in the backward pass, and
-    send its gradient on its way. PEFT holds adapters in modules of their own, which are not called.
-    """
-    module: Any = model.get_output_embeddings()  # type: ignore[operator]
-    return inside(module, act, hidden) if externals(module) else act(hidden)
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, hidden: Tensor) -> T:
+            with in_place_of(module):
+                return act(hidden)
+
+    parts = {f"module.{n}": gathered(x).to(hidden.dtype) for n, x in module.named_parameters()}
+    return torch.func.functional_call(Holder(), parts, (hidden,))
+
+
+@contextlib.contextmanager
+def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Inside, `forward` is the module's forward on the instance; None: there is none."""
+    before = vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward
+    try:
+        yield
+    finally:
+        vars(module).pop("forward", None)
+        if before is not None:
+            module.forward = before
 
 
 def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     """`act(hidden)` as the forward of a module, whose hooks gather its parameters around it."""
 
     def forward(hidden: Tensor) -> T:
-        del module.forward  # whoever reads the module finds its own
-        return act(hidden)
+        with in_place_of(module):  # whoever reads the module finds its own
+            return act(hidden)
 
-    with bare(module):
-        module.forward = forward
-        try:
-            return module(hidden)
-        finally:
-            vars(module).pop("forward", None)
+    with in_place_of(module, forward):
+        return module(hidden)
 
 
-@contextlib.contextmanager
-def bare(module: Any) -> Iterator[None]:
-    """Inside, the module has no forward on the instance."""
-    before = vars(module).pop("forward", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            module.forward = before
-
-
-@contextlib.contextmanager
-def in_place_of_head(model: Any, act: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, `act` is the forward of the model's head, once: where its weights are gathered."""
-    module = model.get_output_embeddings()
-    before = vars(module).get("forward")
-
-    def forward(hidden: Tensor) -> Tensor:
-        restore()  # whoever reads the module finds its own
-        return act(hidden)
-
-    def restore() -> None:
-        vars(module).pop("forward", None)
-        if before is not None:
-            module.forward = before
-
-    module.forward = forward
-    try:
-        yield
-    finally:
-        restore()
-
-
-def hooked(exact: Tensor, passed: Tensor) -> Tensor:
-    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire."""
-    return exact if passed is exact else _Hooked.apply(exact, passed)  # type: ignore[return-value]
+def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
+    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire: with
+    zeros, or with None."""
+    if passed is exact or not exact.requires_grad:
+        return exact
+    return _Hooked.apply(exact, passed, zeros)  # type: ignore[return-value]
 
 
 class _Hooked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exact: Tensor, passed: Tensor) -> Tensor:
-        ctx.like = torch.empty_like(passed, device="meta")
+    def forward(ctx: Any, exact: Tensor, passed: Tensor, zeros: bool) -> Tensor:
+        ctx.like = torch.empty_like(passed, device="meta") if zeros else None
         ctx.device = passed.device
         return exact.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.zeros_like(ctx.like, device=ctx.device)
-
-
-class Carried(torch.autograd.Function):
-    """Logits of no columns [.., 0] that hang on a loss: what a module may return whose forward
-    computed it, so that the module's hooks gather its parameters before the loss's backward."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, hidden: Tensor) -> Tensor:
-        ctx.like = {"dtype": loss.dtype, "device": loss.device}
-        return hidden.new_empty((*hidden.shape[:-1], 0))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.zeros((), **ctx.like), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        zeros = None if ctx.like is None else torch.zeros_like(ctx.like, device=ctx.device)
+        return grads[0], zeros, None
 
 
 def externals(module: nn.Module) -> bool:

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from ...batch.batch import Batch
 from ...batch.segments import Segments
 from ...head.head import Head
+from ...head.reading import causal_of
 from ...head_loss import Output
 from ...losses import Objective, Term, cross_entropy
 from ...options import DEFAULT, Options
 from ...statistics.metrics import Metrics
-from ..families import causal_of
+from ..followed import eager
 from ..logged import Logged
 from ..seams import announce
 from ..sharding import whole_head
@@ -27,7 +28,7 @@ from .batch import CALL, batch_of
 from .call import Call
 from .denominators import Step
 from .seams import check_loss_function
-from .subclass import STATE, eagerly, enter, leave
+from .subclass import STATE, enter, leave
 
 PLAIN = Objective.of(cross_entropy())
 
@@ -198,7 +199,7 @@ class Applied:
 
     # ------------------------------------------------------------------ a call
 
-    @eagerly(recursive=False)
+    @eager(recursive=False)
     def run(self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace the model's forward; `own` is the model's, which alone is compiled."""
         own = self.own_forward or own
@@ -231,7 +232,7 @@ class Applied:
         finally:
             self.running -= 1
 
-    @eagerly()
+    @eager
     def _without_labels(self, model: Any, counted: bool) -> None:
         if counted:
             raise ValueError(
@@ -258,7 +259,7 @@ class Applied:
             raise RuntimeError(f"{text}{remedy}")
         self._say(f"{text}{remedy}, if that is meant")
 
-    @eagerly()
+    @eager
     def _say(self, text: str) -> None:
         """Warn, once for each text."""
         if text not in self.said:

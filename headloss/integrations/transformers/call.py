@@ -6,32 +6,23 @@ B rows, L positions, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...arguments import is_dtensor
 from ...batch.batch import IGNORE, Batch
 from ...batch.packing import NOT_GIVEN
 from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
-from ..followed import Followed, HeadCall
-from ..sharding import bare, externals, hooked, inside, is_fsdp2, is_unit, whole
+from ..followed import Followed, FollowedHead, eager, is_followed, real
+from ..sharding import is_fsdp2
 from ..shared import needs_segments
 from .denominators import nan_where_nothing, over_step
-from .subclass import eagerly
-
-BREAKS = (
-    "headloss.integrations.transformers.apply breaks the graph at the head and at the loss: "
-    "compile the model with fullgraph=False, or call headloss.head_stats, which breaks none"
-)
 
 
-class Call:
+class Call(FollowedHead):
     """A call with labels, as a context in which the model's forward runs.
 
     Args:
@@ -45,7 +36,7 @@ class Call:
         losses: how often the objective was computed.
     """
 
-    @eagerly()
+    @eager
     def __init__(
         self,
         applied: Any,
@@ -54,68 +45,46 @@ class Call:
         fields: dict[str, Any],
         own_loss: bool,
     ) -> None:
-        self.applied, self.model, self.fields, self.own_loss = applied, model, fields, own_loss
+        super().__init__(model)
+        self.applied, self.model, self.arguments, self.fields = applied, model, arguments, fields
         self.replaces = applied.is_shifted_mean and not own_loss
-        self.arguments, self.labels, self.step = arguments, arguments["labels"], applied.step
+        self.cross_entropy = None if own_loss else self.at_cross_entropy
+        self.labels, self.step = arguments["labels"], applied.step
         self.shift_labels = applied.shift_labels(arguments)
-        self.thread, self.gradient = threading.get_ident(), torch.is_grad_enabled()
-        self.losses, self.asked, self.heads = 0, False, list[HeadCall]()
-        self.head = model.get_output_embeddings()
-        self.sharded = externals(self.head) or is_unit(self.head)
+        self.losses, self.asked, self.gradient = 0, False, torch.is_grad_enabled()
         # Before the model's forward: packing's question to the device is answered at the loss.
         self.batch: Batch | None = self.step and self.step.batch
         if self.batch is None and self.replaces:
             self.batch = applied.batch_of({**arguments, **fields}, self.labels.device)
 
-    @eagerly()
+    @eager
     def __enter__(self) -> Call:
-        head, model = self.head, self.model
-        self.before = vars(head).get("forward"), vars(model).get("_loss_function")
-        self.own = self.before[0] or functools.partial(type(head).forward, head)
-        head.forward = self.at_head
+        self.own_loss = vars(self.model).get("_loss_function")
         if self.replaces:
-            model._loss_function = self.at_loss
-        return self
+            self.model._loss_function = self.at_loss
+        return super().__enter__()
 
-    @eagerly()
+    @eager
     def __exit__(self, *error: object) -> None:
-        places = (self.head, "forward"), (self.model, "_loss_function")
-        for (owner, name), value in zip(places, self.before, strict=True):
-            vars(owner).pop(name, None)
-            if value is not None:
-                setattr(owner, name, value)
-        for call in self.heads:
-            call.cross_entropy = None
+        super().__exit__(*error)
+        vars(self.model).pop("_loss_function", None)
+        if self.own_loss is not None:
+            self.model._loss_function = self.own_loss
 
-    @eagerly()
+    @eager
     def end(self, output: Any) -> Any:
         """Return `output`. After the call a sharded head has no weight to make logits with: an
         evaluation makes them here, and a later read in training is refused."""
-        if not self.model.training and (self.sharded or is_fsdp2(self.model)):
-            values = output.values() if hasattr(output, "values") else output
-            for value in values:
-                if isinstance(value, Followed):
-                    value.make()
-        if self.sharded:
-            for call in self.heads:
-                call.closed = "FSDP2 or ZeRO-3 has taken the head's weight away"
+        if not self.model.training and (self.external or is_fsdp2(self.model)):
+            for value in output.values() if hasattr(output, "values") else output:
+                real(value)
+        if self.external or self.unit:
+            self.closed = "FSDP2 or ZeRO-3 has taken the head's weight away"
         return output
-
-    @eagerly(reason=BREAKS)
-    def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
-        its formula: then logits are real."""
-        if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
-            return self.own(hidden, **more)
-        with bare(self.head):
-            take = None if self.own_loss else self.cross_entropy
-            call = HeadCall(self.head, self.own, hidden, take)
-        self.heads.append(call)
-        return call.logits()
 
     # ------------------------------------------------------------------ losses
 
-    @eagerly()
+    @eager
     def at_loss(
         self,
         logits: Tensor,
@@ -180,34 +149,19 @@ class Call:
 
     def _computed(self, logits: Tensor, batch: Batch, objective: Any) -> tuple[Output, Tensor]:
         options = self.applied.options
-        if not (isinstance(logits, Followed) and logits.is_followed):
-            real = logits.make() if isinstance(logits, Followed) else logits
-            out = logits_loss(real, batch, objective, options=options)
+        if not is_followed(logits):
+            out = logits_loss(real(logits), batch, objective, options=options)
             return out, out.loss
-        recipe, of_head = logits.recipe, logits.recipe.call
+        outputs: list[Output] = []
 
-        def act(hidden: Tensor) -> tuple[Tensor, Output]:
-            head = of_head.head
-            if self.sharded:
-                head = Head.of(of_head.module)
-            elif is_dtensor(head.weight):
-                head = whole(head, self.model, hidden.dtype)
-            head = recipe.head_of(head)
-            out = head_loss(hidden.to(head.weight.device), head, batch, objective, options)
-            return out.loss, out
+        def act(hidden: Tensor, head: Head) -> tuple[Tensor]:
+            outputs.append(head_loss(hidden, head, batch, objective, options))
+            return (outputs[0].loss,)
 
-        of_head.draw()
-        with (
-            torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()),
-            torch.autocast(**of_head.autocast),
-        ):
-            if not self.sharded:
-                loss, out = act(recipe.hidden)
-                return out, loss
-            loss, out = inside(of_head.module, act, recipe.hidden)
-        return out, hooked(out.loss, loss)
+        (loss,) = logits.through(self.model, act)
+        return outputs[0], loss
 
-    def cross_entropy(
+    def at_cross_entropy(
         self,
         logits: Followed,
         target: Tensor,

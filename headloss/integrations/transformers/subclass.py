@@ -6,26 +6,19 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
-import torch
+from ..followed import eager
 
 STATE = "_headloss"  # of the model; its `run` is called in place of the forward
 BASE = "_headloss_base"  # of the class
-
-
-def eagerly(recursive: bool = True, reason: str | None = None) -> Callable[[Any], Any]:
-    """A decorator: not compiled under `torch.compile`; `recursive`: nor what it calls."""
-    options = {"recursive": recursive, **({"reason": reason} if recursive else {})}
-    return lambda function: torch.compiler.disable(function, **options)  # type: ignore[call-overload]
 
 
 @functools.cache
 def applied_class(base: Any) -> Any:
     """A subclass of `base`, one for each."""
 
-    @eagerly(recursive=False)
+    @eager(recursive=False)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state, own = vars(self).get(STATE), functools.partial(base.forward, self)
         return own(*args, **kwargs) if state is None else state.run(self, own, args, kwargs)

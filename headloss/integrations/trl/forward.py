@@ -37,9 +37,9 @@ from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...options import Options
-from ..families import learn
+from ..followed import FollowedHead, eager, is_followed, real
 from ..seams import announce, check_signature
-from ..sharding import as_head, hooked, is_fsdp2, whole, whole_head
+from ..sharding import hooked, whole_head
 from .common import CHECKED, require
 from .support import Row, pairs
 
@@ -78,13 +78,10 @@ class Request:
 
     def of(self, model: Any, **inputs: Any) -> HeadOutput:
         """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
-        passed, found = model(**inputs, headloss=self), self.found
-        assert found is not None
-        for name in ("loss", "log_probs", "aux_loss", "critic"):
-            exact = getattr(found, name)
-            if exact is not None and exact.requires_grad:
-                setattr(found, name, hooked(exact, getattr(passed, name)))
-        return found
+        passed, output = model(**inputs, headloss=self), self.found
+        assert output is not None
+        tied = {n: hooked(x, getattr(passed, n)) for n, x in _with_gradient(output).items()}
+        return replace(output, **tied)
 
     def at_head(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadOutput:
         """What a forward without the logits returns."""
@@ -97,6 +94,11 @@ class HeadOutput(utils.FusedCausalLMOutput):
     """TRL's output, and the critic's values [B, C]. Tensors only."""
 
     critic: Tensor | None = None
+
+
+def _with_gradient(output: HeadOutput) -> dict[str, Tensor]:
+    values = {n: getattr(output, n) for n in ("loss", "log_probs", "aux_loss", "critic")}
+    return {n: x for n, x in values.items() if x is not None and x.requires_grad}
 
 
 def add_head(
@@ -112,7 +114,7 @@ def add_head(
     Its paths are appended to `resolved`.
 
     Raises:
-        ValueError, TypeError: as `Head.of_model`, where the head cannot be read.
+        ValueError, TypeError: as `Head.of`, where the head cannot be read.
     """
     if cast_lm_head_to_fp32:
         raise ValueError(
@@ -123,6 +125,7 @@ def add_head(
         resolved.append(paths)
     original = _of_any_model(model)
 
+    @eager(recursive=False)
     @functools.wraps(type(model).forward)
     def forward(
         self, *args, headloss: Request | None = None, fused_lm_head=False, labels=None, **kwargs
@@ -135,31 +138,21 @@ def add_head(
         if batch is None:
             assert labels is not None
             path, batch = paths.logprobs, Batch(labels[:, 1:])
-        if path.from_model:  # its own logits, which the head's formula may not give
-            found = original(self, *args, **{**kwargs, "output_hidden_states": True})
-            hidden, logits = found.hidden_states[-1], found.logits
+        if path.findable:
+            with FollowedHead(self) as head:
+                model_output = original(self, *args, **kwargs)
+            hidden = head.hidden
         else:
-            found = self.base_model(*args, **kwargs)
-            hidden, logits = found.last_hidden_state, None
+            model_output = original(self, *args, **{**kwargs, "output_hidden_states": True})
+            hidden = model_output.hidden_states[-1]
         columns = batch.targets.shape[1]
         places = slice(None) if columns == hidden.shape[1] else slice(-columns - 1, -1)
-        hidden = hidden[:, places]
-
-        def of_hidden(hidden: Tensor) -> HeadOutput:
-            read = Head.of_model(self, temperature=temperature, **paths.transform)
-            head = whole(read, self, hidden.dtype)
-            if hidden.dtype != head.weight.dtype and is_fsdp2(self):
-                hidden = hidden.to(head.weight.dtype)  # as FSDP2 does where a module is called
-            return path.of_hidden(hidden, head, batch, request)
-
-        if logits is None:
-            output = as_head(self, of_hidden, hidden)
-        else:
-            logits = logits[:, places]
-            output = path.of_logits(logits, temperature, batch, request)
-        output.aux_loss = _aux_loss(self, found, kwargs)
+        output = path.of(model_output.logits[:, places], self, temperature, batch, request)
+        if kwargs.get("output_router_logits"):
+            output.aux_loss = model_output.aux_loss
         if hasattr(self, "value_head"):
-            output.critic = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
+            hidden = hidden[:, places].to(self.value_head.weight.dtype)
+            output.critic = self.value_head(hidden).squeeze(-1)
         request.found = replace(output)
         return output
 
@@ -178,40 +171,61 @@ def _of_any_model(model: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """How log-probs are made of hidden states.
+    """How log-probs are made of a model's logits.
 
     Attributes:
-        fused: without the logits.
+        fused: without them.
         exact: from float32 logits; else from logits in the dtype that the model computes in.
         findable: the head can be read.
+        required: the user asks for `fused` by this name; "" where it follows from the model.
     """
 
     fused: bool
     exact: bool
     findable: bool
+    required: str = ""
 
-    @property
-    def from_model(self) -> bool:
-        return not self.fused and not (self.exact and self.findable)
-
-    def of_hidden(self, hidden: Tensor, head: Head, batch: Batch, request: Request) -> HeadOutput:
-        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
-        if not self.fused:
-            logits = replace(head, temperature=1.0).logits(hidden)
-            return self.of_logits(logits, head.temperature, batch, request)
-        dtype = _compute_dtype(hidden)
-        if not self.exact and dtype.itemsize == 2:
-            options = replace(options, logits_dtype=dtype)
-        return request.at_head(hidden, head, batch, options)
-
-    def of_logits(
-        self, logits: Tensor, temperature: float | Tensor, batch: Batch, request: Request
+    def of(
+        self, logits: Tensor, model: Any, temperature: float, batch: Batch, request: Request
     ) -> HeadOutput:
-        options = replace(request.options, metrics=True, schedule="auto")
-        out = logits_loss(
-            logits, batch, request.objective, temperature=temperature, options=options
-        )
-        return _output(out, batch, request)
+        """The output for logits [B, C, V], followed where the head can be read.
+
+        Raises:
+            ValueError: the model does more to its logits than a head's formula has, where the user
+                asks for `fused`.
+        """
+        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
+        outputs: list[HeadOutput] = []
+
+        def of_logits(logits: Tensor) -> HeadOutput:
+            dense = replace(options, schedule="auto")
+            out = logits_loss(
+                logits, batch, request.objective, temperature=temperature, options=dense
+            )
+            return _output(out, batch, request)
+
+        def act(hidden: Tensor, head: Head) -> tuple[Tensor, ...]:
+            dtype = _compute_dtype(hidden)
+            rounded = not self.exact and dtype.itemsize == 2
+            how = replace(options, logits_dtype=dtype) if rounded else options
+            outputs.append(
+                request.at_head(hidden, replace(head, temperature=temperature), batch, how)
+                if self.fused
+                else of_logits(head.logits(hidden))
+            )
+            return tuple(_with_gradient(outputs[0]).values())
+
+        if is_followed(logits) and (self.fused or self.exact):
+            tensors = logits.through(model, act)
+            return replace(
+                outputs[0], **dict(zip(_with_gradient(outputs[0]), tensors, strict=True))
+            )
+        if self.required:
+            raise ValueError(
+                f"{self.required}: got True, but {type(model).__name__}.forward does more to its "
+                "logits than rows, a factor, one soft cap and a constant bias, want False"
+            )
+        return of_logits(real(logits))
 
 
 def _output(out: Output, batch: Batch, request: Request) -> HeadOutput:
@@ -231,15 +245,10 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """The loss, and the passes without gradient: old and reference log-probs.
-
-    Attributes:
-        transform: what `learn` found of the head of a family that no table has.
-    """
+    """The loss, and the passes without gradient: old and reference log-probs."""
 
     loss: Path
     logprobs: Path
-    transform: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,13 +272,11 @@ class Switches:
         """The paths for a model.
 
         Raises:
-            ValueError, TypeError: as `Head.of_model`, where a switch is True that needs the head.
+            ValueError, TypeError: as `Head.of`, where a switch is True that needs the head.
         """
-        transform: dict[str, Any] = {}
         try:
-            transform = learn(model)
             with whole_head(model):
-                Head.of_model(model, **transform)
+                Head.of_model(model, softcap=None, logit_scale=1.0)
             findable = True
         except (ValueError, TypeError) as error:
             for name in ("use_fused_loss", "use_fused_linear_logprobs"):
@@ -285,10 +292,13 @@ class Switches:
                 f"cast_logprobs_to_fp32: got True for {model.dtype} logits of a model whose head "
                 "cannot be read, want False or None"
             )
+        names = "use_fused_loss", "use_fused_linear_logprobs"
+        asked, other = (name if getattr(self, name) else "" for name in names)
+        if self.use_fused_linear_logprobs is None:
+            other = asked
         return Paths(
-            loss=Path(fused=loss, exact=exact, findable=findable),
-            logprobs=Path(fused=logprobs, exact=exact, findable=findable),
-            transform=transform,
+            loss=Path(fused=loss, exact=exact, findable=findable, required=asked),
+            logprobs=Path(fused=logprobs, exact=exact, findable=findable, required=other),
         )
 
 
@@ -301,21 +311,6 @@ def _router(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     return kwargs
-
-
-def _aux_loss(model: PreTrainedModel, found: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The load-balancing loss of the routers, [], where their logits were asked for."""
-    if not kwargs.get("output_router_logits"):
-        return None
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    config = model.config.get_text_config()
-    return load_balancing_loss_func(  # type: ignore[return-value]
-        found.router_logits,
-        config.num_experts,
-        config.num_experts_per_tok,
-        kwargs.get("attention_mask"),
-    )
 
 
 # ---------------------------------------------------------------------- inside TRL
