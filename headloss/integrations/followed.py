@@ -8,12 +8,10 @@ every other operation runs on real logits, made by the module's own forward, wit
 
 from __future__ import annotations
 
-import functools
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ..head.head import Head
 from ..private import refuse_to_be_written
-from .sharding import externals, hooked, in_place_of, inside, is_unit, unsharded, whole
+from .sharding import hooked, in_place_of, inside, unsharded, whole
 
 Tensors = tuple[Tensor, ...]
 
@@ -34,17 +32,10 @@ _NAMES = (
 )
 OF_NO_VALUES = frozenset(_NAMES.split())
 WRITES = {"__setitem__", "__imul__", "__itruediv__", "__iadd__", "__isub__", "__ipow__"}
-BREAKS = (
-    "headloss.integrations.transformers.apply breaks the graph at the head and at the loss: "
-    "compile the model with fullgraph=False, or call headloss.head_stats, which breaks none"
-)
 STALE = (
     "logits: cannot be made any more, because {} since the model's call; read them before that, "
     "such as output.logits.argmax(-1) or output.logits.clone() before optimizer.step()"
 )
-
-
-eager: Any = torch.compiler.disable  # typed
 
 
 class Steps:
@@ -60,62 +51,18 @@ def _stepped(*_: Any) -> None:
 register_optimizer_step_post_hook(_stepped)
 
 
-class FollowedHead:
-    """Context in which the calls of a model's head return followed logits.
-
-    Args:
-        model: a model with output embeddings.
-
-    Attributes:
-        module: the output embeddings.
-        external: ZeRO-3 gathers the module's weights around its forward alone.
-        unit: FSDP2 shards the module by itself, or in a group of which it is one.
-        hidden: [.., H] of the head's last call; None before.
-        closed: the reason for which real logits cannot be made any more, else "".
-    """
-
-    hidden: Tensor | None = None
-    closed = ""
-    # In place of `torch.nn.functional.cross_entropy` of the logits; None asks for real ones.
-    cross_entropy: Callable[..., Any] | None = None
-
-    def __init__(self, model: Any) -> None:
-        self.module, self.thread = model.get_output_embeddings(), threading.get_ident()
-        self.external, self.unit = externals(self.module), is_unit(self.module)
-
-    @eager
-    def __enter__(self) -> Self:
-        own = vars(self.module).get("forward")
-        self.own = own or functools.partial(type(self.module).forward, self.module)
-        self.replaced = in_place_of(self.module, self.at_head)
-        self.replaced.__enter__()
-        return self
-
-    @eager
-    def __exit__(self, *error: object) -> None:
-        self.cross_entropy = None
-        self.replaced.__exit__(None, None, None)
-
-    @eager(reason=BREAKS)
-    def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
-        its formula: then logits are real."""
-        if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
-            return self.own(hidden, **more)
-        self.hidden = hidden
-        with in_place_of(self.module):
-            return HeadCall(self, hidden).logits()
-
-
 class HeadCall:
     """A call of a head with hidden states [.., H].
+
+    Args:
+        seam: a `FollowedHead`.
 
     Attributes:
         closed: as of `FollowedHead`, of this call.
         written: an in-place operation has changed real logits, and other names of them are void.
     """
 
-    def __init__(self, seam: FollowedHead, hidden: Tensor) -> None:
+    def __init__(self, seam: Any, hidden: Tensor) -> None:
         self.seam, self.hidden, self.head = seam, hidden, Head.of(seam.module)
         self.closed, self.written = "", False
         kind = hidden.device.type
@@ -323,10 +270,8 @@ class _Node(torch.autograd.Function):
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
-        of_wanted = torch.autograd.grad(
-            logits, wanted, gradients[0], allow_unused=True, retain_graph=True
-        )
-        ready = iter(of_wanted)
+        keeping = {"allow_unused": True, "retain_graph": True}
+        ready = iter(torch.autograd.grad(logits, wanted, gradients[0], **keeping))
         return *(None,) * before, *(next(ready) if need else None for need in needed[before:])
 
 
@@ -428,9 +373,9 @@ def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     return _rows(x, lambda t: func(t, *args, **options), rows)
 
 
-def _cross_entropy(logits: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    take = logits.recipe.call.seam.cross_entropy
-    return None if take is None else take(logits, *args, **options)
+def _cross_entropy(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
+    take = x.recipe.call.seam.cross_entropy
+    return None if take is None else take(x, *args, **options)
 
 
 def _refused(x: Followed, func: Any, *args: Any) -> Any:
@@ -443,7 +388,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _times),
     **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), _times),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
-    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), _cast),
+    **dict.fromkeys("float double half bfloat16 to type type_as".split(), _cast),
     **dict.fromkeys(("clone", "contiguous", "detach"), _cast),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
     "tanh": _tanh,

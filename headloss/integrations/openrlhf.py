@@ -19,7 +19,8 @@ from ..batch.batch import IGNORE
 from ..head.head import Head
 from ..head.reading import causal_of
 from ..head_stats import head_stats
-from .followed import FollowedHead, is_followed
+from .followed import is_followed
+from .followed_head import FollowedHead
 from .seams import Seams, part
 from .sharding import hooked, in_place_of
 from .shared import refuse

@@ -20,7 +20,7 @@ from ...head_loss import Output
 from ...losses import Objective, Term, cross_entropy
 from ...options import DEFAULT, Options
 from ...statistics.metrics import Metrics
-from ..followed import eager
+from ..followed_head import eager
 from ..logged import Logged
 from ..seams import announce
 from ..sharding import whole_head

@@ -16,7 +16,8 @@ from ...batch.batch import IGNORE, Batch
 from ...batch.packing import NOT_GIVEN
 from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
-from ..followed import Followed, FollowedHead, eager, is_followed, real
+from ..followed import Followed, is_followed, real
+from ..followed_head import FollowedHead, eager
 from ..sharding import is_fsdp2
 from ..shared import needs_segments
 from .denominators import nan_where_nothing, over_step

@@ -8,7 +8,7 @@ import inspect
 import types
 from typing import Any
 
-from ..followed import eager
+from ..followed_head import eager
 
 STATE = "_headloss"  # of the model; its `run` is called in place of the forward
 BASE = "_headloss_base"  # of the class

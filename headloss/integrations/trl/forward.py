@@ -37,7 +37,8 @@ from ...head.head import Head
 from ...head_loss import Output, head_loss, logits_loss
 from ...losses import Objective, Term, entropy
 from ...options import Options
-from ..followed import FollowedHead, eager, is_followed, real
+from ..followed import is_followed, real
+from ..followed_head import FollowedHead, eager
 from ..seams import announce, check_signature
 from ..sharding import hooked, whole_head
 from .common import CHECKED, require

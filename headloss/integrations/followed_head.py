@@ -1,0 +1,67 @@
+"""A model's head that returns followed logits."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from .followed import HeadCall
+from .sharding import externals, in_place_of, is_unit
+
+BREAKS = (
+    "headloss.integrations.transformers.apply breaks the graph at the head and at the loss: "
+    "compile the model with fullgraph=False, or call headloss.head_stats, which breaks none"
+)
+eager: Any = torch.compiler.disable  # typed
+
+
+class FollowedHead:
+    """Context in which the calls of a model's head return followed logits.
+
+    Args:
+        model: a model with output embeddings.
+
+    Attributes:
+        module: the output embeddings.
+        external: ZeRO-3 gathers the module's weights around its forward alone.
+        unit: FSDP2 shards the module by itself, or in a group of which it is one.
+        hidden: [.., H] of the head's last call; None before.
+        closed: the reason for which real logits cannot be made any more, else "".
+    """
+
+    hidden: Tensor | None = None
+    closed = ""
+    # In place of `torch.nn.functional.cross_entropy` of the logits; None asks for real ones.
+    cross_entropy: Callable[..., Any] | None = None
+
+    def __init__(self, model: Any) -> None:
+        self.module, self.thread = model.get_output_embeddings(), threading.get_ident()
+        self.external, self.unit = externals(self.module), is_unit(self.module)
+
+    @eager
+    def __enter__(self) -> Self:
+        own = vars(self.module).get("forward")
+        self.own = own or functools.partial(type(self.module).forward, self.module)
+        self.replaced = in_place_of(self.module, self.at_head)
+        self.replaced.__enter__()
+        return self
+
+    @eager
+    def __exit__(self, *error: object) -> None:
+        self.cross_entropy = None
+        self.replaced.__exit__(None, None, None)
+
+    @eager(reason=BREAKS)
+    def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
+        """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
+        its formula: then logits are real."""
+        if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
+            return self.own(hidden, **more)
+        self.hidden = hidden
+        with in_place_of(self.module):
+            return HeadCall(self, hidden).logits()
