@@ -1,4 +1,4 @@
-"""The gradient of a head that FSDP2 holds as a DTensor, on ranks whose data differ."""
+"""The gradient of an FSDP2-sharded head (a DTensor), on ranks with different data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ H, V = 4, 9
 
 
 class Model(nn.Module):
-    """A head; its forward returns the loss."""
+    """A model with only a head; the forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ def loss_of(weight: Tensor, hidden: Tensor, batch: hl.Batch) -> Tensor:
 
 
 def data(rank: int) -> tuple[Tensor, Tensor]:
-    """[T, H] and [T], of another length on every rank."""
+    """Return hidden states [T, H] and targets [T], with a different T on every rank."""
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(5 + 3 * rank, H, generator=generator, dtype=torch.float64)
     return hidden, torch.randint(V, (len(hidden),), generator=generator)
@@ -47,10 +47,10 @@ def batch_of(targets: Tensor, gradients: Any) -> hl.Batch:
 
 
 def advised(message: str) -> dict[str, Any]:
-    """The arguments of `full_tensor` that an error message names."""
+    """Return the `full_tensor` arguments recommended by an error message."""
     found = re.search(r"full_tensor\(grad_placements=(\[.*?\]) \* device_mesh.ndim\)", message)
     assert found is not None, message
-    return {"grad_placements": eval(found[1], {"Partial": Partial})}  # on one mesh dimension
+    return {"grad_placements": eval(found[1], {"Partial": Partial})}  # for a one-dimensional mesh
 
 
 def right_and_wrong() -> None:
@@ -90,7 +90,7 @@ def right_and_wrong() -> None:
     summed = gradient("sum", gathered(grad_placements=[Partial("sum")]))
     torch.testing.assert_close(summed.full_tensor(), want)
 
-    # A plain call: this rank's rows of this rank's gradient, nothing of the others'.
+    # A plain `full_tensor` call keeps only the rank's own rows of its own gradient.
     dropped = gradient("mean", gathered())
     torch.testing.assert_close(dropped.to_local(), alone.head.weight.grad.chunk(world)[rank])
     off = (dropped.full_tensor() - want).norm() / want.norm()

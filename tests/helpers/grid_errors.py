@@ -1,4 +1,4 @@
-"""Calls on a grid of two process groups, each refused on every rank."""
+"""Invalid calls on a grid of two process groups, refused on every rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ import headloss as hl
 
 
 def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
-    """A call on two rows of ranks, which hold other tokens of the same segments, and two slices:
-    the second row has fewer tokens, and a field that may be one value per token there, as it is
-    (1) or is not (0) on the first."""
+    """Return a call on a grid: two rows of ranks with different tokens of common segments, two
+    slices.
+
+    The second row has fewer tokens, and a field whose shape could mean one value per token there.
+    On the first row the field is per token (`forms` 1) or not (0).
+    """
     data, vocab = groups(2, 2)
     row, column = divmod(distributed.get_rank(), 2)
     generator = torch.Generator().manual_seed(1)
@@ -53,7 +56,7 @@ def run_grid(p: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def right_on_a_grid(**changes: Any) -> None:
-    """Loss and gradients of a call on the grid are those of one rank."""
+    """Check that loss and gradients of a call on the grid equal those of one rank."""
     p = of_grid(**changes)
     hidden, weight, ids, own, slices = p["whole"]
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -108,8 +111,8 @@ GRID_ERRORS = {
 
 
 def on_a_grid() -> list[str]:
-    """Calls on a grid: other sizes on one rank, another form of a field on a row, and what is wrong
-    on some ranks; after each of them, a call that is right."""
+    """Run invalid calls on a grid, each followed by a valid call: different sizes on one rank, a
+    different form of a field on one row, and errors on some ranks."""
     rank, found = distributed.get_rank(), []
     other = {"rows": (V, V + 2)}
     for changes in ({}, {}, other, {}, {"forms": 1}, other, {}):
@@ -129,7 +132,7 @@ def on_a_grid() -> list[str]:
 
 
 def records_on_a_grid() -> list[str]:
-    """What a rank of a grid gathers in a call that both of its groups know."""
+    """Return a grid rank's gathers in a call already known to both of its groups."""
     with gathers() as seen:
         run_grid(of_grid())
     return seen

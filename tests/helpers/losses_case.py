@@ -1,4 +1,5 @@
-"""A small ragged batch, as terms see it and as plain lists that a paper's formula can loop over."""
+"""A small ragged batch, as a packed batch for terms and as plain lists for loops of a paper's
+formula."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
 from headloss.statistics.softmax import Statistics
 
-LENGTHS = (3, 1, 0, 5, 2, 4)  # the third sequence has no scored token
+LENGTHS = (3, 1, 0, 5, 2, 4)  # scored tokens; none in the third sequence
 
 
 @dataclass
 class Sequence:
-    """One sequence of n tokens: lists of 0-dim float64 tensors."""
+    """A sequence of n tokens, as lists of 0-dim float64 tensors."""
 
     logp: list[Tensor]
     advantages: list[Tensor]
@@ -32,7 +33,7 @@ class Sequence:
 
 @dataclass
 class Case:
-    """Leaves that require a gradient, and everything that a term may read."""
+    """Leaves that require a gradient, and all inputs of terms."""
 
     logp: Tensor  # [T]
     entropy: Tensor  # [T]
@@ -70,7 +71,8 @@ def make(
     dtype: torch.dtype = torch.float64,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> Case:
-    """A case whose log-ratios scatter by `scale`; advantages per segment or per token."""
+    """Make a case with log-ratios of standard deviation `scale`, and advantages per segment or
+    token."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(size: int) -> Tensor:
@@ -94,7 +96,7 @@ def make(
 
 
 def weights(term: Term, batch: PackedBatch) -> Tensor:
-    """The weight of each token under the term's reduction, with the totals of this batch, [T]."""
+    """Return each token's weight [T] under the term's reduction, with this batch's totals."""
     assert term.reduction is not None
     lengths = batch.segments.expand(batch.segments.lengths.double())
     tokens, segments = max(len(batch), 1), max(batch.segments.count, 1)
@@ -103,7 +105,7 @@ def weights(term: Term, batch: PackedBatch) -> Tensor:
 
 
 def reduced(objective: Term | Objective, stats: Statistics, batch: PackedBatch) -> Tensor:
-    """sum_t w_t l_t over all terms."""
+    """Return sum_t w_t l_t, summed over all terms."""
     total = torch.zeros((), dtype=torch.float64)
     for coefficient, term in Objective.of(objective).parts:
         total = total + coefficient * (weights(term, batch) * term(stats, batch)).sum()
@@ -111,7 +113,7 @@ def reduced(objective: Term | Objective, stats: Statistics, batch: PackedBatch) 
 
 
 def value_and_gradient(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """The loss and its gradient; zeros where it does not depend on a leaf."""
+    """Return the loss and its gradients; zeros for leaves without influence on the loss."""
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [
         loss.detach(),

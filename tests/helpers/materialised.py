@@ -1,5 +1,6 @@
-"""A term against its formula on materialised logits in float64: on every schedule, with NaN and ids
-of any size where nothing is scored.
+"""Comparison of a term with its formula on materialised float64 logits, on every schedule.
+
+Unscored positions hold NaN and arbitrary ids.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -20,7 +21,7 @@ from headloss.testing import trained_looking
 LENGTHS = (5, 2, 0, 7, 1)
 N, H, V = sum(LENGTHS), 6, 31
 UNSCORED = (1, 9)
-BEYOND = 1 << 40  # an id where nothing is scored
+BEYOND = 1 << 40  # id at unscored positions
 SCHEDULES = {
     "one pass": hl.Options(schedule="one_pass"),
     "small chunks": hl.Options(schedule="one_pass", chunk_tokens=2),
@@ -43,7 +44,7 @@ class Problem:
     seed: int = 0
     hidden: Tensor = field(init=False)
     weight: Tensor = field(init=False)
-    targets: Tensor = field(init=False)  # of all positions
+    targets: Tensor = field(init=False)  # all positions
 
     def __post_init__(self) -> None:
         hidden, weight, self.targets = trained_looking(N, H, V, torch.float64, seed=self.seed)
@@ -55,7 +56,7 @@ class Problem:
 
     @property
     def scored(self) -> Tensor:
-        """[N] bool."""
+        """Return [N] bool, True at scored positions."""
         scored = torch.ones(N, dtype=torch.bool)
         scored[list(UNSCORED)] = False
         return scored
@@ -72,7 +73,7 @@ class Problem:
         return hl.Batch(targets, hl.Segments.from_lengths(LENGTHS), **fields)  # type: ignore[arg-type]
 
     def log_p(self) -> Tensor:
-        """[T, V] of the scored positions, over the ids of a support where one is given."""
+        """Return log-probs [T, V] of the scored positions, restricted to a given support."""
         support = self.fields.get("support_ids")
         z = self.hidden @ self.weight.t() / self.temperature
         if support is not None:
@@ -82,8 +83,8 @@ class Problem:
         return z[self.scored].log_softmax(1)
 
     def want(self, formula: Formula) -> list[Tensor]:
-        """The mean of a formula of log p [T, V], targets [T] and fields [T, ..], and its gradients
-        in hidden states and weight."""
+        """Return the mean of a formula of log p [T, V], targets [T] and fields [T, ..], with its
+        gradients for hidden states and weight."""
         fields = {name: values[self.scored] for name, values in self.fields.items()}
         loss = formula(self.log_p(), self.targets[self.scored], fields).mean()
         return [loss.detach(), *torch.autograd.grad(loss, [self.hidden, self.weight])]
@@ -103,8 +104,8 @@ def agree(
     frozen: bool = True,
     left_out: tuple[str, ...] = (),
 ) -> None:
-    """Loss and both gradients to 1e-8 on every schedule but those that are left out, of a frozen
-    head where there is one, and of given logits."""
+    """Check loss and both gradients to 1e-8 on every schedule except the excluded ones, with a
+    frozen head if supported, and on given logits."""
     want = problem.want(formula)
     for name, options in SCHEDULES.items():
         if name not in left_out:
@@ -130,7 +131,7 @@ def same(got: list[Tensor], want: list[Tensor], name: str) -> None:
 
 
 def logps_near(problem: Problem, scale: float, seed: int) -> Tensor:
-    """[N] log-probs of the targets that scatter around the problem's own."""
+    """Return [N] target log-probs scattered around the problem's own log-probs."""
     z = (problem.hidden @ problem.weight.t()).detach() / problem.temperature
     own = z.log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
     generator = torch.Generator().manual_seed(seed)

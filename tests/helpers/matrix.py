@@ -1,4 +1,4 @@
-"""What the matrix, property and distillation tests share: objectives, inputs, cuts, comparisons.
+"""Common parts of the matrix, property and distillation tests: objectives, inputs, comparisons.
 
 T scored tokens, N positions, S segments, H hidden width, V vocabulary.
 """
@@ -42,14 +42,14 @@ SCHEDULES = {
     "one_pass": hl.Options(schedule="one_pass"),
     "small_chunks": hl.Options(chunk_tokens=4),
     "unmeasured": hl.Options(chunk_tokens=9, metrics=False),
-    "recompute": hl.Options(schedule="recompute", chunk_tokens=2),  # tiles a few columns wide
-    "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),  # a few rows tall
+    "recompute": hl.Options(schedule="recompute", chunk_tokens=2),  # tiles of a few columns
+    "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),  # tiles of a few rows
     "frozen": hl.Options(schedule="frozen", chunk_tokens=5),
     "held": hl.Options(schedule="held", chunk_tokens=5),
     "static": hl.Options(static=True),
     "static_recompute": hl.Options(static=True, schedule="recompute", chunk_tokens=3),
 }
-HEADS = {  # rows of the weight
+HEADS = {  # number of weight rows
     "plain": 97,
     "bias": 33,
     "lora": 131,
@@ -72,15 +72,15 @@ Row = tuple[str, ...]  # a value of each axis
 
 
 def applies(row: Mapping[str, str]) -> bool:
-    """Whether these values can occur together."""
+    """Return True if the values of a row can occur together."""
     return row.get("schedule") != "frozen" or "case" not in row or CASES[row["case"]].logp_only
 
 
 def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
-    """Rows in which each pair of values of two axes that can occur together does so.
+    """Return rows that cover every possible pair of values of two axes.
 
-    Greedy and deterministic: each row starts from the first pair that is not covered yet, and takes
-    on every other axis the value that covers the most further pairs.
+    The construction is greedy and deterministic: each row starts from the first uncovered pair, and
+    takes on each remaining axis the value that covers the most further pairs.
     """
     names = list(axes)
     pending: dict[frozenset, None] = {
@@ -94,7 +94,7 @@ def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
         row = dict(next(iter(pending)))
         for turn, name in enumerate(n for n in names if n not in row):
             candidates = [v for v in axes[name] if applies({**row, name: v})]
-            shift = (len(rows) + turn) % len(candidates)  # ties go round in turn
+            shift = (len(rows) + turn) % len(candidates)  # rotates ties
             candidates = candidates[shift:] + candidates[:shift]
             taken = list(row.items())
             row[name] = max(
@@ -112,16 +112,16 @@ def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Everything that `head_loss` and the oracle take."""
+    """All inputs of `head_loss` and of the oracle."""
 
     hidden: Tensor
     head: hl.Head
     batch: hl.Batch
     objective: hl.Objective
-    tightest: float = 1e-10  # error, in float64
+    tightest: float = 1e-10  # allowed error in float64
 
     def plain(self, mode: Mode = "float64", upstream: float = 1.0) -> Plain:
-        if mode == "input":  # float32 and float64 are modes of their own
+        if mode == "input":  # float32 and float64 inputs have modes of that name
             mode = {torch.float32: "float32", torch.float64: "float64"}.get(self.hidden.dtype, mode)
         return self._plain(mode, upstream)
 
@@ -135,7 +135,7 @@ class Inputs:
     def run(
         self, options: hl.Options, upstream: float = 1.0
     ) -> tuple[hl.Output, dict[str, Tensor]]:
-        """The output, and the gradient of everything that requires one."""
+        """Return the output, and the gradients of all tensors that require one."""
         out = hl.head_loss(self.hidden, self.head, self.batch, self.objective, options)
         leaves = self.leaves()
         found = torch.autograd.grad(upstream * out.loss, list(leaves.values()))
@@ -143,20 +143,20 @@ class Inputs:
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """The same values in memory laid out the other way round."""
+    """Return equal values with transposed memory layout."""
     return weight.t().contiguous().t()
 
 
 def strided(values: Tensor) -> Tensor:
-    """The same values as every second one of a larger tensor."""
+    """Return equal values, stored as every second element of a larger tensor."""
     return torch.stack([values, torch.zeros_like(values)], -1).flatten(-2)[..., ::2]
 
 
 def positions(layout: str) -> tuple[Tensor, torch.Size, hl.Segments]:
-    """Where each scored token lies, the shape of all positions, and their segments.
+    """Return the index of each scored token, the shape of all positions, and the segments.
 
     "padded": rows of [S, 11] with prompts of several lengths, a gap after two tokens and padding;
-    "packed": nothing but the scored tokens.
+    "packed": only the scored tokens.
     """
     if layout == "packed":
         cu_seqlens = torch.tensor((0, *LENGTHS)).cumsum(0)
@@ -172,7 +172,8 @@ def positions(layout: str) -> tuple[Tensor, torch.Size, hl.Segments]:
 
 
 def lay(values: Tensor, layout: str, fill: float = 0.0) -> Tensor:
-    """[T, ...] to the layout's [.., ...]; `fill` (noise, if it is 0) where nothing is scored."""
+    """Expand [T, ...] to the layout's [.., ...], with `fill` (noise if `fill` is 0) at unscored
+    positions."""
     index, shape, _ = positions(layout)
     full = values.new_full((shape.numel(), *values.shape[1:]), fill)
     full[index] = values
@@ -180,7 +181,7 @@ def lay(values: Tensor, layout: str, fill: float = 0.0) -> Tensor:
 
 
 def make_head(kind: str, weight: Tensor, layout: str, train: bool = True) -> hl.Head:
-    """A head around `weight` [V, H]; `train`: whether its own parameters require a gradient."""
+    """Make a head around `weight` [V, H]; with `train` its parameters require gradients."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
@@ -206,7 +207,8 @@ def make_head(kind: str, weight: Tensor, layout: str, train: bool = True) -> hl.
 
 
 def make_inputs(row: Row) -> Inputs:
-    """The inputs of a row of the matrix; the schedule only says whether the head is frozen."""
+    """Make the inputs of a row of the matrix; the row's schedule only decides if the head is
+    frozen."""
     named = dict(zip(AXES, row, strict=True))
     frozen = named.pop("schedule") == "frozen"
     return _make_inputs(**named, frozen=frozen)
@@ -228,7 +230,7 @@ def _make_inputs(
     logps = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     index, shape, segments = positions(layout)
     generator = torch.Generator().manual_seed(4)
-    # Finite where nothing is scored: the oracle multiplies it by 0.
+    # Unscored hidden states are finite, since the oracle multiplies their values by 0.
     unscored = torch.randn(*shape, WIDTH, generator=generator).to(dtype_)
     full = unscored.view(-1, WIDTH).index_copy(0, index, hidden).view(*shape, WIDTH)
     if storage == "hidden_view":
@@ -259,10 +261,10 @@ def _make_inputs(
 def _fields(
     case: Case, data: str, targets: Tensor, logps: Tensor, vocabulary: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Every field that a case may read, [T, ...] or [S].
+    """Make every field that a case may read, [T, ...] or [S].
 
-    "far": ratios well outside the clips, one of them infinite where the clip holds it, advantages
-    per token with zeros, a sampler without a log-prob for one token.
+    "far" fields have ratios far outside the clips (one infinite ratio under a clip), per-token
+    advantages with zeros, and a missing sampler log-prob for one token.
     """
     generator = torch.Generator().manual_seed(1)
     segments = hl.Segments.from_lengths(LENGTHS)
@@ -282,7 +284,7 @@ def _fields(
     fields["kept"] = torch.rand(TOKENS, generator=generator) > 0.4
     fields["segment_kept"] = torch.arange(len(LENGTHS)) % 3 != 1
     fields |= others(TOKENS, len(LENGTHS))
-    if case.teacher == "candidates":  # which has its own, of each
+    if case.teacher == "candidates":  # candidates have teacher log-probs of their own
         del fields["teacher_logps"]
     return fields | teacher_fields(case, targets, vocabulary, dtype)
 
@@ -290,7 +292,7 @@ def _fields(
 def teacher_fields(
     case: Case, targets: Tensor, vocabulary: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The inputs of a teacher of the case's kind, [T, ...]."""
+    """Make the inputs [T, ...] of a teacher of the case's kind."""
     generator, tokens = torch.Generator().manual_seed(2), len(targets)
     logits = 2 * torch.randn(tokens, vocabulary, generator=generator)
     if case.teacher == "logits":
@@ -298,16 +300,16 @@ def teacher_fields(
     if case.teacher == "hidden":
         return {"teacher_hidden": torch.randn(tokens, 5, generator=generator).to(dtype)}
     if case.teacher == "topk":
-        # The student's tail stays away from 0, where 1 - sum has no digits in the yardstick.
+        # The student's tail is not near 0, where the yardstick's 1 - sum would have no digits.
         logits = logits.scatter(1, targets.unsqueeze(1), -4.0)
         logps, ids = (logits / case.temperature).log_softmax(-1).topk(6)
-        ids[::3, 4] = -1  # an empty slot, whatever it holds
+        ids[::3, 4] = -1  # an empty slot with an arbitrary value
         return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     if case.teacher == "candidates":
         ids = logits.topk(6).indices
-        ids = torch.where(ids == targets.unsqueeze(1), -1, ids)  # which is the first of some tokens
+        ids = torch.where(ids == targets.unsqueeze(1), -1, ids)  # put in below
         ids[:, 0] = torch.where(torch.arange(tokens) % 2 == 0, targets, ids[:, 0])
-        ids[4:5] = -3  # no candidate at all
+        ids[4:5] = -3  # a token without candidates
         log_q = logits.log_softmax(-1).gather(1, ids.clamp_min(0)).masked_fill(ids < 0, -20.0)
         fields = {"candidate_ids": ids, "teacher_logps": log_q, "candidate_probs": log_q.exp()}
         return fields | {"candidate_sampling_logps": log_q}
@@ -318,7 +320,7 @@ def teacher_fields(
 
 
 def check(inputs: Inputs, options: hl.Options, upstream: float = 1.0) -> hl.Output:
-    """Run and hold everything that comes back to the budget."""
+    """Run a call and check all its results against the error budget."""
     out, gradients = inputs.run(options, upstream)
     oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)
     exact = oracle if inputs.hidden.dtype == torch.float64 else inputs.plain("float32", upstream)
@@ -329,7 +331,7 @@ def check(inputs: Inputs, options: hl.Options, upstream: float = 1.0) -> hl.Outp
     scalars = {"loss": (out.loss, oracle.loss, exact.loss)}
     scalars |= {n: (v, oracle.terms[n], exact.terms[n]) for n, v in out.terms.items()}
     for name, (value, want, theirs) in scalars.items():
-        # A mean of both signs may cancel: its error counts against no less than a half.
+        # A mean of both signs may cancel, so its error is relative to at least 0.5.
         tolerance = inputs.tightest if value.dtype == torch.float64 else 1e-6
         budget = 3 * (theirs - want).abs() + tolerance * want.abs().clamp_min(0.5)
         assert (value - want).abs() <= budget, (name, value, want)
@@ -348,14 +350,14 @@ def within(
     yardstick: Tensor,
     tightest: float = 1e-10,
 ) -> None:
-    """err <= 3 err(yardstick) + 1e-6; `tightest` where the value itself is float64."""
+    """Check err <= 3 err(yardstick) + 1e-6, or `tightest` for float64 values."""
     found, theirs = error(value, oracle), error(yardstick, oracle)
     budget = tightest if value.dtype == torch.float64 else 3 * theirs + 1e-6
     assert found <= budget, f"{name}: error {found:.3g}, want at most {budget:.3g}"
 
 
 def same_metrics(got: hl.Metrics, want: hl.Metrics, tolerance: float) -> None:
-    """Every metric of one is every metric of the other."""
+    """Check that two sets of metrics agree in names and values."""
     assert got.keys() == want.keys()
     a, b = got.compute(), want.compute()
     for name in a:
@@ -367,7 +369,8 @@ def same_metrics(got: hl.Metrics, want: hl.Metrics, tolerance: float) -> None:
 
 
 def product(axes: Mapping[str, Sequence[str]], fixed: Sequence[str]) -> Iterator[Row]:
-    """Every row over the axes in `fixed`; the others go round in turn, so that they vary too."""
+    """Yield all rows over the axes in `fixed`; values of the remaining axes rotate from row to
+    row."""
     free = [name for name in axes if name not in fixed]
     turns = [itertools.cycle(axes[name]) for name in free]
     for values in itertools.product(*(axes[name] for name in fixed)):

@@ -13,7 +13,7 @@ from torch import Tensor
 import headloss as hl
 
 WIDTH = 8
-LENGTHS = (5, 1, 7, 4, 0, 6, 3, 2)  # four pairs, an empty segment, a single token
+LENGTHS = (5, 1, 7, 4, 0, 6, 3, 2)  # four pairs, with an empty and a one-token segment
 TOKENS = sum(LENGTHS)
 
 # ---------------------------------------------------------------------- objectives
@@ -21,15 +21,15 @@ TOKENS = sum(LENGTHS)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An objective, and what its batch must hold.
+    """An objective, and requirements on its batch.
 
     Attributes:
-        make: the objective, from the teacher's head where it has one.
-        logp_only: no gradient but that of logp, so that a frozen head can serve it.
-        teacher: "logits", "hidden" or "topk", and the temperature of what a top-k teacher stores;
-            or "candidates", a teacher's log-probs at them.
-        current: old_logps=hl.CURRENT.
-        bounded: stays finite in 16 bits where a ratio is exp(20).
+        make: function that makes the objective, from the teacher's head if any.
+        logp_only: the only gradient is that of logp, so that a frozen head supports the objective.
+        teacher: "logits", "hidden", "topk" (a stored top k, at `temperature`) or "candidates" (a
+            teacher's log-probs of candidates).
+        current: the batch has old_logps=hl.CURRENT.
+        bounded: the loss is finite in 16 bits at a ratio of exp(20).
         tightest: the error allowed in float64.
     """
 
@@ -55,8 +55,8 @@ def _other(make: Callable[[], hl.Term | hl.Objective], **options: Any) -> Case:
 
 @hl.term(scope="batch")
 def standardised(stats, batch):
-    """A batch-scoped term of a user's own: log-probs against their mean and spread."""
-    # With static shapes, unscored tokens are there and marked.
+    """A user-defined batch-scoped term: log-probs relative to their mean and spread."""
+    # Static shapes keep unscored tokens, marked by `batch.live`.
     live = torch.ones_like(stats.logp) if batch.live is None else batch.live.to(stats.logp.dtype)
     centred = stats.logp - (live * stats.logp).sum() / live.sum().clamp_min(1)
     spread = (live * centred.square()).sum().detach().sqrt()
@@ -65,7 +65,7 @@ def standardised(stats, batch):
 
 @hl.term(scope="segment", per="segment")
 def segment_sigmoid(stats, batch):
-    """A segment-scoped term of a user's own, of two statistics."""
+    """A user-defined segment-scoped term of two statistics."""
     mean = batch.segments.mean
     return -torch.sigmoid(mean(stats.logp) + 0.1 * mean(stats.entropy)) * mean(batch.advantages)
 
@@ -78,14 +78,15 @@ def _read_only(stats, batch):
 
 @hl.term(observe=_read_only)
 def margin(stats, batch):
-    """Candidates alone: the first one against the others, empty slots as they are."""
+    """A term of candidates alone: the first candidate against the remaining ones, with empty
+    slots."""
     first, others = stats.candidate_logps[:, 0], stats.candidate_logps[:, 1:]
     return (others.exp() * batch.teacher_logps[:, 1:].exp()).sum(1) - 0.3 * first
 
 
 @hl.term(scope="segment", per="segment")
 def reverse_kl_and_rest(stats, batch):
-    """KL(p || q) over the candidates and the rest, which the teacher gives a twentieth."""
+    """KL(p || q) over the candidates and all other columns, whose teacher probability is 1/20."""
     given = batch.candidate_ids >= 0
     log_p, tail = stats.candidate_logps, stats.candidate_tail
     inside = torch.where(given, log_p.exp() * (log_p - batch.teacher_logps), 0).sum(1)
@@ -97,7 +98,7 @@ SUPERVISED = {
     "cross_entropy_smoothed": _other(lambda: hl.cross_entropy(label_smoothing=0.1)),
     "z_loss": _other(hl.z_loss),
     "entropy": _other(hl.entropy),
-    # Where p is 1 but for 1e-13, the oracle keeps no more digits of 1 - p than that.
+    # If 1 - p is about 1e-13, the oracle's 1 - p has few correct digits.
     "unlikelihood": _policy(hl.unlikelihood, tightest=1e-4),
     "dft": _policy(hl.dft),
     "chord_phi": _policy(hl.chord_phi),
@@ -304,14 +305,13 @@ CASES: dict[str, Case] = {
 
 
 def others(tokens: int, segments: int) -> dict[str, Tensor]:
-    """Fields of a term or two each: labels of answers, a KL of their batch, log-probs, draws,
-    prompts."""
+    """Return fields of rare terms: answer labels, a batch's KL, log-probs, draws, prompts."""
     generator = torch.Generator().manual_seed(4)
     return {
         "desirable": torch.arange(segments) % 3 != 1,
         "reference_kl": torch.full((segments,), 0.2),
         "teacher_logps": -torch.rand(tokens, generator=generator),
         "draws": torch.rand(tokens, generator=generator),
-        # Each four segments hold two prompts, in turn.
+        # Groups of four segments alternate between two prompts.
         "prompts": 5 - 3 * (torch.arange(segments) // 4 * 2 + torch.arange(segments) % 2),
     }

@@ -1,10 +1,10 @@
-"""Do the tests see? Random changes of the inside, each run against the tests: `make mutants`.
+"""Mutation tests: random changes of the code, each run against the test suite (`make mutants`).
 
-Cosmic Ray makes the changes and keeps what became of them in a session, so that a run goes on
-where the last one ended. Each mutant of a seeded sample meets a few fast files of tests, those of
-its part first, up to the first failure. With `--rest` those that survive meet all other tests of
-`make test`. Tests run in forks of a process that has torch, whose import takes longer than most of
-them. `report.md` beside the session shows each survivor.
+Cosmic Ray makes the mutants and keeps the results in a session, so that an interrupted run can
+continue. For each mutant of a seeded sample, a few fast test files run until the first failure,
+starting with tests of the mutated part. With `--rest` all remaining tests of `make test` run on the
+surviving mutants. Tests run in forks of a process with torch already imported, since the import
+takes longer than most tests. `report.md` next to the session shows each surviving mutant.
 
     mutants.py SESSION [--count 300] [--seed 0] [--minutes 600] [--rest] [arguments of pytest]
 """
@@ -28,16 +28,16 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-ENVIRONMENT = {  # the first ones as in conftest.py, whose turn comes after torch's here
+ENVIRONMENT = {  # set here before torch is imported, as in conftest.py
     "OPENBLAS_CORETYPE": "Sandybridge",
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 CONFIG = Path(__file__).with_suffix(".toml")
-# After which a mutant counts as killed, since it may run forever: of fast tests, and of all others.
+# Time limits of the fast tests and of the remaining tests; a mutant beyond the limit is killed.
 SECONDS, SECONDS_OF_REST = 900, 7200
-# The tests of a part, by the longest beginning of its name.
+# The tests of a part of the package, by the longest matching prefix of a module's name.
 OF_PART = {
     "headloss/batch": "segments batch_order bad_input wrong_values candidate_ids term_api",
     "headloss/batch/batch": "segments bad_input wrong_values trl_supervised stored_teachers",
@@ -94,7 +94,8 @@ def first_tests(module: str) -> list[str]:
 
 
 def keep_a_sample(db: WorkDB, count: int, seed: int) -> None:
-    """One mutant at each of `count` places, whatever the number of operators that fit there."""
+    """Keep one mutant at each of `count` places in the code, for any number of applicable
+    operators."""
     config = tomllib.loads(CONFIG.read_text())["cosmic-ray"]
     excluded = re.compile("|".join(config["filters"]["operators-filter"]["exclude-operators"]))
     places: dict[tuple[str, tuple[int, int], str], list[WorkItem]] = {}
@@ -116,7 +117,7 @@ def keep_a_sample(db: WorkDB, count: int, seed: int) -> None:
 
 
 def compiles(mutation: MutationSpec) -> bool:
-    """Not where a star before an argument, or one alone, was taken for an operator."""
+    """Return False for mutants of an argument's star, which is no operator."""
     operator, text = get_operator(mutation.operator_name), mutation.module_path.read_text()
     line, column = mutation.start_pos
     if text.splitlines()[line - 1].startswith("*,", column):
@@ -129,11 +130,11 @@ def compiles(mutation: MutationSpec) -> bool:
 
 
 def failure(arguments: list[str], seconds: int) -> str | None:
-    """What the first failing test of these printed, None where all pass."""
+    """Return the output of the first failing test, None if all tests pass."""
     log = Path("mutant.log")
     child = os.fork()
     if child == 0:
-        signal.alarm(seconds)  # which ends the process
+        signal.alarm(seconds)  # ends the process
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -146,7 +147,7 @@ def failure(arguments: list[str], seconds: int) -> str | None:
         _, status = os.waitpid(child, 0)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # what it started, too
+            os.killpg(child, signal.SIGKILL)  # includes child processes
     if os.WIFSIGNALED(status):
         return f"{signal.Signals(os.WTERMSIG(status)).name}\n{log.read_text()[-2000:]}"
     return log.read_text()[-2000:] if status else None
@@ -167,7 +168,7 @@ def run(db: WorkDB, item: WorkItem, tests: list[str], seconds: int = SECONDS) ->
 
 
 def difference(old: str, new: str) -> str:
-    """The lines that changed."""
+    """Return the changed lines."""
     pairs = zip(old.splitlines(), new.splitlines(), strict=False)
     return "\n".join(f"- {a}\n+ {b}" for a, b in pairs if a != b)
 

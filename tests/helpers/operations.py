@@ -1,4 +1,4 @@
-"""Operations that launch something on a GPU, by the line of the package that asks for them."""
+"""Operations that launch work on a GPU, by the calling line of the package."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headloss
 
 PACKAGE = Path(headloss.__file__).parent
-# A backend, which on a GPU are kernels, and the three products.
+# Backend code (kernels on a GPU) and the three matrix products.
 LEFT_OUT = ("kernels/", "head/products.py")
-# Memory without values, other names of a tensor, a check that does not wait.
+# Operations without GPU work: empty memory, aliases of a tensor, an asynchronous check.
 NOTHING = "empty new_empty empty_like empty_strided new_empty_strided _unsafe_view detach"
 NOTHING += " _assert_async"
 
 
 class Operations(TorchDispatchMode):
-    """Notes each operation that is neither a view nor memory without values, as the innermost line
-    of the package that it stems from; "autograd" where there is none."""
+    """Record the innermost package line of each operation, except views and empty memory;
+    "autograd" if no package line exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def folders(self) -> dict[str, list[str]]:
-        """The operations of each folder, or file, of the package."""
+        """Return the operations by folder or file of the package."""
         found: dict[str, list[str]] = {}
         for operation in sorted(self.noted):
             found.setdefault(re.split("[/:. ]", operation)[0], []).append(operation)
         return found
 
     def beyond(self, most: dict[str, int]) -> str:
-        """All operations of the folders that have more than these, in lines."""
+        """Return the operations of all folders that exceed the counts in `most`, as lines of
+        text."""
         lines = []
         for folder, operations in self.folders().items():
             if len(operations) > most.get(folder, 0):
@@ -53,14 +54,14 @@ class Operations(TorchDispatchMode):
 
 
 def is_view(func) -> bool:
-    """Whether the results share an argument's memory, which stays as it is."""
+    """Return True if the results alias an argument's memory without changing its values."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def innermost() -> str:
-    """file:line function of the package's innermost frame; of a folder that is left out where any
-    frame lies in it."""
+    """Return "file:line function" of the package's innermost frame, or of a frame in `LEFT_OUT`, if
+    any."""
     frame, place = sys._getframe(2), "autograd"
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -1,4 +1,4 @@
-"""The head's gradient where `head_loss` is called outside of a wrapped module's forward."""
+"""The head's gradient if `head_loss` is called outside a wrapped module's forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ H, V = 6, 11
 
 
 class Model(nn.Module):
-    """A body, and a head that its forward calls or leaves out."""
+    """A model with a body and a head; the forward calls or skips the head."""
 
     def __init__(self, calls_head: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def loss_of(hidden: Any, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def exact() -> dict[str, Tensor]:
-    """Gradients of one large batch, by PyTorch."""
+    """Return the gradients of one large batch, by plain PyTorch."""
     model = Model()
     x, targets = (torch.cat(parts) for parts in zip(*map(data, range(2)), strict=True))
     nn.functional.cross_entropy(model.lm_head(model(x)), targets).backward()
@@ -52,7 +52,7 @@ def exact() -> dict[str, Tensor]:
 
 
 def errors(model: nn.Module) -> dict[str, float]:
-    """Of each gradient, relative to its norm."""
+    """Return the relative error of each gradient."""
     want, found = exact(), {}
     for name, p in model.named_parameters():
         name = name.removeprefix("module.")
@@ -63,7 +63,8 @@ def errors(model: nn.Module) -> dict[str, float]:
 
 
 def ddp(through: bool, **options: Any) -> dict[str, float]:
-    """Hidden states of DDP's forward, or of the module inside; the head outside of both."""
+    """Return errors with hidden states from DDP's forward or from the inner module, and the head
+    called outside both."""
     calls_head = options.pop("calls_head", False)
     model = DistributedDataParallel(Model(calls_head), **options)
     x, targets = data(distributed.get_rank())
@@ -81,7 +82,8 @@ def ddp_of_the_body() -> dict[str, float]:
 
 
 def fsdp2(through: bool, apart: bool = False, reshard: bool | None = None) -> dict[str, float]:
-    """A head that the root owns, or one of a group of its own, called after the forward."""
+    """Return errors under FSDP2 with the head called after the forward; `apart` gives the head an
+    FSDP group of its own."""
     model = Model()
     if apart:
         fully_shard(model.lm_head)
@@ -93,7 +95,7 @@ def fsdp2(through: bool, apart: bool = False, reshard: bool | None = None) -> di
 
 
 def outside() -> None:
-    """Each row of the table in docs/across-devices.md."""
+    """Check each row of the table in docs/across-devices.md."""
     for options in ({}, {"static_graph": True}, {"calls_head": True}):
         assert max(ddp(through=True, **options).values()) < 1e-12, options
     used = ddp(through=True, find_unused_parameters=True, calls_head=True)

@@ -1,4 +1,4 @@
-"""Work of libraries that takes longer than a small test and that no test is about."""
+"""Removal of library overhead that takes longer than a small test."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ import torch
 
 
 def spare() -> None:
-    """Torch keeps each seed with the formatted stack of who set it, for every kind of device that
-    is not there; accelerate parses a package's description for each module that it meets."""
+    """Remove overhead of torch and accelerate.
+
+    For every absent kind of device, torch formats a stack trace with each seed. accelerate parses a
+    package's metadata for each module.
+    """
     if not torch.cuda.is_available():
         for absent in (torch.cuda, torch.xpu, torch.mtia):
             absent.manual_seed_all = lambda seed: None
@@ -24,21 +27,23 @@ def spare() -> None:
 
 
 def freeze() -> None:
-    """What is there now stays: a trainer collects garbage after every run, among all objects."""
+    """Freeze existing objects, since trainers collect garbage among all objects after every run."""
     gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def spare_interpreter() -> None:
-    """Triton's interpreter looks through its language for what to replace at each call of a device
-    function, though the kernel that calls it has replaced all of it; it builds its table of dtypes
-    at each look into it; and it finds out whether integers overflow, which only a debugging builder
-    would say."""
+    """Remove overhead of Triton's interpreter.
+
+    The interpreter patches its language again at each call of a device function, though the calling
+    kernel has done so; rebuilds its table of dtypes at each lookup; and checks integers for
+    overflow, which only a debugging builder reports.
+    """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     patched = ("tl", "interpreter_builder", "_patch_lang", "_get_np_dtype")
     if not all(hasattr(interpreter, name) for name in patched):
-        return  # it is not loaded, or of a release that has other names: slower, and as right
+        return  # not loaded, or different names in this release: slower but correct
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

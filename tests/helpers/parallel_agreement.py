@@ -1,4 +1,4 @@
-"""Agreement of ranks on a call: number of collectives, records, the error of one rank."""
+"""Tests of the ranks' agreement on a call: number of collectives, records, errors of one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from headloss.parallel import agreement
 
 
 def crossed() -> tuple[str, str]:
-    """On a grid, an error of one vocabulary group reaches the ranks that share its segments."""
+    """Check that an error of one vocabulary group reaches the ranks with common segments on a
+    grid."""
     data, vocab = groups(2, 2)
     s = setup("vocabulary")
     s.head["vocab_group"] = vocab
@@ -34,8 +35,8 @@ def crossed() -> tuple[str, str]:
 
 
 def resized() -> None:
-    """Heads of different sizes in turn on one group, of which the last rank's slice alone grows and
-    shrinks: results are those of one rank."""
+    """Check calls with heads of alternating sizes on one group against one rank; only the last
+    rank's slice grows and shrinks."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -43,7 +44,7 @@ def resized() -> None:
     for more, unscored in ((0, 0), (0, 0), (2, 0), (0, 3), (2, 3), (2, 0), (0, 0)):
         vocabulary = V * world + more
         own = slice(V * rank, V * rank + V + more * (rank == world - 1))
-        targets = torch.arange(T) + vocabulary - T  # of a larger vocabulary than that before
+        targets = torch.arange(T) + vocabulary - T  # the last ids of the vocabulary
         targets[:unscored] = -100
         leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
         heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
@@ -58,7 +59,7 @@ def resized() -> None:
 
 
 def nested() -> None:
-    """As `resized`, of a call whose loss makes another call on the same group in the middle."""
+    """Check, like `resized`, a call whose loss makes a second call on the same group."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -90,7 +91,7 @@ def nested() -> None:
 
 @contextmanager
 def gathers() -> Iterator[list[str]]:
-    """What a rank gathers and measures: records, other exchanges, products."""
+    """Record a rank's gathers and computations: records, other exchanges, products."""
     seen: list[str] = []
     record, product = agreement._gathered, LinearLogits.raw
 
@@ -106,8 +107,8 @@ def gathers() -> Iterator[list[str]]:
 
 
 def one_record() -> list[list[str]]:
-    """What a rank does in a group's first call, in the next ones, under `check_ranks`, and where
-    nothing is scored."""
+    """Return a rank's operations in a group's first call, in later calls, under `check_ranks`, and
+    without scored tokens."""
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []
@@ -122,7 +123,8 @@ def one_record() -> list[list[str]]:
 
 
 def values_are_compared_when_asked() -> list[str]:
-    """Another batch on one rank: on a group's first call, on its second, under `check_ranks`."""
+    """Return the errors for a different batch on one rank: in a group's first and second call, and
+    under `check_ranks`."""
     _, known = groups(1, distributed.get_world_size())
     found = []
     for check, first in ((False, True), (False, False), (True, False)):
@@ -143,8 +145,8 @@ def values_are_compared_when_asked() -> list[str]:
 
 
 def bad_values_of_one() -> list[str]:
-    """A target outside of the vocabulary, a negative one and an id twice, on the last rank; not in
-    a group's first call, which compares targets."""
+    """Return the errors for a target outside the vocabulary, a negative target and a duplicate id
+    on the last rank, after a group's first call, which compares targets."""
     setup("vocabulary").run()
     found = []
     for spoil in (10**6, -5, None):
@@ -171,8 +173,8 @@ WRONG_VALUES = (
 
 
 def wrong_values_of_one() -> list[str]:
-    """Values that only a look at them can tell, wrong on the last rank alone, in calls that are not
-    the group's first and compare none."""
+    """Return the errors for invalid values on the last rank alone, in calls after a group's first
+    call, without comparison of values."""
     s = setup("vocabulary")
     s.run()
     own, others = torch.arange(T).unsqueeze(1), torch.full((T, 1), V)
@@ -196,7 +198,7 @@ def wrong_values_of_one() -> list[str]:
 
 
 def raises_while_traced() -> str:
-    """A term that raises where it is tried, on the last rank alone."""
+    """Return the error of a term whose trial run raises on the last rank alone."""
     s = setup("vocabulary")
 
     @hl.term
@@ -213,8 +215,8 @@ def raises_while_traced() -> str:
 
 
 def same_ranks_again() -> None:
-    """Two groups of the same ranks in turn, groups that are destroyed and made again, and one group
-    for the vocabulary and the segments: losses are those of one rank."""
+    """Check losses against one rank with two alternating groups of equal ranks, with groups
+    destroyed and made again, and with one group for both vocabulary and segments."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     hidden, whole = torch.randn(T, H).double(), torch.randn(V * world, H).double()
@@ -226,7 +228,7 @@ def same_ranks_again() -> None:
             head = hl.Head(own, vocab_group=group)
             got = hl.head_loss(hidden, head, hl.Batch(targets), hl.cross_entropy()).loss
             assert (got - want).abs() < 1e-12
-            # Each rank has all tokens, so that the segments have each of them `world` times.
+            # Each rank has all tokens, so that the segments contain each token `world` times.
             segments = hl.Segments.from_ids(torch.zeros(T).long(), count=1, group=group)
             batch = hl.Batch(targets, segments)
             got = hl.head_loss(hidden, head, batch, hl.cross_entropy()).loss
@@ -236,7 +238,7 @@ def same_ranks_again() -> None:
 
 
 def without_tokens() -> None:
-    """Ranks that hold no token of the segments, and under sequence parallelism none of the hidden
+    """Check ranks without tokens of the segments, and under sequence parallelism without hidden
     states."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
@@ -259,7 +261,7 @@ def without_tokens() -> None:
 
 
 def static_goes_by_what_was_learned() -> list[list[str]]:
-    """The records of a static call: after the same call without `static`, and without one."""
+    """Return the records of a static call with and without an earlier equal non-static call."""
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []
@@ -274,7 +276,7 @@ def static_goes_by_what_was_learned() -> list[list[str]]:
 
 
 def static_error_of_one() -> str:
-    """A rank that fails in a static call, after others may have learned it, meets no collective."""
+    """Check that a rank that fails in a learned static call runs no collective."""
     s = setup("vocabulary")
     for static in (False, True):
         s.options = hl.Options(static=static)
@@ -292,7 +294,8 @@ def static_error_of_one() -> str:
 
 
 def compared_in_any_order() -> list[str]:
-    """What ranks compare, named in another order on each; and what one of them cannot compare."""
+    """Return the results of comparisons with names in a different order on each rank, and with an
+    incomparable value on one rank."""
     rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
     names = ["one", "two", "three"]
     values = {name: [torch.tensor([*name.encode()])] for name in (names, names[::-1])[rank]}
@@ -306,7 +309,7 @@ def compared_in_any_order() -> list[str]:
 
 
 def nothing_to_send() -> tuple[str, str]:
-    """Calls that differ, in which there is nothing to score, hence nothing to send."""
+    """Return the errors of differing calls without scored tokens, thus without data to send."""
     s = setup("vocabulary")
     assert s.run().loss.isfinite()
     s.targets = torch.full((T,), -100)
@@ -319,7 +322,7 @@ def nothing_to_send() -> tuple[str, str]:
 
 
 def long_error() -> str:
-    """What one rank raises is not cut on the others."""
+    """Check that a long error of one rank is not truncated on the remaining ranks."""
     s = setup("vocabulary")
 
     def prepare() -> tuple[agreement.Facts, None]:

@@ -1,7 +1,7 @@
-"""What every rank of a test world runs: a case of the matrix, cut over a grid of ranks.
+"""Cases of the matrix, partitioned over a grid of ranks and run on every rank of a test world.
 
-A grid has `data` rows of ranks, which hold different tokens of the same segments, and `vocabulary`
-columns, which hold different rows of the head.
+A grid has `data` rows of ranks with different tokens of common segments, and `vocabulary` columns
+with different rows of the head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from headloss.testing import parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a call is cut over data x vocabulary ranks; `spread`: sequence parallel."""
+    """The partition of a call over data x vocabulary ranks; `spread` turns on sequence
+    parallelism."""
 
     data: int = 1
     vocabulary: int = 1
@@ -34,7 +35,7 @@ class Cut:
 
 @functools.cache
 def groups(data: int, vocabulary: int) -> tuple[Any, Any]:
-    """This rank's data group and vocabulary group."""
+    """Return this rank's data group and vocabulary group."""
     ranks = torch.arange(data * vocabulary).view(data, vocabulary)
     me = distributed.get_rank()
     mine = []
@@ -45,7 +46,7 @@ def groups(data: int, vocabulary: int) -> tuple[Any, Any]:
 
 
 def sizes(total: int, parts: int, generator: torch.Generator, least: int) -> list[int]:
-    """Random sizes that add up to `total`."""
+    """Draw random sizes with the sum `total`."""
     free = total - least * parts
     at = torch.randint(free + 1, (parts - 1,), generator=generator).sort().values.tolist()
     return [least + b - a for a, b in zip([0, *at], [*at, free], strict=True)]
@@ -58,22 +59,22 @@ class Mine:
     hidden: Tensor
     head: hl.Head
     batch: hl.Batch
-    positions: Tensor  # of `hidden`, in the whole batch
-    tokens: Tensor  # of the batch's, in the whole batch
+    positions: Tensor  # indices of `hidden` in the whole batch
+    tokens: Tensor  # indices of the rank's tokens in the whole batch
 
 
 def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -> Mine:
-    """Every rank draws the same cuts and takes its own part."""
+    """Return this rank's part of a common random partition."""
     row, column = divmod(rank, cut.vocabulary)
     generator = torch.Generator().manual_seed(cut.seed)
     batch, head, total = inputs.batch, inputs.head, inputs.batch.targets.numel()
-    # Rank 0 has few tokens or none, whatever the seed; tokens of one segment lie anywhere.
+    # Rank 0 has few or no tokens for any seed; tokens of a segment lie on any rank.
     owner = torch.randint(cut.data, (total,), generator=generator)
     if cut.data > 1 and cut.seed % 2:
         owner = owner.clamp_min(1)
     count = batch.segments.count
     if cut.data > 1 and inputs.hidden.dtype == torch.float64 and count <= total // 2:
-        # Rank 0 has as many tokens as there are segments: a field [S] looks like one per token.
+        # Rank 0 has as many tokens as segments, so that an [S] field looks like a per-token field.
         owner.clamp_min_(1)[torch.randperm(total, generator=generator)[:count]] = 0
     tokens = (owner == row).nonzero().squeeze(1)
     spread = sizes(len(tokens), cut.vocabulary, generator, 0) if cut.spread else [len(tokens)]
@@ -135,7 +136,7 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
 
 
 def run(row: matrix.Row, cut: Cut, **changes: Any) -> dict[str, Any]:
-    """This rank's outputs and gradients of a row of the matrix, as arrays."""
+    """Return this rank's outputs and gradients of a row of the matrix, as arrays."""
     schedule = dict(zip(matrix.AXES, row, strict=True))["schedule"]
     return run_inputs(matrix.make_inputs(row), matrix.SCHEDULES[schedule], cut, **changes)
 
@@ -143,11 +144,11 @@ def run(row: matrix.Row, cut: Cut, **changes: Any) -> dict[str, Any]:
 def run_inputs(
     inputs: matrix.Inputs, options: hl.Options, cut: Cut, **changes: Any
 ) -> dict[str, Any]:
-    """This rank's outputs and gradients, as arrays."""
+    """Return this rank's outputs and gradients, as arrays."""
     data, vocab = groups(cut.data, cut.vocabulary)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
     options = replace(options, sequence_parallel=cut.spread, **changes)
-    if options.static:  # goes by what the same call learned on every rank
+    if options.static:  # uses facts learned by an equal non-static call
         plain = replace(options, static=False)
         hl.plan(mine.hidden, mine.head, mine.batch, inputs.objective, plain)
     out = hl.head_loss(mine.hidden, mine.head, mine.batch, inputs.objective, options)

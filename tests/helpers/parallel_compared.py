@@ -1,4 +1,5 @@
-"""What ranks compare: calls that differ on one rank in a place that is easily overlooked."""
+"""Comparison of calls between ranks: calls that differ on one rank in an easily overlooked
+place."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ scaled = hl.term(scale)
 
 
 class Negative:
-    """A function as a class writes it, with no name of its own."""
+    """A callable class instance, without a function name."""
 
     def __call__(self, logp: Tensor) -> Tensor:
         return -logp
@@ -35,7 +36,7 @@ def last() -> bool:
 
 
 def given(over: str, **changed: Any) -> Callable[[], hl.Output]:
-    """A call that is right, but for what a case changes."""
+    """Make a valid call with the changes of a case."""
     generator = torch.Generator().manual_seed(0)
     _, group = groups(1, distributed.get_world_size())
     hidden = torch.randn(T, H, generator=generator)
@@ -73,14 +74,15 @@ def one_value(hidden: Tensor) -> Tensor:
 
 
 def poisoned(hidden: Tensor) -> Tensor:
-    """Other values where nothing is scored."""
+    """Return hidden states with different values at unscored positions."""
     hidden = hidden.clone()
     hidden[1] = float("nan")
     return hidden
 
 
 def middle(on_last: float) -> Callable[[Any], Any]:
-    """A term with a tensor of 5000 values, of which one, in the middle, is the rank's own."""
+    """Return a maker of terms with a tensor of 5000 values and a rank-specific value in the
+    middle."""
 
     def change(_: Any) -> Any:
         values = torch.zeros(5000)
@@ -99,7 +101,7 @@ def corrected(maximum: float) -> Callable[[Any], Any]:
 
 
 def local() -> Callable[[Tensor], Tensor]:
-    """Another function object on every rank, of one name."""
+    """Return a function with a common name but a different function object on every rank."""
 
     def negative(logp: Tensor) -> Tensor:
         return -logp
@@ -120,7 +122,7 @@ def other_field(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def per_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Values per token are each rank's own."""
+    """Return the per-token fields, whose values may differ between ranks."""
     return {**fields, "advantages": torch.full((T,), float(distributed.get_rank()))}
 
 
@@ -167,7 +169,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def compared(name: str) -> str:
-    """The error of a case on this rank, "" if there was none; then a call that is right works."""
+    """Return the error of a case on this rank, "" if none; then check that a valid call works."""
     over, changed, _ = CASES[name]
     found = ""
     try:
@@ -179,7 +181,7 @@ def compared(name: str) -> str:
 
 
 def captured() -> str:
-    """A CUDA graph's capture on a shard, without a call that warmed up, and after one."""
+    """Capture a CUDA graph on a shard, without and with an earlier warm-up call."""
     _, group = groups(1, distributed.get_world_size())
     head = hl.Head(torch.ones(V, H), vocab_group=group)
     batch = hl.Batch(torch.arange(T) % V)

@@ -1,4 +1,4 @@
-"""Collectives, checksums and reads of the device, counted on every rank of a test world."""
+"""Counts of collectives, checksums and device reads on every rank of a test world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GATHERS = ("all_gather_single", "all_gather_into_tensor")
 
 
 def skipped_rows() -> None:
-    """Most rows carry nothing; ranks still send the same."""
+    """Check that ranks send equal shapes even if most rows have no gradient."""
     p = Problem()
     advantages = torch.zeros(T, dtype=torch.float64)
     advantages[5] = 1.0
@@ -30,7 +30,8 @@ def skipped_rows() -> None:
 
 
 def collectives() -> None:
-    """Law 7: the same collectives of the same shapes on every rank, whatever it holds."""
+    """Check law 7: equal collectives with equal shapes on every rank, independent of a rank's
+    data."""
     p = Problem()
     seen: list[tuple[str, tuple[int, ...]]] = []
     names = [next(n for n in GATHERS if hasattr(distributed, n)), "all_reduce"]
@@ -44,7 +45,7 @@ def collectives() -> None:
 
         return run
 
-    for holds in (torch.arange(T), torch.arange(0)):  # of rank 0; the others hold a third each
+    for holds in (torch.arange(T), torch.arange(0)):  # rank 0's tokens; a third on each other rank
         tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
         batch = hl.Batch(
             p.targets[tokens],
@@ -67,7 +68,7 @@ def collectives() -> None:
 
 
 def checksums() -> None:
-    """Values that change places, as rewards of right and wrong or masks do, show."""
+    """Check that checksums detect permuted values, such as swapped rewards or masks."""
     right, changed = ([1.0, -1.0, -1.0, 1.0], [-1.0, 1.0, 1.0, -1.0])
     assert checksum([torch.tensor(right)]) != checksum([torch.tensor(changed)])
     seen = {checksum([torch.tensor(bits)]) for bits in itertools.product((0, 1), repeat=10)}
@@ -75,7 +76,8 @@ def checksums() -> None:
 
 
 def reads() -> None:
-    """A call on vocabulary shards reads the device once, and once more a chunk to skip rows."""
+    """Check that a call on vocabulary shards reads the device once, plus once per chunk to skip
+    rows."""
     p = Problem()
     seen: list[str] = []
     names = ("tolist", "item", "cpu", "__int__", "__float__", "__bool__", "__index__", "nonzero")
@@ -91,7 +93,7 @@ def reads() -> None:
     for skip, want in ((False, 1), (True, 3)):
         options = hl.Options(metrics=False, skip_rows=skip, chunk_tokens=12)
         objective = hl.dapo() + 0.1 * hl.z_loss()
-        hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options)  # terms are traced once
+        hl.head_loss(p.hidden, p.sliced(), p.batch, objective, options)  # trial of the terms
         seen.clear()
         for name in names:
             setattr(Tensor, name, noted(name))

@@ -1,4 +1,4 @@
-"""Wrong set-ups that every rank must refuse: what each rank of a test world is given."""
+"""Invalid setups that every rank of a test world must refuse."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T, H, V = 6, 4, 10
 
 @dataclass
 class Setup:
-    """A call that is right, for each case to spoil on one rank."""
+    """A valid call, made invalid by each case on one rank."""
 
     rank: int
     group: Any
@@ -87,7 +87,7 @@ def candidates(s: Setup) -> None:
 
 
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
-    """A field [T, K] of which the last rank was given other values, or more of them."""
+    """Add a field [T, K] with different or `more` values on the last rank."""
     many = torch.full((T, k + more * s.last), float(s.last and not more))
     batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
     s.run = lambda: hl.head_loss(  # type: ignore[method-assign]
@@ -244,7 +244,7 @@ def freeze(s: Setup) -> None:
 
 
 def refuse(name: str, *verb: Callable[..., Any]) -> tuple[str, str]:
-    """The error of a case on this rank; then a call that is right must still work."""
+    """Return the error of a case on this rank, then check that a valid call still works."""
     over, spoil, _ = CASES[name]
     spoiled = setup(over)
     spoil(spoiled)
@@ -258,7 +258,8 @@ def refuse(name: str, *verb: Callable[..., Any]) -> tuple[str, str]:
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """What a call says that is refused; the group of the vocabulary stays usable."""
+    """Return the error text of a refused call, then check that the vocabulary group stays
+    usable."""
     try:
         call()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Options of terms as the ranks of a test world compare them: what each rank runs."""
+"""Options of terms on several ranks: comparison, totals, communication and left-out rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import headloss as hl
 from headloss.testing import trained_looking
 
 T, H, V = 6, 4, 10
-LONG = 3000  # more numbers than a tensor's text shows
+LONG = 3000  # more values than in a tensor's repr
 
 
 @hl.term
@@ -22,7 +22,8 @@ def of_table(stats, batch, table=None, nested=None):
 
 
 def run(over: str, form: str, spoil: str) -> tuple[str, str]:
-    """The loss, or the error, of a call whose option differs on the last rank where `spoil`."""
+    """Return the loss or error of a call; `spoil` names the option with a different value on the
+    last rank."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     table = torch.linspace(0.0, 1.0, LONG)
@@ -48,13 +49,13 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
 
 
 def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, dict]:
-    """Totals over the ranks of a batch whose fields keep other counts on each."""
+    """Return the totals over ranks of batches with rank-specific counts in boolean fields."""
     rank = distributed.get_rank()
     ids = torch.tensor([0, 0, 0, 1, 1, 2])
     keep = {
         "zeta": torch.tensor([1, 1, 1, 1, 0, 0]).bool(),
         "alpha": torch.tensor([0, 0, 0, 0, 0, 1 - rank]).bool(),
-        "middle": torch.tensor([True, rank == 0, rank == 1]),  # of segments
+        "middle": torch.tensor([True, rank == 0, rank == 1]),  # per segment
     }
     batch = hl.Batch(torch.arange(T) % V, hl.Segments.from_ids(ids, count=3), **keep)
     totals = hl.Totals.of(batch).all_reduce(gradients=gradients)
@@ -63,8 +64,8 @@ def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, 
 
 
 def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
-    """The shapes of all tensors that are added up over a vocabulary group, where every other row
-    has a gradient or all rows do."""
+    """Return the shapes of all tensors summed over a vocabulary group; with `sparse` every second
+    row has no gradient."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)
@@ -91,8 +92,8 @@ def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
 
 
 def left_out(schedule: str) -> list[tuple[list, float, float]]:
-    """Where the hidden gradient is not 0, and what was left out: of the whole vocabulary, and of
-    this rank's slice of it."""
+    """Return the rows with nonzero hidden gradient and the left-out mass, for the whole vocabulary
+    and for this rank's slice."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)

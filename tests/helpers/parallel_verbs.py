@@ -1,5 +1,7 @@
-"""The other verbs and wrappers on every rank of a test world, each against one rank; they return
-nothing, and assert on every rank."""
+"""Tests of further public functions and wrappers, run on every rank of a test world.
+
+Each test compares with one rank, asserts on every rank and returns None.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 class Problem:
-    """A call in float64, whole on every rank, and this rank's rows of the vocabulary."""
+    """A float64 call, whole on every rank, and this rank's rows of the vocabulary."""
 
     def __init__(self, seed: int = 0) -> None:
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
@@ -65,7 +67,7 @@ def head_stats() -> None:
 
 
 def float16() -> None:
-    """Statistics of slices are merged, and coefficients are scaled alike on all ranks."""
+    """Check float16: statistics of slices are merged, and all ranks scale coefficients equally."""
     p = Problem()
     x, whole, shard = (t.detach().half().requires_grad_() for t in (p.hidden, p.weight, p.shard))
     heads = hl.Head(whole), hl.Head(shard, vocab_group=p.group)
@@ -81,7 +83,7 @@ def float16() -> None:
 
 
 def external_loss() -> None:
-    """Schedules of `head_stats` and `head_function` on slices, and on tokens that are spread."""
+    """Check the schedules of `head_stats` and `head_function` on slices and on spread tokens."""
     p = Problem()
     mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])
     spread = p.hidden.detach()[mine].requires_grad_()
@@ -148,7 +150,7 @@ def logits_loss() -> None:
 
 
 def lora_dropout() -> None:
-    """Ranks whose generators differ drop what the first one does; gradients are whole."""
+    """Check that all ranks drop the first rank's elements despite different generators."""
     p, r = Problem(), 3
     generator = torch.Generator().manual_seed(5)
     a = torch.randn(r, H, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -185,7 +187,7 @@ def lora_dropout() -> None:
 
 
 def teacher_dropout() -> None:
-    """Adapters of a teacher that drop on one rank alone are refused on all."""
+    """Check that all ranks refuse a teacher's adapter with dropout on one rank alone."""
     p = Problem()
     a, b = torch.ones(2, H, dtype=torch.float64), torch.ones(V, 2, dtype=torch.float64)
     lora = (hl.Lora(a=a, b=b, scaling=1.0, dropout=0.0 if p.rank else 0.5),)
@@ -196,7 +198,7 @@ def teacher_dropout() -> None:
 
 
 def teacher_heads() -> None:
-    """A teacher's head whole, or cut like the student's."""
+    """Check a teacher's head, whole or partitioned like the student's head."""
     p = Problem()
     generator = torch.Generator().manual_seed(7)
     other = torch.randn(V, 3, generator=generator, dtype=torch.float64)
@@ -205,7 +207,7 @@ def teacher_heads() -> None:
     whole = hl.Head(other, softcap=20.0)
 
     def objective(teacher: hl.Head) -> hl.Objective:
-        """Measures whose slices add up, and one whose slices do not."""
+        """Return an objective with additive divergences and a non-additive divergence."""
         return hl.distillation(teacher_head=teacher) + hl.lk_hybrid(teacher_head=teacher)
 
     options = hl.Options(per_token=("lk_hybrid/acceptance",))
@@ -223,7 +225,7 @@ def teacher_heads() -> None:
 
 
 def top_entropy() -> None:
-    """A quantile over the tokens of all ranks, some of which hold none."""
+    """Check a quantile over the tokens of all ranks, some without tokens."""
     p = Problem()
     tokens = (torch.arange(T) % (p.world - 1) + 1 == p.rank).nonzero().squeeze(1)
     ids = p.batch.segments.ids[tokens]
@@ -243,11 +245,12 @@ def top_entropy() -> None:
 
 
 def doubtful_fields() -> None:
-    """A field [S] where one rank has S tokens; and one per token, where others have none."""
+    """Check an [S] field on a rank with S tokens, and a per-token field with ranks without
+    tokens."""
     p = Problem()
     last = p.world - 1
     owner = torch.arange(T) % last
-    owner[torch.tensor([2, 5, 8, 17, 20])] = last  # 5 tokens, as there are segments
+    owner[torch.tensor([2, 5, 8, 17, 20])] = last  # 5 tokens, the number of segments
     tokens = (owner == p.rank).nonzero().squeeze(1)
     kept = torch.tensor([True, False, True, True, True])
     per_segment = {"advantages": p.batch.advantages, "kept": kept}
@@ -278,8 +281,8 @@ def doubtful_fields() -> None:
 
 
 def static_spread() -> None:
-    """Hidden states are gathered at once, also of ranks that have none, and each rank gets the
-    gradient of its own; with static shapes and without."""
+    """Check sequence parallelism with and without static shapes: hidden states are gathered in one
+    step, even from empty ranks, and each rank gets the gradient of its own."""
     p = Problem()
     mine = slice(*[0, 0, 20, T][p.rank : p.rank + 2])
     want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
@@ -299,12 +302,12 @@ def static_spread() -> None:
 
 
 def layouts() -> None:
-    """Hidden states in rows on one rank and in columns on another."""
+    """Check ranks with row-major and column-major hidden states."""
     p = Problem()
     want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
     into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))
     batch = hl.Batch(p.targets.clamp_min(0), p.batch.segments, **p.batch.fields)  # type: ignore[arg-type]
-    for given in (p.batch, batch):  # some rows are dropped, or none
+    for given in (p.batch, batch):  # with and without unscored rows
         if given is batch:
             want = hl.head_loss(p.hidden, hl.Head(p.weight), given, p.objective)
             into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))

@@ -1,4 +1,4 @@
-"""DDP, FSDP2 and merged metrics on every rank of a test world, against one rank."""
+"""Tests of DDP, FSDP2 and merged metrics on every rank of a test world, compared with one rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import headloss as hl
 
 
 class Model(nn.Module):
-    """An embedding, a layer and a head; its forward returns the loss."""
+    """A model with an embedding, a layer and a head; the forward returns the loss."""
 
     def __init__(self, tied: bool, trained: bool = True) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Model(nn.Module):
 
 
 def micro_batches(rank: int | None) -> list[tuple[Tensor, hl.Batch]]:
-    """Two micro-batches of a rank, or the one batch that all of them make."""
+    """Return a rank's two micro-batches, or for None the joined batch of all ranks."""
     generator = torch.Generator().manual_seed(5)
     pieces = []
     for number in range(2 * distributed.get_world_size()):
-        shape = (2, 3 + number)  # every one of another length
+        shape = (2, 3 + number)  # every micro-batch has a different length
         ids = torch.randint(V, shape, generator=generator)
         targets = torch.randint(V, shape, generator=generator)
         targets[0, : 1 + number % 3] = -100
@@ -69,7 +69,8 @@ def micro_batches(rank: int | None) -> list[tuple[Tensor, hl.Batch]]:
 
 
 def wrapped(kind: str, tied: bool, trained: bool, schedule: str) -> None:
-    """Averaged gradients over ranks and micro-batches are those of one rank and one batch."""
+    """Check that gradients averaged over ranks and micro-batches equal those of one rank and one
+    batch."""
     options = hl.Options(schedule=schedule)
     alone = Model(tied, trained)
     ((ids, batch),) = micro_batches(None)
@@ -116,7 +117,7 @@ def fsdp() -> None:
 
 
 def metrics_merge() -> None:
-    """Every rank its own documents: metrics over the group are those of one batch."""
+    """Check that metrics over ranks with different documents equal those of one batch."""
     p = Problem()
     whole = Model(tied=True)
     ((ids, batch),) = micro_batches(None)

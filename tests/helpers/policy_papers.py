@@ -1,4 +1,4 @@
-"""The formulas of the policy terms' papers, in plain loops over sequences of float64 scalars."""
+"""The formulas of the policy terms' papers, as plain loops over float64 scalars."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Where `hidden` goes: the files that a call's hidden states pass through on their way to the
-gradient.
+"""The path of `hidden`: all files that receive a call's hidden states, up to the gradient.
 
-    PYTHONPATH=.:tests python tests/helpers/stays.py   # every stay of a GRPO call on one GPU
+    PYTHONPATH=.:tests python tests/helpers/stays.py   # all stays of a GRPO call on one GPU
 
-A *stay* is each time that hidden states enter a file as an argument of a function, in the order in
-which the functions run; or, counted apart, they or something made of them, such as the statistics
-that enter the functions of terms. A *climb* is a stay in a file that imports the one that was left.
-The call is one of the triton backend; its kernels are replaced by nothing, which needs no GPU.
+A *stay* is a function call in a new file with hidden states among its arguments. A second count
+(`derived`) includes tensors computed from hidden states, such as statistics. A *climb* is a stay in
+a file that imports the previous file. The call uses the Triton backend with empty kernels, and
+needs no GPU.
 """
 
 from __future__ import annotations
@@ -35,18 +34,18 @@ T, H, V = 16, 16, 32
 
 
 class Followed(TorchDispatchMode):
-    """Storages that hold hidden states, with `derived` also those of what operations and kernels
-    made of them."""
+    """Track storages of hidden states, and with `derived` also storages computed from hidden
+    states."""
 
     def __init__(self, *inputs: Tensor, derived: bool) -> None:
         super().__init__()
         self.derived = derived
-        self.alive: list[Tensor] = []  # so that no address is used twice
+        self.alive: list[Tensor] = []  # keeps addresses unique
         self.inputs = {start_of(t) for t in inputs}
         self.made: set[int] = set()
 
     def holds(self, value: Any, depth: int = 5) -> bool:
-        """Whether a value is one of them, or holds one."""
+        """Return True if a value is or contains a tracked tensor."""
         if isinstance(value, Tensor):
             return start_of(value) in self.made
         if depth == 0:
@@ -72,7 +71,7 @@ class Followed(TorchDispatchMode):
         return found
 
     def launched(self, *arguments: Any, **_: Any) -> None:
-        """What a kernel would have written: any memory that was made in the call."""
+        """Treat all memory passed to a kernel as written by the kernel."""
         leaves = tree_leaves(arguments)
         numbers = {a for a in leaves if isinstance(a, int)}
         by_address = [t for t in self.alive if t.data_ptr() in numbers]
@@ -86,7 +85,7 @@ def start_of(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def without_kernels(followed: Followed) -> Iterator[None]:
-    """The triton backend on a CPU: what a call does but for its kernels."""
+    """Run the Triton backend on a CPU without executing kernels."""
 
     def call(self: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         followed.launched(*arguments)
@@ -103,13 +102,14 @@ def without_kernels(followed: Followed) -> Iterator[None]:
 
 
 def stays(derived: bool) -> list[tuple[str, str]]:
-    """(module, function) of each stay of hidden states; `derived`: or of what was made of them."""
+    """Return (module, function) of each stay of hidden states; `derived` includes computed
+    tensors."""
     hidden = torch.randn(T, H).bfloat16().requires_grad_()
     weight = torch.randn(V, H).bfloat16().requires_grad_()
     old, advantages = -torch.rand(T), torch.randn(4)
     segments = hl.Segments.from_lengths([4] * 4)
     batch = hl.Batch(torch.arange(T), segments, advantages=advantages, old_logps=old)
-    hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())  # the batch's order is found
+    hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())  # computes the order of tokens
     followed = Followed(weight, batch.targets, segments.ids, advantages, old, derived=derived)
     followed.made.add(start_of(hidden))
     found: list[tuple[str, str]] = []
@@ -126,7 +126,7 @@ def stays(derived: bool) -> list[tuple[str, str]]:
                 found.append((module, code.co_name))
 
     hl.clear_cache()
-    # What is left out is read of the device; metrics are no part of the way.
+    # Skipped rows need a device read, and metrics are not on the path to the gradient.
     options = hl.Options(skip_rows=False, metrics=False)
     with without_kernels(followed):
         hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo(), options).loss.backward()
@@ -143,7 +143,7 @@ def stays(derived: bool) -> list[tuple[str, str]]:
 
 
 def climbs(found: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Pairs of the file that is left and the one above it that is entered."""
+    """Return pairs of files (from, to) in which `to` imports `from`."""
     names = [name for name, _ in found]
     above = []
     for left, entered in itertools.pairwise(names):

@@ -1,6 +1,6 @@
-"""What tests of a support share: a head, a batch whose tokens are restricted or not, an objective.
+"""Common parts of the support tests: a head, a batch with restricted tokens, an objective.
 
-N positions, T of them scored, H hidden width, V vocabulary, K the most ids of a position.
+N positions, T of them scored, H hidden width, V vocabulary, K largest number of ids of a position.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ BEYOND = 1 << 40
 
 
 def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed: int = 0):
-    """Distinct ids of each position, with the target among them; none for some where `kind` is
-    "mixed". Anything where nothing is scored. "flat": ids and offsets; else padded with -1."""
+    """Make distinct support ids for each position, including the target.
+
+    With "mixed" in `kind` some positions have no support. Unscored positions have arbitrary ids.
+    "flat" gives ids and offsets, else ids are padded with -1.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = []
     for position, target in enumerate(targets.reshape(-1).tolist()):
@@ -37,13 +40,14 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
         return torch.tensor([i for ids in rows for i in ids]), offsets
     padded = torch.full((len(rows), most), -1)
-    for row, ids in zip(padded, rows, strict=True):  # slots anywhere
+    for row, ids in zip(padded, rows, strict=True):  # random slots
         row[torch.randperm(most, generator=generator)[: len(ids)]] = torch.tensor(ids).long()
     return padded.view(*targets.shape, most)
 
 
 def candidates(targets: Tensor, support_ids: Tensor, vocabulary: int) -> Tensor:
-    """[N, 4]: up to two ids of the support, the target left out, one outside, an empty slot."""
+    """Make candidates [N, 4]: up to two support ids other than the target, one id outside, an empty
+    slot."""
     found = torch.full((len(targets), 4), -1)
     for row, target, ids in zip(found, targets.tolist(), support_ids.tolist(), strict=True):
         inside = [i for i in ids if i not in (-1, target, BEYOND)][:2]
@@ -54,7 +58,7 @@ def candidates(targets: Tensor, support_ids: Tensor, vocabulary: int) -> Tensor:
 
 @hl.term
 def of_candidates(stats, batch):
-    """A term of candidates' log-probs, of which some are -inf, of the rest's, and of p^2."""
+    """A term of candidates' log-probs (some -inf), of the remaining probability, and of p^2."""
     logps = stats.candidate_logps
     inside = torch.where(logps > -torch.inf, logps, 0)
     scores = torch.arange(1, 1 + logps.shape[1], device=logps.device) * 0.1
@@ -63,7 +67,7 @@ def of_candidates(stats, batch):
 
 
 def objective() -> hl.Objective:
-    """Of every statistic, two scopes and two reductions."""
+    """Return an objective of all statistics, with two scopes and two reductions."""
     return (
         hl.gspo()
         + 0.3 * hl.cross_entropy(label_smoothing=0.1)
@@ -80,8 +84,8 @@ def inputs(
     terms: hl.Term | hl.Objective | None = None,
     beside: bool = False,
 ) -> Inputs:
-    """A call whose tokens have a support: all, or some ("mixed"); "padded" or "flat". With
-    `beside` it has candidates too, and a term of them."""
+    """Make a call with a support for all or some ("mixed") tokens, "padded" or "flat"; `beside`
+    adds candidates and a term of candidates."""
     padding = 7 if head in ("padded_vocabulary", "everything") else 0
     hidden, weight, targets = trained_looking(TOKENS, WIDTH, VOCABULARY, dtype)
     made = make_head(head, torch.cat([weight, 3 * weight[:padding]]), "packed", train=train)

@@ -1,4 +1,4 @@
-"""Public objects that travel to another process, and terms of a module as users write them."""
+"""Public objects sent to another process, and user-defined terms of a module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.engine import plan
 
-plan.CPU_SKIP_WORTH = 0  # as in conftest, also in a worker
+plan.CPU_SKIP_WORTH = 0  # as in conftest.py, for worker processes
 T, H, V = 8, 6, 11
 FIELDS = ("advantages", "old_logps", "ref_logps", "sampling_logps", "kept", "share")
 
@@ -56,7 +56,7 @@ def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
 
 
 def terms() -> dict[str, hl.Term]:
-    """Every term of the library with its defaults, modified ones, and those of this module."""
+    """Return all library terms with defaults, modified terms, and this module's terms."""
     generator = torch.Generator().manual_seed(1)
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
@@ -113,7 +113,7 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
 
 
 def objects() -> dict[str, Any]:
-    """One of every public class, and objectives."""
+    """Return an instance of every public class, and objectives."""
     hidden, head, batch = problem()
     out = hl.head_loss(hidden, head, batch, hl.grpo() + 0.1 * hl.kl())
     return {
@@ -143,7 +143,7 @@ def objects() -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two objects hold the same, to the bit."""
+    """Return True if two objects have bitwise equal contents."""
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, hl.Term | hl.Objective):
@@ -169,7 +169,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def results(objective: hl.Term | hl.Objective, given: Any) -> list[Tensor]:
-    """Loss, gradient and metrics of an objective."""
+    """Return loss, gradient and a metric of an objective."""
     hidden, head, batch = given
     x = hidden.clone().requires_grad_()
     out = hl.head_loss(x, head, batch, objective)
@@ -177,8 +177,8 @@ def results(objective: hl.Term | hl.Objective, given: Any) -> list[Tensor]:
 
 
 def in_a_worker(pipe: Any) -> None:
-    """Objects arrive, and the names of those that are not equal to one's own go back; then
-    objectives, and their results."""
+    """Receive objects and terms; send back the names of unequal ones and the results of the
+    terms."""
     theirs, its_terms = pickle.loads(pipe.recv_bytes())
     own, own_terms = objects(), terms()
     wrong = [name for name in own if not same(own[name], theirs[name])]
@@ -188,5 +188,5 @@ def in_a_worker(pipe: Any) -> None:
 
 
 def fits(term: hl.Term) -> bool:
-    """Whether `problem` has what it reads."""
+    """Return True if `problem` has all inputs of the term."""
     return term.name != "distillation"

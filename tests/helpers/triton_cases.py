@@ -1,6 +1,6 @@
-"""What the tests of the Triton backend share: tiles of logits, and the float64 oracle.
+"""Common parts of the Triton backend's tests: tiles of logits, and the float64 oracle.
 
-Import this before anything of Triton: without a GPU it asks for Triton's interpreter.
+Import this module before Triton: without a GPU it turns on Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, Softmax
 NEEDS = frozenset({"logp", "lse", "entropy", "mean_logit", "top1"})
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.bfloat16)
-# The interpreter cuts float32 off to bf16 where the GPU rounds.
+# The interpreter truncates float32 to bf16, a GPU rounds.
 EPS = {
     torch.float32: 0.0,
     torch.bfloat16: 2**-8 if DEVICE == "cuda" else 2**-7,
@@ -52,7 +52,7 @@ def in_float64(transform: Transform) -> Transform:
 
 
 def tile(n: int, v: int, dtype: torch.dtype, *, seed: int = 0, pad: int = 3) -> torch.Tensor:
-    """Logits with a likely token in some rows, in a wider buffer of NaN."""
+    """Return logits with a likely token in some rows, inside a wider buffer of NaN."""
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(n, v, generator=generator) * 3
     z[::2, v // 3] += 14
@@ -68,7 +68,8 @@ def targets_of(n: int, v: int) -> torch.Tensor:
 
 
 def coefficients_of(n: int, which: str) -> SoftmaxCoefficients:
-    """Of n tokens, as columns of a matrix: kernels read vectors of any stride."""
+    """Return coefficients of n tokens as columns of a matrix, since kernels read vectors of any
+    stride."""
     generator = torch.Generator().manual_seed(7)
     names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
     columns = torch.randn(len(which), n, generator=generator).t().contiguous().to(DEVICE)
@@ -84,7 +85,7 @@ def error(found, oracle) -> float:
 
 
 def assert_statistics(found: SoftmaxState, raw, targets, first, transform) -> Normalizer:
-    """Within 3 times the error of the reference in float32, and a relative 1e-6."""
+    """Check statistics within 3 times the float32 reference's error plus a relative 1e-6."""
     v = raw.shape[1]
     exact = reference.partials(raw.double(), Forward(targets, first, in_float64(transform), NEEDS))
     plain = reference.partials(raw.float(), Forward(targets, first, transform, NEEDS))
@@ -108,7 +109,7 @@ def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
 
 
 def backward_of(raw, targets, first, transform, normalizer, coefficients) -> Backward:
-    """With the log-probs that the targets have in these logits."""
+    """Return the `Backward` record with the targets' log-probs in these logits."""
     given = Forward(targets, first, in_float64(transform), frozenset())
     target = reference.partials(raw.double(), given).target
     logps = target - normalizer.max_logit - normalizer.log_sum

@@ -1,4 +1,4 @@
-"""A tiny model, tokenizer and task for trainers, and the comparison of two runs."""
+"""A tiny model, tokenizer and task for trainers, and a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
-    "optim": "sgd",  # its step is the gradient
+    "optim": "sgd",  # an SGD step equals the gradient
     "learning_rate": 0.5,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
@@ -58,7 +58,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 def folder() -> str:
-    """Where a run may write; removed at exit."""
+    """Return a folder for a run's output, removed at exit."""
     return _folder().name
 
 
@@ -89,7 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def saved(family: str) -> str:
-    """The path of a tiny random model."""
+    """Return the path of a saved tiny random model."""
     settings = {"model_type": family, **SIZES, **FAMILIES[family]}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def reward(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
 
 
 def sampled(rounds: int, rows: int, longest: int = 6, seed: int = 0) -> list[list[list[int]]]:
-    """Made-up completions: some end, some are cut off at `longest`."""
+    """Return made-up completions; some end, some are truncated at `longest`."""
     generator = torch.Generator().manual_seed(seed)
 
     def one() -> list[int]:
@@ -123,7 +123,7 @@ def sampled(rounds: int, rows: int, longest: int = 6, seed: int = 0) -> list[lis
 
 
 def without_generation(trainer_type: type, logprobs: bool = False, tools: bool = False) -> type:
-    """The same trainer, with completions that are made up in place of sampled ones."""
+    """Return a subclass of a trainer with made-up completions in place of sampled completions."""
 
     class Given(trainer_type):
         _round = 0
@@ -135,7 +135,7 @@ def without_generation(trainer_type: type, logprobs: bool = False, tools: bool =
                 return ids, None
             generator = torch.Generator().manual_seed(self._round)
             likely = [(-4 - torch.rand(len(x), generator=generator)).tolist() for x in ids]
-            likely[0][0] = None  # a token that the sampler could not score
+            likely[0][0] = None  # a token without sampler log-prob
             return ids, likely
 
         def _generate(self, prompts):
@@ -148,8 +148,8 @@ def without_generation(trainer_type: type, logprobs: bool = False, tools: bool =
 
 
 def train(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Logs of each step, and what the run made of the trainable parameters."""
-    set_seed(0)  # TRL shuffles what was generated
+    """Return the logs of each step and the trained parameters."""
+    set_seed(0)  # TRL shuffles completions
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     named = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
@@ -162,9 +162,10 @@ TIMES = ("step_time", "train_runtime", "epoch")
 def assert_same_run(
     theirs: Any, ours: Any, rtol: float = 2e-5, atol: float = 2e-6, ties: tuple[str, ...] = ()
 ) -> list[dict[str, float]]:
-    """Losses, all metrics that both report, and parameters agree; returns our logs.
+    """Check that losses, common metrics and parameters of two runs agree; return headloss's logs.
 
-    `ties`: metrics that compare equal numbers at the first step, where rounding decides.
+    `ties` names metrics that compare equal numbers at the first step, with a result due to
+    rounding.
     """
     before = {n: p.detach().clone() for n, p in theirs.model.named_parameters() if p.requires_grad}
     (want, want_parameters), (got, got_parameters) = train(theirs), train(ours)

@@ -1,4 +1,5 @@
-"""On each of two ranks (two_ranks.py): models and trainers inside wrappers with mixed precision."""
+"""Tests of models and trainers in mixed-precision wrappers, run on each of two ranks
+(two_ranks.py)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ BF16 = torch.bfloat16
 
 
 def request(ids: Tensor) -> Request:
-    """Its fields and its coefficient are no numbers of bfloat16."""
+    """Make a request whose fields and coefficient are not representable in bfloat16."""
     targets = ids[:, 1:]
     generator = torch.Generator().manual_seed(int(ids.sum()))
     old = -4 - torch.rand(targets.shape, generator=generator)
@@ -64,7 +65,7 @@ def whole(parameter: Any) -> Tensor:
 
 
 def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
-    """Loss, log-probs, metrics and gradient are those of the model without a wrapper."""
+    """Check that loss, log-probs, metrics and gradient equal those of the unwrapped model."""
     generator = torch.Generator().manual_seed(distributed.get_rank())
     ids = torch.randint(100, (2, 7), generator=generator)
     plain = AutoModelForCausalLM.from_pretrained(saved("llama"), dtype=BF16)
@@ -84,7 +85,7 @@ def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
         a, b = getattr(found, name), getattr(expected, name)
         assert a.dtype == b.dtype == torch.float32
         assert torch.equal(a, b), f"{name}: {a} and {b}"
-    (found.loss / 3).backward()  # a third is no number of bfloat16 either
+    (found.loss / 3).backward()  # 1/3 is not representable in bfloat16
     (expected.loss / 3).backward()
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         mean = a.grad.float()
@@ -99,7 +100,7 @@ def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
 
 
 def sharded(output: torch.dtype | None, head_alone: bool = False) -> Callable[[Any], Any]:
-    """FSDP2 as accelerate has it: the last norm and the head are one unit, or the head is one."""
+    """Wrap in FSDP2 like accelerate: the last norm and the head in one unit, or the head alone."""
 
     def wrap(model: Any) -> Any:
         policy = MixedPrecisionPolicy(
@@ -115,7 +116,7 @@ def sharded(output: torch.dtype | None, head_alone: bool = False) -> Callable[[A
 
 
 def replicated(model: Any) -> Any:
-    """DDP's own mixed precision, which casts what goes in."""
+    """Wrap in DDP with mixed precision, which casts inputs."""
     policy = _MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     return DistributedDataParallel(copy.deepcopy(model), mixed_precision=policy)
 
@@ -144,7 +145,7 @@ TRAINERS = {
 
 
 def same_run(case: Case, folder: Path) -> None:
-    """In float32 as the reference; in bf16 at the gradient of a head in float64."""
+    """Check a run: float32 equals the reference; bf16's gradient is near that of a float64 head."""
     mine = trainer_runs.run(case, "headloss", SMALL, folder)
     kind, steps = ("exact", 1) if case.precision == "bf16" else (case.reference, trainer_runs.STEPS)
     other = trainer_runs.run(case, kind, SMALL, folder, steps=steps)
@@ -160,7 +161,7 @@ def same_run(case: Case, folder: Path) -> None:
 
 
 def sharded_replay(lora: str = "") -> None:
-    """Under FSDP2 too, ratios to the sampler are 1 on the first step."""
+    """Check that ratios to the sampler are 1 on the first step under FSDP2."""
     more = {}
     if lora:
         targets = ["q_proj", "lm_head"]

@@ -1,4 +1,4 @@
-"""On each of two ranks: stock TRL and headloss, step for step alike (see two_ranks.py)."""
+"""Comparison of stock TRL and headloss step by step, on each of two ranks (see two_ranks.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def same_ppo() -> list[float]:
 
 
 def same_sharded(head_alone: bool, kind: type = Request, result: str = "loss") -> list[float]:
-    """A model that FSDP2 shards has the mean of the ranks' gradients."""
+    """Check that an FSDP2 model has the mean of the ranks' gradients."""
     plain, sharded = load(saved("llama")), load(saved("llama"))
     rank = torch.distributed.get_rank()
     ids = torch.randint(100, (2, 7), generator=torch.Generator().manual_seed(rank))
@@ -56,7 +56,8 @@ def same_sharded(head_alone: bool, kind: type = Request, result: str = "loss") -
 
 
 def same_lone_head() -> list[float]:
-    """Where FSDP2 wraps the head and not the model, the head too has the mean of the gradients."""
+    """Check that the head has the mean of the gradients if FSDP2 wraps the head but not the
+    model."""
     plain, sharded = load(saved("llama")), load(saved("llama"))
     rank = torch.distributed.get_rank()
     ids = torch.randint(100, (2, 7), generator=torch.Generator().manual_seed(rank))
@@ -78,7 +79,7 @@ def same_orpo(name: str) -> list[float]:
 
 
 def same_replay() -> list[float]:
-    """Ratios to the sampler are 1 on the first step, and the metrics are of both ranks."""
+    """Check that ratios to the sampler are 1 on the first step, with metrics over both ranks."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1}
     trainer = replay.make(rl.GRPO, per_device_train_batch_size=2, **options)
     replay.check_first_step(trainer)

@@ -1,4 +1,4 @@
-"""Run by each of two processes: trainers under ZeRO-3, step for step beside the same under DDP.
+"""Comparison of trainers under ZeRO-3 with trainers under DDP step by step, in two processes.
 
 torchrun --nproc-per-node 2 tests/helpers/trl_zero3_ranks.py FOLDER CASE ...
 """
@@ -21,7 +21,7 @@ from trainer_cases import SMALL, Case, Size
 import headloss as hl
 from headloss.integrations import trl as ours
 
-# Two ranks share neither the 121 x 9 weights of embeddings and head evenly, nor a norm's 9.
+# Two ranks cannot evenly divide the 121 x 9 weights of embeddings and head, nor a norm's 9.
 ODD = Size(hidden=9, layers=2, vocabulary=121, completion=8, batch=2)
 HEAD: dict[str, Any] = {"lora": "body, head", "wrapper": "zero3"}
 CASES: dict[str, Case] = {
@@ -44,11 +44,12 @@ CASES: dict[str, Case] = {
 
 
 def same_as_replicated(name: str, folder: Path) -> None:
-    """Losses, gradient norms, metrics and the first gradient; evaluation; a resumed run."""
+    """Check losses, gradient norms, metrics, the first gradient, an evaluation and a resumed
+    run."""
     case = CASES[name]
     schedule = "recompute" if "recompute" in name else "auto"
     ours.SFTTrainer.options = hl.Options(schedule=schedule)
-    size = SMALL if case.experts else ODD  # experts' products take no odd sizes
+    size = SMALL if case.experts else ODD  # experts need even sizes
     kind = "trl" if "installed" in name else "headloss"
     if kind == "trl":
         ours.install()

@@ -1,5 +1,7 @@
-"""Every act of the kernels in plain PyTorch: the reference backend's, and here the twins of those
-that kernels alone have. Tests hold the kernels to it, and whole calls run through it on a CPU.
+"""Twins of all kernel operations in plain PyTorch.
+
+Operations of every backend come from the reference backend; kernel-only operations have their twin
+here. Tests compare the kernels with the twins, and run whole calls through the twins on a CPU.
 
 n tokens or rows, v columns, H hidden width, K chosen columns of a token.
 """
@@ -47,11 +49,12 @@ from headloss.statistics import softmax as stats
 from headloss.statistics.softmax import FLOOR, Slope, SoftmaxCoefficients, SoftmaxState
 
 NOTHING: frozenset[str] = frozenset()
-SMALLEST = 2.0**-90  # of |c_target|, for a multiple: what else is in the row weighs nothing
+SMALLEST = 2.0**-90  # least |c_target| of a multiple, else rounding matters
 
 
 def is_multiple(backward: Backward) -> bool:
-    """Whether a token's gradient is a multiple of exp z in all columns but the target's."""
+    """Return True if a token's gradient is a multiple of exp z in all columns except the
+    target's."""
     c, cap = backward.coefficients, backward.transform.softcap
     return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
 
@@ -159,7 +162,7 @@ def exp_gradient_(exp_tile: ExpTile, backward: Backward, *, order: Order | None 
         e = terms[picked].to(max_logit.dtype)
         log_p = e.log().sub_(((max_logit - exp_tile.shift[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
-        if own.logps is not None:  # a term of 0 no longer tells its z
+        if own.logps is not None:  # an underflowed exp has lost its z
             put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (max_logit + log_sum).unsqueeze(1)
         g = grad_z(log_p, c, e)
@@ -230,7 +233,7 @@ def chosen_gradient_(
     if multiples is not None:
         multiple = multiples[places].unsqueeze(1)
         g = torch.where(multiple == 0, 0, g / torch.where(multiple == 0, 1, multiple))
-    # Distinct columns: none is written twice.
+    # Columns are distinct, so no element is written twice.
     row = torch.arange(len(columns), device=tile.device).unsqueeze(1).expand_as(columns)
     tile[row[here], columns[here]] = g[here].to(tile.dtype)
 
@@ -246,7 +249,7 @@ def dense_order(keep: Tensor, most: int) -> Order:
 
 
 def _places(rows: LogitRows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """The whole tensor as a vector, and where in it the elements of some rows are."""
+    """Return the whole tensor as a vector, and the indices of the picked rows' elements."""
     x = rows.tensor
     extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     columns = torch.arange(x.shape[-1], device=x.device)
@@ -281,7 +284,7 @@ def given_rows(walk: Walk) -> SoftmaxState | None:
 def _completed(
     c: SoftmaxCoefficients, found: SoftmaxState, slopes: Tensor | None
 ) -> SoftmaxCoefficients:
-    """With the entropy's own part and the slopes in closed form."""
+    """Return coefficients with the entropy's part and closed-form slopes."""
     log_sum = found.sumexp_m1.log1p()
     target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
     if c.entropy is not None:

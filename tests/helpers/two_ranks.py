@@ -1,9 +1,9 @@
-"""Run by each of two processes: what trainers do on two ranks, one after another.
+"""Trainer tests on two ranks, run in sequence by each of two processes.
 
 accelerate launch --multi_gpu --num_processes 2 tests/helpers/two_ranks.py FOLDER RECIPES CASE ...
 
-RECIPES are those of `headloss train` with what they override, as JSON: {"sft": ["seed=1"]}. Where
-there are none, only the cases with mixed precision run.
+RECIPES are recipes of `headloss train` with overrides, as JSON: {"sft": ["seed=1"]}. Without
+recipes, only the mixed-precision cases run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headloss.train import plots
 
 
 def train(folder: Path, recipes: dict[str, list[str]]) -> None:
-    """`headloss train`, half of each batch on each rank."""
+    """Run `headloss train` with half of each batch on each rank."""
     plots.Figure = Blank
     for name, overrides in recipes.items():
         further = [f"output={folder / name}", "trainer.per_device_train_batch_size=4"]
@@ -38,11 +38,11 @@ if __name__ == "__main__":
     folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
     overhead.spare()
     overhead.freeze()
-    saved("llama")  # transformers writes on the first rank alone, once there are ranks
-    PartialState()  # the process group
+    saved("llama")  # with ranks, transformers would save on rank 0 alone
+    PartialState()  # makes the process group
     if recipes:
         trl_ranks.main()
         train(folder / "two", recipes)
-    # Last: it takes the library for one that shards on a CPU.
+    # The mixed-precision cases run last, since they patch accelerate to shard on a CPU.
     trl_mixed_ranks.main(folder, sys.argv[3:])
     distributed.destroy_process_group()

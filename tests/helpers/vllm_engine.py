@@ -1,10 +1,9 @@
-"""A stand-in for vLLM's engine as TRL builds and calls it, which generates with Transformers.
+"""A replacement for vLLM's engine in TRL that generates with Transformers.
 
-Its outputs have the shape of vLLM's: `RequestOutput.prompt_token_ids` and `.outputs`, each with
-`token_ids`, `logprobs` (for each token a dict from ids to what has `logprob` and `rank`) and, since
-vLLM 0.28 where the engine was built with `return_sampling_mask`, `sampling_mask.token_ids`: for
-each token the ids that were kept, ascending. Filters come in vLLM's order: temperature, min-p,
-top-k, top-p.
+Outputs have vLLM's structure: `RequestOutput.prompt_token_ids` and `.outputs`, each with
+`token_ids` and `logprobs` (for each token a dict from ids to objects with `logprob` and `rank`). As
+in vLLM 0.28, an engine built with `return_sampling_mask` also has `sampling_mask.token_ids`: the
+kept ids of each token, ascending. Filters run in vLLM's order: temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trl.trainer import grpo_trainer
 
 @dataclass
 class SamplingParams:
-    """The part of vLLM's that TRL sets."""
+    """The fields of vLLM's `SamplingParams` that TRL sets."""
 
     n: int = 1
     temperature: float = 1.0
@@ -56,7 +55,7 @@ class RequestOutput:
 
 
 def kept_scores(logits: Tensor, params: SamplingParams) -> Tensor:
-    """[V] the logits that are left, -inf elsewhere."""
+    """Return logits [V] with -inf for filtered ids."""
     z = logits.double() / params.temperature
     p = z.softmax(0)
     z = z.masked_fill(p < params.min_p * p.max(), -torch.inf)
@@ -68,12 +67,12 @@ def kept_scores(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 class Engine:
-    """In place of `vllm.LLM`; each one that was built is in `built`.
+    """A replacement for `vllm.LLM`; `built` lists all engines.
 
     Attributes:
-        model: that generates; TRL syncs its weights into it.
-        masks: whether the release knows `return_sampling_mask`.
-        loses: (output, token) whose set is left out.
+        model: the generating model; TRL syncs its weights into `model`.
+        masks: True if the simulated release supports `return_sampling_mask`.
+        loses: the (output, token) with a missing set.
     """
 
     model: Any = None
@@ -131,7 +130,7 @@ class Engine:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, model: Any, **attributes: Any) -> list[Any]:
-    """Put it in the place of vLLM in TRL; returns the engines that will have been built."""
+    """Replace vLLM in TRL by this engine; return the list of later built engines."""
     built: list[Any] = []
     engine = type("Engine", (Engine,), {"model": model, "built": built, **attributes})
     for module in (vllm_generation, grpo_trainer):
@@ -140,6 +139,6 @@ def install(monkeypatch: pytest.MonkeyPatch, model: Any, **attributes: Any) -> l
     monkeypatch.setattr(vllm_generation, "LLM", engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "x")  # so that it is put back
+        monkeypatch.setenv(name, "x")  # registers the variable for restoration
         monkeypatch.delenv(name)
     return built

@@ -1,4 +1,4 @@
-"""Worlds of a few processes on gloo, started once and given functions to run on every rank."""
+"""Worlds of a few gloo processes, started once, that run functions on every rank."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from typing import Any
 
 SECONDS = 60.0
 PRELOADED = ["headloss.testing", "matrix"]
-# Where this process has these, so will ranks that it starts.
+# Modules preloaded on started ranks if this process has imported them.
 OF_TRAINERS = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 OF_TRAINERS += ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
 
 
 def forks() -> Any:
-    """Where processes start with torch and headloss imported."""
+    """Return a fork server with torch and headloss imported."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED + [n for n in OF_TRAINERS if n in sys.modules])
     return context
 
 
 def skip_any_row() -> None:
-    """Small calls leave rows without gradient out, as in conftest."""
+    """Let small calls leave out rows without gradient, as in conftest.py."""
     from headloss.engine import plan
 
     plan.CPU_SKIP_WORTH = 0
@@ -40,7 +40,7 @@ def skip_any_row() -> None:
 def _serve(
     rank: int, world: int, store: str, pipe: Connection, prepare: Callable[[], None] | None
 ) -> None:
-    """Run what arrives, and send back (failed, result or traceback)."""
+    """Run each received function, and send back (failed, result or traceback)."""
     import overhead
     import torch
     from torch import distributed
@@ -64,10 +64,10 @@ def _serve(
 
 
 class World:
-    """Ranks that wait for work; `run` returns each rank's result, or fails within a time limit.
+    """A group of waiting ranks; `run` returns each rank's result, or fails within a time limit.
 
     Args:
-        prepare: run first on every rank.
+        prepare: function run first on every rank.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class World:
             self.processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
-        """`function(*args)` on every rank; arguments and results travel by pickle."""
+        """Run `function(*args)` on every rank; arguments and results are pickled."""
         for pipe in self.pipes:
             pipe.send((function, args))
         found = []
@@ -112,7 +112,7 @@ class World:
 
 @contextmanager
 def world_of(size: int, prepare: Callable[[], None] | None = skip_any_row) -> Iterator[World]:
-    """A world for as long as the context lasts."""
+    """Yield a world that ends with the context."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(size, folder, prepare)
         try:
@@ -143,7 +143,7 @@ def _run_script(command: list[str], environment: dict[str, str], output: str) ->
 
 
 def script_on(size: int, *command: str, seconds: float = 120.0, **environment: str) -> str:
-    """What a script prints on ranks that have the environment of `torchrun`, rank by rank."""
+    """Return the output of a script on ranks with `torchrun`'s environment, in order of ranks."""
     place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **environment}
     place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,7 @@ def script_on(size: int, *command: str, seconds: float = 120.0, **environment: s
         while running and time.monotonic() < end:
             wait([process.sentinel for process in running], end - time.monotonic())
             running = [process for process in running if process.is_alive()]
-            if any(process.exitcode for process in processes):  # the others may wait for it
+            if any(process.exitcode for process in processes):  # survivors may wait forever
                 break
         for process in running:
             process.kill()

@@ -1,5 +1,7 @@
-"""On every rank: a module whose forward returns what the library returns, under wrappers that hang
-their hooks on the tensors of it. The parameters after two steps are those without a wrapper."""
+"""Tests of a module that returns headloss outputs inside wrappers with hooks on output tensors.
+
+On every rank, the trained parameters equal those without a wrapper.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ import headloss as hl
 
 T, H, V = 6, 8, 31
 STEPS = 3
-# What a forward returns, and its loss.
+# Kinds of forward outputs, with a function to their loss.
 RETURNS: dict[str, Callable[[Any], Tensor]] = {
     "output": lambda out: out.loss,
     "in a dict": lambda out: out["out"].loss,
@@ -35,7 +37,7 @@ class Policy(nn.Module):
         super().__init__()
         self.returns, self.checkpointed = returns, checkpointed
         self.trunk, self.head = nn.Linear(H, H), nn.Linear(H, V, bias=False)
-        self.spare = nn.Linear(H, H)  # which no loss reads
+        self.spare = nn.Linear(H, H)  # read by no loss
 
     def forward(self, *call: Any) -> Any:
         if self.checkpointed:
@@ -76,7 +78,7 @@ def steps(model: nn.Module, call: Callable[[], Tensor]) -> list[float]:
 
 
 def alone(returns: str) -> tuple[Policy, list[float]]:
-    """On the batches of all ranks, which a wrapper averages."""
+    """Train without a wrapper on the batches of all ranks, which a wrapper averages."""
     model, value = made(returns), RETURNS[returns]
     batches = [batch_of(rank) for rank in range(distributed.get_world_size())]
 
@@ -88,7 +90,7 @@ def alone(returns: str) -> tuple[Policy, list[float]]:
 
 @contextlib.contextmanager
 def nodes_alone() -> Iterator[None]:
-    """FSDP2 finds tensors as in torch 2.10 and 2.11: in nodes of a pytree, no other dataclass."""
+    """Make FSDP2 find tensors as in torch 2.10 and 2.11: in pytree nodes, not in dataclasses."""
     from torch.distributed.fsdp._fully_shard import _fsdp_state as state
 
     def leaves(output: Any) -> list[Any]:
@@ -96,7 +98,7 @@ def nodes_alone() -> Iterator[None]:
         return [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     newer = getattr(state, "collect_grad_tensors", None)
-    if newer is None:  # this is one of them
+    if newer is None:  # torch 2.10 or 2.11
         yield
         return
     state.collect_grad_tensors = leaves
