@@ -43,6 +43,14 @@ def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> Non
     check(world, ranks.teacher, saved(tmp_path), spread, alone)
 
 
+@pytest.mark.parametrize(("spread", "ceiling"), [(False, 2.0), (True, None)])
+def test_whole_vocabulary(
+    world: World, tmp_path: Path, spread: bool, ceiling: float | None
+) -> None:
+    """A teacher's hidden states, in both layouts, beside its top k of all tokens."""
+    check(world, ranks.whole, saved(tmp_path), spread, ceiling)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_megatron(world: World, layout: str) -> None:

@@ -178,10 +178,32 @@ def taught(seed: int = 0, **more: Any) -> TensorDict:
     return data
 
 
-def distillation_of(mode: str, settings: Any, **options: Any) -> Any:
+WIDTH = 12  # of a teacher's hidden states
+
+
+def teacher_weight() -> Tensor:
+    return 2 * torch.randn(V, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def taught_whole(seed: int = 0, temperature: float = 0.8, **more: Any) -> TensorDict:
+    """A step with a teacher's hidden states, nested [B, L, H'], and the log-probs of all V tokens
+    that they mean, as a top k of V."""
+    data = step(seed, **{"distillation_use_topk": True, "temperature": temperature, **more})
+    generator = torch.Generator().manual_seed(seed + 7)
+    hidden = [torch.randn(len(x), WIDTH, generator=generator) for x in data["input_ids"].unbind()]
+    data["teacher_hidden"] = jagged(hidden)
+    logits = [x @ teacher_weight().T / temperature for x in hidden]
+    data["teacher_logprobs"] = jagged([x.log_softmax(-1) for x in logits])
+    data["teacher_ids"] = jagged([torch.arange(V).expand(len(x), V) for x in hidden])
+    return data
+
+
+def distillation_of(
+    mode: str, settings: Any, divergence: str = "forward_kl_topk", **options: Any
+) -> Any:
     """As the worker of an actor has it where a teacher is configured."""
     config = loss_of(mode, **options).keywords["config"]
-    loss = DistillationLossConfig(loss_mode="forward_kl_topk", topk=K, **settings)
+    loss = DistillationLossConfig(loss_mode=divergence, **{"topk": K, **settings})
     teacher = DistillationConfig(distillation_loss=loss)
     return functools.partial(distillation_ppo_loss, config=config, distillation_config=teacher)
 

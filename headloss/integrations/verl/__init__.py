@@ -11,6 +11,8 @@ seconds to import.
     fused      in place of `FusedLinearForPPO`, and of the processor under Megatron
     engine     the FSDP engine: a temperature per sample, and losses in one pass
     losses     policy losses by name: `loss_mode=headloss_gspo`
+    teacher    distillation from a teacher's top k
+    whole      distillation over the whole vocabulary: `loss_mode=headloss_reverse_kl`
     seams      where these go in
 """
 
@@ -21,12 +23,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from verl.workers.config import HFModelConfig
+import torch
+from verl.workers.config import DistillationLossConfig, HFModelConfig
 
+from ...head.head import Head
 from ...losses import Objective, Term
-from .asked import asks
+from .asked import DIVERGENCE, asks
 
-__all__ = ["install", "register", "uninstall"]
+__all__ = ["install", "register", "register_teacher", "uninstall"]
 
 
 def install() -> None:
@@ -69,7 +73,21 @@ def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
     losses.register(name, factory)
 
 
+def register_teacher(factory: Callable[[torch.device], Head]) -> None:
+    """Let `distillation_loss.loss_mode=headloss_reverse_kl` (or another kind of `distillation`)
+    measure the student beside this head, in place of an earlier one.
+
+    Args:
+        factory: from a device to the teacher's head there, whose weight [V, H'] reads the batch's
+            `teacher_hidden`. It is called once, when the first micro-batch is.
+    """
+    from . import whole
+
+    whole.FACTORIES[:] = [factory]
+
+
 def _watch() -> None:
+    _watch_distillation()
     original = HFModelConfig.__post_init__
 
     @functools.wraps(original)
@@ -79,6 +97,24 @@ def _watch() -> None:
             install()
 
     HFModelConfig.__post_init__ = post_init
+
+
+def _watch_distillation() -> None:
+    """verl looks a `loss_mode` up when the setting is read, also where no engine is."""
+    original = DistillationLossConfig.__post_init__
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        ours = str(self.loss_mode).startswith(DIVERGENCE)
+        if ours:
+            from . import whole
+
+            whole.add()
+        original(self)
+        if ours:
+            whole.check_settings(self)
+
+    DistillationLossConfig.__post_init__ = post_init
 
 
 _watch()

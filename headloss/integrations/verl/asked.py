@@ -1,8 +1,10 @@
-"""Which models of verl end in headloss."""
+"""Names in verl's configuration that ask for headloss."""
 
 from __future__ import annotations
 
 from typing import Any
+
+DIVERGENCE = "headloss_"  # before a kind of divergence: `distillation_loss.loss_mode`
 
 
 def asks(config: Any) -> bool:

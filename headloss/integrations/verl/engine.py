@@ -1,5 +1,5 @@
 """verl's FSDP engine with a temperature per sample, with losses in one pass, and with a teacher's
-top k.
+top k or hidden states.
 
 B sequences of at most R response tokens, N packed positions, T scored tokens, H hidden width.
 """
@@ -26,9 +26,11 @@ from ...losses import Objective
 from ...options import Options
 from ..seams import misfit
 from . import losses
+from .asked import DIVERGENCE
 from .fused import fused_of
 from .scored import Scored
 from .teacher import Teacher, TopK, distillation_of
+from .whole import RUNNING, WholeVocabulary
 
 FIELDS = {
     "old_log_probs": "old_logps",
@@ -82,8 +84,12 @@ class Engine(FSDPEngineWithLMHead):
         elif topk:
             scored = Scored(self, micro_batch, shape, packed)
             alone = tu.get_non_tensor_data(micro_batch, "distillation_only", False)
-            floor = self._distillation.log_prob_min_clamp
-            fused.request = Teacher(scored, micro_batch, floor, alone)
+            if (mode := self._distillation.loss_mode).startswith(DIVERGENCE):
+                kind = mode.removeprefix(DIVERGENCE)
+                fused.request = WholeVocabulary(scored, micro_batch, kind, alone)
+            else:
+                floor = self._distillation.log_prob_min_clamp
+                fused.request = Teacher(scored, micro_batch, floor, alone)
         elif "support_ids" in micro_batch:
             fused.support = Scored(self, micro_batch, shape, packed).everywhere(micro_batch)
         return inputs, args
@@ -111,9 +117,11 @@ class Engine(FSDPEngineWithLMHead):
         fused, self._config = fused_of(self.module), config
         if config is None:
             self._distillation = distillation_of(loss_function)
+            RUNNING.append(getattr(self._distillation, "loss_mode", ""))
             try:
                 return super().forward_step(micro_batch, loss_function, forward_only)
             finally:
+                RUNNING.pop()
                 self._distillation = fused.request = None
 
         def measure(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:

@@ -17,7 +17,7 @@ from ...options import Options
 from ..megatron_hidden import Door, hand_on
 from ..seams import Seams
 from ..shared import refuse
-from .asked import asks
+from .asked import DIVERGENCE, asks
 from .teacher import distillation_of
 
 DOOR = "_headloss_door"  # of an engine whose models end in headloss
@@ -77,6 +77,8 @@ def _values(
                 "impl_backend: got top-k distillation with another loss function, want verl's "
                 "distillation_ppo_loss; or use_fused_kernels=False"
             )
+        whole = settings.loss_mode.startswith(DIVERGENCE)
+        refuse("the FSDP engine", **{f"{settings.loss_mode} under Megatron": whole})
         floor = settings.log_prob_min_clamp
         pack = preprocess_thd_engine if data_format == "thd" else preprocess_bshd_engine
         names = ("teacher_ids", "teacher_logprobs")

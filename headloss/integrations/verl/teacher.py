@@ -32,7 +32,7 @@ class TopK(ModelOutput):
 
 
 class Teacher:
-    """What verl's `compute_forward_kl_topk` makes of logits, for the scored tokens:
+    """The loss that verl's `compute_forward_kl_topk` makes of logits, for the scored tokens:
 
         sum over the teacher's k likeliest of p (log p - log q)
 
@@ -72,20 +72,20 @@ class Teacher:
         masses = log_q.detach().exp().sum(1), log_p.exp().sum(1)
         if self.floor is not None:
             log_q, log_p = log_q.clamp_min(self.floor), log_p.clamp_min(self.floor)
-
-        def spread(values: Tensor) -> Tensor:
-            whole = values.new_zeros(labels.numel())
-            whole = whole.index_copy(0, self.at, values).view(labels.shape)
-            return whole.clone()  # FSDP2 hooks it, and warns of views
-
-        kl = spread((log_p.exp() * (log_p - log_q)).sum(1))
-        self.topk = TopK(kl, *map(spread, masses))
+        kl = spread((log_p.exp() * (log_p - log_q)).sum(1), self.at, labels)
+        self.topk = TopK(kl, *(spread(mass, self.at, labels) for mass in masses))
         return stats.logp, stats.entropy, kl
 
     def put(self, output: Any) -> Any:
         """The model's output with `fused_linear_aux`, where verl looks for the losses: as a field,
         since FSDP's hooks see fields alone."""
         return _with_losses(type(output))(**output, fused_linear_aux=self.topk)
+
+
+def spread(values: Tensor, at: Tensor, labels: Tensor) -> Tensor:
+    """[..] in the labels' shape of [T] at some of their positions, 0 elsewhere."""
+    flat = values.new_zeros(labels.numel()).index_copy(0, at, values)
+    return flat.view(labels.shape).clone()  # FSDP2 hooks it, and warns of views
 
 
 @functools.cache
