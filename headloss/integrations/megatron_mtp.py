@@ -33,7 +33,7 @@ from ..head_loss import Output, head_loss
 from ..losses import Objective, cross_entropy
 from ..options import Options
 from .megatron_heads import check_layer, head_of
-from .seams import Seams, fitted, part
+from .seams import Seams, called, fitted, part
 from .shared import holders, needs_segments, per
 
 PACKAGE, HOME = "megatron-core", "megatron.core.transformer.multi_token_prediction"
@@ -87,6 +87,7 @@ def _seams(options: Options) -> Seams:
         packed_seq_params: Any = None,
         scale_logits_fn: Any = None,
         input_ids: Tensor | None = None,  # [b, s]
+        sequence_roll_context: Any = None,
     ) -> Tensor:
         """The main rows, whose backward is that of the depths as well."""
         main = hidden_states.chunk(1 + config.mtp_num_layers)[0]
@@ -99,6 +100,7 @@ def _seams(options: Options) -> Seams:
             input_ids,
             config,
             {"cp_group": cp_group, "packed_seq_params": packed_seq_params},
+            sequence_roll_context,
         )
         waiting = WAITING.get()
         if waiting is not None and labels is not None and is_training and _is_alike(config):
@@ -125,7 +127,7 @@ def _seams(options: Options) -> Seams:
 
 @dataclass(frozen=True)
 class Depths:
-    """What the depths of one forward predict.
+    """Predictions of the depths of one forward.
 
     Attributes:
         hidden: of all rows, the main ones first.
@@ -133,6 +135,7 @@ class Depths:
         mask: [D, s, b] the loss mask of each.
         tokens: [D] its sums.
         factors: [D] scale / (D n_k).
+        per_token: `calculate_per_token_loss`.
     """
 
     hidden: Tensor
@@ -140,6 +143,7 @@ class Depths:
     mask: Tensor
     tokens: Tensor
     factors: Tensor
+    per_token: bool
 
 
 def _depths(
@@ -149,17 +153,20 @@ def _depths(
     input_ids: Any,
     config: Any,
     places: dict[str, Any],
+    context: Any,
 ) -> Depths:
     """Labels and masks that Megatron's own function shifts, across ranks and within documents."""
-    roll = functools.partial(part(PACKAGE, HOME, "roll_tensor"), shifts=-1, dims=-1, **places)
+    name = "input_ids" if labels is None else "labels"
+    roll = functools.partial(_rolled, name, context, {"shifts": -1, "dims": -1, **places})
     ids: Any = input_ids if labels is None else labels
     weights: Any = torch.ones_like(ids) if mask is None else mask
-    if labels is None:
-        ids, weights = roll(ids)[0], roll(weights)[0]
+    first = int(labels is None)
+    if first:
+        ids, weights, _ = roll(0, ids, weights)
     main = weights.sum()
     targets, masks, tokens = [], [], []
-    for _ in range(config.mtp_num_layers):
-        ids, (weights, count) = roll(ids)[0], roll(weights)
+    for k in range(first, first + config.mtp_num_layers):
+        ids, weights, count = roll(k, ids, weights)
         targets.append(ids.t().masked_fill(weights.t() == 0, IGNORE))
         masks.append(weights.t())
         tokens.append(count)
@@ -167,7 +174,21 @@ def _depths(
     factors = config.mtp_loss_scaling_factor / config.mtp_num_layers / counts.clamp(min=1)
     if config.calculate_per_token_loss:
         factors = factors * main
-    return Depths(hidden, torch.stack(targets), torch.stack(masks), counts, factors)
+    per_token = bool(config.calculate_per_token_loss)
+    return Depths(hidden, torch.stack(targets), torch.stack(masks), counts, factors, per_token)
+
+
+def _rolled(
+    name: str, context: Any, places: dict[str, Any], depth: int, ids: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and weights one position further on, and the sum of these weights. On the dev branch
+    Megatron's function takes fields by their names, and what a microbatch has fetched of them."""
+    roll = part(PACKAGE, HOME, "roll_tensor")
+    if "roll_context" not in called(roll):
+        return roll(ids, **places)[0], *roll(weights, **places)
+    fields = {"sequence_fields": [name, "loss_mask"], "roll_depth": depth}
+    ids, weights = roll([ids, weights], roll_context=context, **fields, **places)
+    return ids, weights, weights.sum()
 
 
 def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
@@ -250,20 +271,29 @@ def _totals(totals: Totals, blocks: int) -> Totals:
 
 
 def _log(depths: Depths, out: Output, names: list[str]) -> None:
-    """What Megatron logs of each depth: its mean loss, and how often its likeliest token hits."""
+    """Megatron's log of each depth: its mean loss, and how often its likeliest token hits."""
     count = len(names)
     helper = part(PACKAGE, HOME, "MTPLossLoggingHelper")
     state = import_module("megatron.core.parallel_state")
     over = state.get_data_parallel_group(with_context_parallel=True)
-    losses = -(depths.mask * out.logps[-count:]).sum((1, 2)) / depths.tokens.clamp(min=1)
+    sums = -(depths.mask * out.logps[-count:]).sum((1, 2))
+    losses = sums / depths.tokens.clamp(min=1)
+    collects = getattr(helper, "should_collect_acceptance", lambda: True)()
+    save = getattr(helper, "save_loss_to_tracker", None)
+    of_sums = save is not None and "num_tokens" in called(save)  # on the dev branch
     for k, name in enumerate(names):
-        if hasattr(helper, "save_metrics_to_tracker"):  # 0.18 logs the loss alone
-            top1: Any = out.metrics[f"{name}/top1"]
-            hits, scored = top1.sum, depths.mask[k].bool().sum()
-            save, more = helper.save_metrics_to_tracker, (hits.float(), scored.float())
-        else:
-            save, more = helper.save_loss_to_tracker, ()
-        save(losses[k].float(), *more, k, count, avg_group=over)
+        top1: Any = out.metrics[f"{name}/top1"]
+        hits = top1.sum.float(), depths.mask[k].bool().sum().float()
+        more: dict[str, Any] = {}
+        if of_sums:
+            more = {"correct": hits[0], "total": hits[1]} if collects else {}
+            more["calculate_per_token_loss"] = depths.per_token
+            save, values = helper.save_loss_to_tracker, (sums[k].float(), depths.tokens[k].float())
+        elif hasattr(helper, "save_metrics_to_tracker"):
+            save, values = helper.save_metrics_to_tracker, (losses[k].float(), *hits)
+        else:  # 0.18 logs the loss alone
+            save, values = helper.save_loss_to_tracker, (losses[k].float(),)
+        save(*values, k, count, avg_group=over, **more)
 
 
 # ---------------------------------------------------------------------- with the main rows

@@ -13,6 +13,7 @@ from worlds import World, world_of
 if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed here", allow_module_level=True)
 
+import megatron_heads_ranks as heads
 import megatron_mtp_ranks as ranks
 from megatron_ranks import check
 
@@ -78,6 +79,33 @@ def test_main_grad(world: World, processor: bool) -> None:
 @pytest.mark.parametrize("processor", [False, True])
 def test_a_step_of_its_schedule(world: World, processor: bool) -> None:
     check(world, ranks.a_step, processor)
+
+
+@pytest.fixture(scope="module")
+def dev():
+    """Two ranks with Megatron's dev branch before the installed release."""
+    if not heads.DEV.is_dir():
+        pytest.skip("Megatron's dev branch is not here")
+    with world_of(2, heads.on_dev) as made:
+        yield made
+
+
+@pytest.mark.parametrize("more", ["none", "per token", "detached"])  # its own model fails with MuP
+def test_the_dev_branch(dev: World, more: str) -> None:
+    check(dev, ranks.depths, 2, more == "none", more == "none", True, MORE.get(more, {}))
+
+
+@pytest.mark.parametrize("context_parallel", [False, True])
+def test_packed_on_the_dev_branch(dev: World, context_parallel: bool) -> None:
+    check(dev, ranks.packed, context_parallel)
+
+
+def test_without_labels_on_the_dev_branch(dev: World) -> None:
+    check(dev, ranks.without_labels)
+
+
+def test_one_call_on_the_dev_branch(dev: World) -> None:
+    check(dev, ranks.one_call, 2, True, True, True)
 
 
 def test_where_it_is_bound(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,9 +173,9 @@ def of_data() -> dict[str, float]:
 
 
 def pipelined(kind: str) -> dict[str, Any]:
-    """FSDP2 over two ranks in a schedule of torch's pipelines, of one stage and four micro-batches:
-    reduce-scatters of the head's gradient, schedules of the calls, gradients beside torchtitan's
-    own wrapper."""
+    """FSDP2 over two ranks in a schedule of torch's pipelines, of one stage and four micro-batches,
+    in float64, which torchtitan's own loss then has for float32 too: reduce-scatters of the head's
+    gradient, schedules of the calls, gradients beside torchtitan's own wrapper."""
     from torch import distributed
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
@@ -184,7 +185,7 @@ def pipelined(kind: str) -> dict[str, Any]:
 
     kinds = both()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-    model = model_of()
+    model, rounded = model_of().double(), Tensor.float
     for part in (*model.layers.values(), model.lm_head, model):
         fully_shard(part, mesh=mesh["dp"])
     model._skip_lm_head = True
@@ -205,6 +206,9 @@ def pipelined(kind: str) -> dict[str, Any]:
         return out
 
     adapter.head_loss = noted
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
+    home: Any = importlib.import_module("torchtitan.components.loss")
+    home.torch = SimpleNamespace(**{**vars(torch), "float32": torch.float64})
     setattr(distributed, name, counted)
     try:
         for side, config in (
@@ -227,7 +231,8 @@ def pipelined(kind: str) -> dict[str, Any]:
             found[side] = (heads, [whole(p.grad).clone() for p in model.parameters()])
             model.zero_grad()
     finally:
-        adapter.head_loss = called
+        adapter.head_loss, home.torch = called, torch
+        Tensor.float = rounded  # type: ignore[method-assign]
         setattr(distributed, name, scatter)
     (_, want), (heads, got) = found["theirs"], found["ours"]
     return {"heads": heads, "plans": plans[-4:], "gradient": off_all(got, want)}
