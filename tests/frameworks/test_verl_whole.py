@@ -93,6 +93,20 @@ def test_ceilings(engines: Any, ceiling: float | None, over: str) -> None:  # no
     assert got[0]["metrics"]["distillation/loss_max"].aggregate() > 2.0
 
 
+def test_a_list_of_hidden_states(engines: Any) -> None:  # noqa: F811
+    """As an agent loop's `extra_fields` bring them."""
+    settings = {**WAYS["supervised alone"], "log_prob_min_clamp": None}
+    loss, results = distillation_of("vanilla", settings, "headloss_reverse_kl"), []
+    for nested in (True, False):
+        data = taught_whole()
+        if not nested:
+            rows = list(data["teacher_hidden"].unbind())
+            del data["teacher_hidden"]
+            tu.assign_non_tensor_stack(data, "teacher_hidden", rows)
+        results.append(trained(engines("headloss"), data, loss))
+    same(*results)
+
+
 def test_refused(engines: Any) -> None:  # noqa: F811
     settings = {**WAYS["supervised beside rewards"], "topk": V}
     with pytest.raises(ValueError, match=r"log_prob_min_clamp: got -10.0 with headloss_js"):

@@ -19,6 +19,7 @@ from verl.trainer.distillation.losses import (
     DistillationLossSettings,
     register_distillation_loss,
 )
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 import headloss as hl
@@ -78,7 +79,7 @@ class WholeVocabulary(Teacher):
 
     Args:
         scored: positions of the micro-batch.
-        data: with `teacher_hidden`, nested [B, L, H'] or a list of [L, H'].
+        data: with `teacher_hidden`, nested [B, L, H'] or a list of B tensors [L, H'].
         kind: of the divergence.
         alone: the log-probs of the tokens are not read (verl's `distillation_only`).
     """
@@ -91,14 +92,13 @@ class WholeVocabulary(Teacher):
                 f"loss_mode: got {DIVERGENCE}{kind} without a teacher's head, want "
                 "register_teacher(factory) in a module of model.external_lib"
             )
-        if (hidden := data.get(HIDDEN, None)) is None:
+        if (hidden := tu.get(data, HIDDEN)) is None:
             raise ValueError(
                 f"{HIDDEN}: is not in the batch, want [tokens, width] of each sequence; verl's own "
                 "teachers are servers that return log-probs alone"
             )
         if not isinstance(hidden, Tensor):
-            rows = [torch.as_tensor(row) for row in hidden]
-            hidden = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+            hidden = torch.nested.as_nested_tensor(list(hidden), layout=torch.jagged)
         self.hidden = no_padding_2_padding(hidden, data)[scored.here]  # [T, H']
 
     def run(
