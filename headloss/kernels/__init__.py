@@ -56,8 +56,8 @@ def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> boo
 def can_sweep(
     backend: str, dtype: torch.dtype, weight: torch.Tensor, columns: int
 ) -> tuple[bool, bool]:
-    """Whether sweeps of a narrow head can serve; and whether they are faster than products that
-    write tiles, as they are in 16 bits for very many columns (benchmarks/NOTES.md)."""
+    """Return (sweeps of a narrow head can serve, they are also faster than products that write
+    tiles): in 16 bits with at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
     like = weight[:0].to(dtype)
     able = backend == "triton" and load(backend).can_sweep(like)
     return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS

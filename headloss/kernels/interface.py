@@ -298,9 +298,9 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ a narrow head
 
     def can_sweep(self, w: Tensor) -> bool:
-        """Whether the acts below take this weight here, and hidden states of its dtype with unit
-        stride along H. Their sums over the vocabulary are in float32 and in one order, whatever n
-        is."""
+        """Return True if the acts below take this weight on its device, with hidden states of its
+        dtype and unit stride along H. Sums over the vocabulary are in float32, in one order for any
+        n."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False

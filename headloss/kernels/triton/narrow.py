@@ -40,7 +40,7 @@ from .records import LogitScaling, matrix_of, scaling
 
 WIDEST = 256  # hidden width
 PARTS = 16  # of the vocabulary
-BLOCK = 128  # tokens that come and end together, of several tiles
+BLOCK = 128  # tokens: a multiple of every tile's
 NOTHING = 1e30  # log2 sum exp z of padding, whose p is 0
 
 
@@ -52,7 +52,7 @@ SMALL = (32, 32, 4, 1)  # of float32
 
 
 class Cut(NamedTuple):
-    """What a sweep is compiled for."""
+    """Geometry of a sweep, known at compile time."""
 
     h: int
     depth: int  # h, padded
@@ -63,7 +63,7 @@ class Cut(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the gradient takes of tokens, padded to whole tiles."""
+    """Inputs of the gradient by token, padded to whole tiles."""
 
     column: Tensor  # [n] of its target in this slice, -1: none
     target: Tensor  # [n] dL/draw of it
@@ -75,7 +75,7 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def pointers_of(of, first, rows, inside, cut: tl.constexpr):
-    """To some rows of a Matrix [.., h], padded, and which of their elements there are."""
+    """Pointers to rows of a Matrix [.., h], padded, and the mask of existing elements."""
     k = tl.arange(0, cut.depth)[None, :]
     pointers = of.data + (first + rows).to(tl.int64)[:, None] * of.stride + k
     return pointers, inside[:, None] & (k < cut.h)
@@ -94,7 +94,7 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def place_of(marks, count, length, cut: tl.constexpr):
-    """A program's first row, its part of the others, from tile to tile, and their marks."""
+    """First row of a program; number, first and last tile of its part; marks of its tiles."""
     blocks, tiles = tl.cdiv(count, cut.own), tl.cdiv(length, cut.theirs)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block = tl.program_id(0) % blocks
