@@ -223,50 +223,43 @@ class HiddenGradient:
     def add(self, gradient: LogitGradient) -> None:
         """Take dL/draw of the next block."""
         self.settle()
-        block = next(self.blocks).rows
-        for i in self.wanted:
-            self._write_block(i, gradient, block)
-
-    def _write_block(self, i: int, gradient: LogitGradient, block: slice) -> None:
-        """All rows of a block from those of the gradient, 0 where there is none."""
         source = self.source
-        features = self.source.features[i]
-        weight = self.source.weights[i]
+        block = next(self.blocks).rows
         dlogits, rows, _, multiple, memory, pairs = gradient
-        dtype = features.dtype
-        n = block.stop - block.start
-        if self.group is not None:  # the weight gradient has not read the scaled features yet
-            dtype = source.dtype
-            memory = None
-        part = source.products.input_gradient(dlogits, weight, dtype, memory)
         places = rows - block.start if isinstance(rows, Tensor) else None
-        if self.group is None and i in self.totals:
-            total = self.totals[i][block]
-        elif places is None and pairs is None:
-            total = part
-        else:
-            total = part.new_empty(n, part.shape[1])
-        if pairs is not None:
-            pairs.into_hidden(total, weight)
-        elif places is not None:
-            total.zero_()
-        if multiple is not None and total is part and self.group is None:
-            self.factors[i] = multiple
-        elif multiple is not None:
-            source.acts.scaled_rows(part, multiple, out=total, places=places)
-        elif places is not None:
-            total.index_copy_(0, places, part)
-        elif pairs is None and total is not part:
-            total.copy_(part)
-        if self.group is not None:
+        if self.group is not None:  # the weight gradient has not read the scaled features yet
+            memory = None
+        for i in self.wanted:  # all rows of the block, 0 where there is no gradient
+            weight = source.weights[i]
+            dtype = source.features[i].dtype if self.group is None else source.dtype
+            part = source.products.input_gradient(dlogits, weight, dtype, memory)
+            if self.group is None and i in self.totals:
+                total = self.totals[i][block]
+            elif places is None and pairs is None:
+                total = part
+            else:
+                total = part.new_empty(block.stop - block.start, part.shape[1])
+            if pairs is not None:
+                pairs.into_hidden(total, weight)
+            elif places is not None:
+                total.zero_()
+            if multiple is not None and total is part and self.group is None:
+                self.factors[i] = multiple
+            elif multiple is not None:
+                source.acts.scaled_rows(part, multiple, out=total, places=places)
+            elif places is not None:
+                total.index_copy_(0, places, part)
+            elif pairs is None and total is not part:
+                total.copy_(part)
+            if self.group is None:
+                self.totals.setdefault(i, total)
+                continue
             options = {"group": self.group, "async_op": True}
             work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
                 # A product that followed at once would take every multiprocessor until it ends.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
-        else:
-            self.totals.setdefault(i, total)
 
     def settle(self) -> None:
         """Wait until the gradients are complete."""
