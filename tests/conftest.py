@@ -30,7 +30,6 @@ import overhead  # noqa: E402
 from headloss.engine import plan  # noqa: E402
 
 overhead.spare()
-plan.CPU_SKIP_WORTH = 0  # small calls, too, leave out rows without gradient
 
 
 class _TorchRandom:
@@ -88,3 +87,11 @@ def fresh_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def skip_small_rows() -> Iterator[None]:
+    """Leave rows without gradient out of small CPU products too, as in large calls."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "CPU_SKIP_WORTH", 0)
+        yield

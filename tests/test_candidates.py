@@ -25,7 +25,7 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 from headloss.testing import error, plain, trained_looking
 
 SIXTEEN = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
-pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
+pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan", "skip_small_rows")
 
 
 def columns_of(n: int, v: int, k: int, first: int = 0) -> torch.Tensor:

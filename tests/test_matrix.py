@@ -22,6 +22,8 @@ import headloss as hl
 from headloss.batch.batch import IGNORE
 from headloss.losses import catalogue
 
+pytestmark = pytest.mark.usefixtures("skip_small_rows")
+
 COVER = matrix.pairwise()
 RUNS = {
     "recompute": "recompute",

@@ -24,6 +24,8 @@ from headloss.batch.batch import IGNORE
 from headloss.statistics.metrics import Metrics
 from headloss.testing import trained_looking
 
+pytestmark = pytest.mark.usefixtures("skip_small_rows")
+
 V, H = 19, 6
 TOLERANCE = 1e-11
 FEW = settings(max_examples=max(2, settings().max_examples // 4))  # of every case

@@ -164,8 +164,12 @@ def per_segment(numbers: OwnNumbers) -> frozenset[str]:
 # ---------------------------------------------------------------------- known to the host
 
 
+def _numbers_of(batch: Batch) -> list[float | Tensor]:
+    return [] if batch.totals is None else batch.totals._numbers
+
+
 def _of_batch(batch: Batch) -> dict[str, object]:
-    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
+    totals = _numbers_of(batch)
     fields = []
     for name, value in sorted(batch.fields.items()):
         kind = ""
@@ -218,7 +222,7 @@ def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
         if isinstance(value, Tensor) and name not in APART:
             wide = value.dim() == targets.dim() + 1 and value.shape[-1] > MOST_IDS
             fields.append(_sampled(value, targets) if wide else value)
-    totals: list[Any] = [] if batch.totals is None else batch.totals._numbers
+    totals = _numbers_of(batch)
     candidates = batch.fields.get("candidate_ids")
     return {
         "targets: differs": [targets],
