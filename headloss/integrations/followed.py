@@ -388,7 +388,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _times),
     **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), _times),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
-    **dict.fromkeys("float double half bfloat16 to type type_as".split(), _cast),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), _cast),
     **dict.fromkeys(("clone", "contiguous", "detach"), _cast),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
     "tanh": _tanh,
