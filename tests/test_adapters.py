@@ -1,5 +1,8 @@
-"""What an adapter asks of a framework: the seam, whatever the release. Stubs stand for frameworks,
-with the signatures that they have; their own code is in tests/frameworks."""
+"""Adapters check the framework functions that they replace, not release numbers.
+
+Stubs with real signatures stand for the frameworks; tests of framework code are in
+tests/frameworks.
+"""
 
 from __future__ import annotations
 
@@ -97,12 +100,12 @@ def agile_chunked(
 
 
 def new_argument(theirs: Any, text: str) -> Any:
-    """The same function with one argument more, after the first: "x" or "x=None"."""
+    """Return a copy of a function with an extra argument after the first: "x" or "x=None"."""
     function = theirs.forward if isinstance(theirs, type) else theirs
     parameters = list(inspect.signature(function).parameters.values())
     names = [str(p) for p in parameters]
     at = 2 if isinstance(theirs, type) or names[0] == "self" else 1
-    if "=" in text:  # what has a default comes last among those that are taken by position
+    if "=" in text:  # an argument with a default goes last among positional arguments
         kinds = [p.kind is p.KEYWORD_ONLY for p in parameters]
         at = kinds.index(True) if any(kinds) else len(names)
     if any(p.kind is p.KEYWORD_ONLY for p in parameters):
@@ -131,7 +134,7 @@ def function_of(theirs: Any, parameters: list[str]) -> Any:
 
 
 CASES: dict[str, tuple[str, str, Any, str]] = {
-    # of adapter: the distribution, a release that was tested, what stands in its seams, an argument
+    # adapter: (distribution, a tested release, stub functions, name of an argument)
     "nemo_rl": ("nemo-rl", "0.7.0", nemo_rl_07, "target"),
     "skyrl": ("skyrl", "0.3.0", skyrl, "target"),
     "prime_rl": ("prime-rl", "0.8.0", prime_rl_08, "labels"),
@@ -156,14 +159,14 @@ def released(monkeypatch: pytest.MonkeyPatch, release: str, *packages: str) -> N
 
 
 def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> Any:
-    """A module, and a class in it, that has `name`; returns what holds it."""
+    """Install a stub module (and class) with the attribute `name`; return the module or class."""
     module, _, holder = at.partition(":")
     parts = module.split(".")
     for n in range(1, len(parts) + 1):
         path = ".".join(parts[:n])
         if path not in sys.modules:
             stub = ModuleType(path)
-            stub.__path__ = []  # a package, whose other modules are not there
+            stub.__path__ = []  # a package without further modules
             monkeypatch.setitem(sys.modules, path, stub)
     owner: Any = sys.modules[module]
     if holder:
@@ -177,14 +180,14 @@ def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> An
 def stubbed(
     monkeypatch: pytest.MonkeyPatch, adapter: str, changed: Callable[[Any], Any] = lambda f: f
 ) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """The adapter, its framework's seams as `changed` makes them, and where these are."""
+    """Return the adapter, the stub functions after `changed`, and the functions' places."""
     module = importlib.import_module(f"headloss.integrations.{adapter}")
     standing = {}
     for at, name in module.SEAMS.ours:
         theirs = CASES[adapter][2]
         if adapter == "agilerl":
             theirs = AgileFunction if name.startswith("Fused") else agile_chunked
-            theirs = agile_head if name.startswith("_fused") else theirs  # it takes no tensors
+            theirs = agile_head if name.startswith("_fused") else theirs  # has no tensor arguments
         standing[at, name] = changed(theirs)
         place(monkeypatch, at, name, standing[at, name])
     return module, standing
@@ -209,7 +212,7 @@ def test_an_unknown_release_works_and_is_announced_once(adapter, release, monkey
     assert placed == {getattr(x, "apply", x) for x in module.SEAMS.ours.values()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module.install()  # a second time changes nothing
+        module.install()  # a second install changes nothing
         module.uninstall()
         assert here(standing) == standing
         module.install()
@@ -234,7 +237,8 @@ def test_a_tested_release_is_not_announced(adapter, monkeypatch) -> None:
 @pytest.mark.parametrize("how", ["no function", "no module", "an argument's name", "one more"])
 @pytest.mark.parametrize("adapter", CASES)
 def test_a_broken_seam(adapter, how, monkeypatch) -> None:
-    """An error that names the seam, the release and what to do; and nothing is replaced."""
+    """A changed framework function gives an error with its name, the release and a remedy; nothing
+    is replaced."""
     package, tested, _, argument = CASES[adapter]
     change = {
         "an argument's name": lambda f: renamed_argument(f, argument),
@@ -259,7 +263,7 @@ def test_a_broken_seam(adapter, how, monkeypatch) -> None:
 
 @pytest.mark.parametrize("adapter", CASES)
 def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
-    """It is fine until a call gives it, and refused by its name then."""
+    """A new argument with a default is accepted, and refused by name once a call passes a value."""
     package, tested = CASES[adapter][:2]
     released(monkeypatch, tested, package)
     module, standing = stubbed(monkeypatch, adapter, lambda f: new_argument(f, "fresh=False"))
@@ -273,7 +277,7 @@ def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
             replacement = here(standing)[at]
             call = replacement.apply if isinstance(theirs, type) else replacement
             arguments = {n: f"<{n}>" for n in seams.called(theirs) if n != "fresh"}
-            by_position = isinstance(theirs, type)  # an autograd function has no keywords
+            by_position = isinstance(theirs, type)  # autograd functions take no keywords
             call(*arguments.values()) if by_position else call(**arguments)
             assert calls.pop() == arguments
             call(*arguments.values(), False) if by_position else call(**arguments, fresh=False)
@@ -286,7 +290,7 @@ def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
 
 
 def recorded(function: Any, ours: Any, calls: list[dict[str, Any]]) -> Any:
-    """In place of ours, with its signature: keeps what it is called with."""
+    """Return a replacement with the signature of `ours` that records its arguments."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -315,7 +319,7 @@ def test_an_argument_that_moved_reaches_its_name() -> None:
         raise AssertionError("stock")
 
     assert fitted(between, ours, "f")("h", None, "w", "t") == ("h", "w", "t", None)
-    for theirs in (moved, between):  # where calls go by position
+    for theirs in (moved, between):  # signatures of positional calls
         with pytest.raises(RuntimeError, match=r"^f: takes \(.*\), want \(hidden, weight"):
             check_signature(theirs, ours, "f")
 
@@ -338,7 +342,7 @@ def layer(**more: Any) -> SimpleNamespace:
 
 
 def test_prime_rl_without_gemma(monkeypatch) -> None:
-    """Its newest injection does not ask for Gemma's layer, which may go."""
+    """prime-rl's newest injection works without Gemma's layer."""
     released(monkeypatch, "0.8.0", "prime-rl")
     module, standing = stubbed(monkeypatch, "prime_rl", lambda f: prime_rl)
     monkeypatch.delitem(sys.modules, module.GEMMA[0].partition(":")[0])
@@ -348,7 +352,8 @@ def test_prime_rl_without_gemma(monkeypatch) -> None:
 
 
 def test_prime_rl_without_a_temperature() -> None:
-    """The summed cross-entropy of labels that are not -100, and its gradients."""
+    """prime-rl's call without a temperature returns the summed cross-entropy of labels other than
+    -100, with gradients."""
     from headloss.integrations.prime_rl import forward
 
     torch.manual_seed(0)
@@ -398,8 +403,10 @@ def test_prime_rl_sampling_mask() -> None:
 
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_prime_rl_replays_a_sampling_mask(cap: float | None) -> None:
-    """Values and gradients are those of masked logits; a set that is empty or misses its label is
-    none. Slots lie anywhere, in int32."""
+    """Values and gradients under prime-rl's sampling mask equal those of masked logits.
+
+    A set that is empty or lacks its label restricts nothing; ids are int32 in any slot.
+    """
     from headloss.integrations.prime_rl import forward
 
     torch.manual_seed(1)
@@ -444,7 +451,7 @@ def test_prime_rl_replays_a_sampling_mask(cap: float | None) -> None:
 
 
 class Alone:
-    """A group of one rank."""
+    """A process group of one rank."""
 
     def size(self) -> int:
         return 1
@@ -452,7 +459,7 @@ class Alone:
 
 @pytest.mark.parametrize("signature", [nemo_rl_06, nemo_rl_07])
 def test_nemo_rl_as_each_release_calls_it(signature, monkeypatch) -> None:
-    """0.6 passes a second weight by position; where the head is tied, only that one is there."""
+    """NeMo-RL 0.6 passes a second weight by position; a tied head has only the second weight."""
     released(monkeypatch, "0.6.0" if signature is nemo_rl_06 else "0.7.0", "nemo-rl")
     module, standing = stubbed(monkeypatch, "nemo_rl", lambda f: signature)
     module.install()
@@ -616,7 +623,7 @@ BROKEN: dict[tuple[str, str], tuple[str, str, Any, str]] = {
 
 
 def fresh(monkeypatch: pytest.MonkeyPatch, adapter: str) -> Any:
-    """The adapter, imported beside the stubs."""
+    """Import the adapter with the stubs installed."""
     name = f"headloss.integrations.{adapter}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
@@ -635,7 +642,7 @@ def test_an_unknown_release_of_a_class(framework, monkeypatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         use(module)
-    if framework == "axolotl":  # of before 0.21, as the stub is, which looks for no plugins
+    if framework == "axolotl":  # axolotl before 0.21 has no plugin search
         assert "plugins: [headloss.integrations.axolotl.HeadlossPlugin] has to be" in module.check()
         base = sys.modules["axolotl.integrations.base"]
         monkeypatch.setattr(base, "PLUGIN_ENTRY_POINT_GROUP", "axolotl.plugins", raising=False)
@@ -668,7 +675,7 @@ def test_a_class_that_is_gone(framework, monkeypatch) -> None:
 
 
 def test_a_megatron_layer_without_gtp(monkeypatch) -> None:
-    """0.18 has no such size on its layer."""
+    """Megatron-Core 0.18 has no GTP size on its layer."""
     from headloss.integrations import megatron_heads
 
     tensors = "megatron.core.tensor_parallel"
@@ -730,11 +737,11 @@ def test_every_adapter_is_known() -> None:
 
 
 def test_the_table_of_versions() -> None:
-    """The releases that the documentation names are those of TESTED."""
+    """The documentation names exactly the releases of TESTED."""
     page = Path(__file__).parents[1] / "docs" / "integrations" / "README.md"
     rows = re.findall(r"^\| \[(.+?)\]\(\S+\) \| ([\d., ]+) \|", page.read_text(), re.M)
     table = {name.lower(): tuple(releases.split(", ")) for name, releases in rows}
-    del table["liger's api"]  # nothing of it is replaced
+    del table["liger's api"]  # the Liger adapter replaces nothing
     assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}
 
 
@@ -742,7 +749,7 @@ def test_the_table_of_versions() -> None:
 
 
 def stepped() -> list[str]:
-    """Warnings of the adapter below in two steps of an optimizer."""
+    """Return the warnings of an adapter in two optimizer steps."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
@@ -763,7 +770,8 @@ class Fused:
 def test_an_adapter_that_was_never_called_says_so(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, after the first step; not where it was called, and not once it is taken out."""
+    """An adapter without calls warns once, after the first step; a called or uninstalled adapter
+    does not warn."""
     framework = ModuleType("framework_with_a_loss")
     theirs: Any = type("Theirs", (), {"apply": staticmethod(lambda x: -x)})
     framework.loss = theirs if kind == "class" else theirs.apply

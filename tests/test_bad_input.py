@@ -1,4 +1,5 @@
-"""Bad input raises before any work, and names the argument, what it got and what it wanted."""
+"""Bad input raises before any work; the error names the argument, the given and the expected
+value."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.head import products
-from headloss.kernels import reference  # before the fixture, whose stand-ins it would keep
+from headloss.kernels import reference  # imported before the fixture replaces functions
 from headloss.logits.given import GivenLogits
 
 T, H, V, S = 6, 4, 9, 2
@@ -16,7 +17,7 @@ T, H, V, S = 6, 4, 9, 2
 
 @pytest.fixture(autouse=True)
 def no_work(monkeypatch):
-    """Fails as soon as a logit is made or read."""
+    """Fail as soon as a logit is computed or read."""
 
     def forbidden(*args, **kwargs):
         raise AssertionError("work was done on bad input")
@@ -27,7 +28,7 @@ def no_work(monkeypatch):
 
 
 def hidden(*shape: int, dtype=torch.float32) -> Tensor:
-    """Poison: nothing may look at the values."""
+    """Return hidden states of NaN, since no code may read values."""
     return torch.full(shape or (T, H), torch.nan, dtype=dtype)
 
 
@@ -49,7 +50,7 @@ def batch(**given) -> hl.Batch:
     return hl.Batch(fields.pop("targets", targets()), **fields)
 
 
-PAIR = (torch.arange(T), torch.arange(T + 1))  # support_ids of one id at each position
+PAIR = (torch.arange(T), torch.arange(T + 1))  # support_ids with one id per position
 
 
 def labelled(**fields) -> hl.Batch:
@@ -205,7 +206,7 @@ def test_hidden_and_head(error, match, make):
             r"mine: got shape \(2, 6\), want \(6,\) per token, or \(2,\)",
             lambda: batch(mine=torch.zeros(2, 6)),
         ),
-        (  # beside vectors of tokens, a column would make a matrix
+        (  # a column would broadcast to a matrix with token vectors
             ValueError,
             r"sampling_logps: got shape \(6, 1\), want \(6,\) per token$",
             lambda: batch(sampling_logps=torch.zeros(T, 1)),
@@ -285,7 +286,8 @@ def test_a_target_among_the_padded_rows_of_the_weight():
 
 @pytest.mark.parametrize("wrong", [-1, 2, 100])
 def test_a_segment_id_outside_its_range(wrong):
-    """At a scored position; at an unscored one it means nothing."""
+    """A segment id out of range is refused at scored positions, and ignored at unscored
+    positions."""
     ids = torch.tensor([0, 0, wrong, 0, 1, 1])
     data = batch(segments=hl.Segments.from_ids(ids, count=2))
     match = rf"segments: got {wrong} at position 2, want 0 <= id < 2 at a scored position"
@@ -308,7 +310,7 @@ def test_the_position_is_that_of_the_flat_batch():
 
 @pytest.mark.parametrize("device", ["hidden", "batch"])
 def test_devices(device):
-    """A batch on one device, hidden states on another."""
+    """A batch and hidden states on different devices are refused."""
     if device == "batch":
         data = hl.Batch(targets().to("meta"))
         rejects(
@@ -505,7 +507,7 @@ ON_OPTIONS = {
 
 @pytest.mark.parametrize("verb", ON_OPTIONS)
 def test_options_of_another_type(verb):
-    """Those that count as false too: None alone stands for the defaults."""
+    """Options of a wrong type, even falsy ones, are refused; only None means the defaults."""
     for given in ({}, {"static": True}, "", 0, torch.zeros(2), hl.Options):
         match = f"options: got {type(given).__name__}, want headloss.Options"
         rejects(TypeError, match, lambda given=given: ON_OPTIONS[verb](given))
@@ -559,7 +561,7 @@ def live(**given) -> Tensor:
     [
         (
             'schedule: got "one_pass", but the objective is segment-scoped and does not fit',
-            # A budget of one token's logits, and segments of four.
+            # The budget holds one token's logits, and segments have four tokens.
             lambda: call(hl.gspo(), x=live(), schedule="one_pass", memory_budget=4 * V),
         ),
         (

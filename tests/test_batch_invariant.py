@@ -1,7 +1,7 @@
-"""The same bits in any batch: a token's statistics are a function of its hidden state and the head.
+"""A token's statistics have identical bits in any batch: only its hidden state and the head matter.
 
 n tokens, H hidden width, V vocabulary. Without a GPU the kernels run in the interpreter, at small
-sizes; the sweep over sizes and whole calls is for a GPU.
+sizes; the sweep over sizes and the whole calls need a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import DEVICE  # first: it asks for the interpreter
+from triton_cases import DEVICE  # first, to turn on the interpreter
 
 import headloss as hl
 from headloss.kernels import triton as triton_backend
@@ -19,7 +19,7 @@ from headloss.kernels.interface import ExpTile, Forward, Measured
 from headloss.kernels.transform import Transform
 from headloss.testing import error, plain, trained_looking
 
-# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+# The interpreter multiplies the bits of bf16 operands as integers, so bf16 needs a GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 STATISTICS = frozenset({"logp", "lse", "entropy"})
 MOST, H, V = 33, 40, 280
@@ -37,7 +37,7 @@ def inputs(n: int, h: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
 def measure(
     x: Tensor, w: Tensor, targets: Tensor, needs: frozenset[str] = STATISTICS, keep: bool = False
 ) -> Measured:
-    """Of tensors of their own, wherever the rows came from."""
+    """Measure statistics on contiguous copies of the rows."""
     held = ExpTile.empty(len(x), len(w), x) if keep else None
     transform = Transform(scale=0.7, temperature=torch.full((len(x),), 0.9, device=DEVICE))
     forward = Forward(targets, 0, transform, needs)
@@ -68,14 +68,15 @@ def test_every_number_of_tokens() -> None:
     x, w, targets = inputs(ALL, H, V)
     whole = measure(x, w, targets)
     for n in range(1, ALL + 1):
-        first = n * 7 % (ALL - n + 1)  # also where the rows' targets are not aligned
+        first = n * 7 % (ALL - n + 1)  # includes unaligned targets
         rows = slice(first, first + n)
         assert_same(measure(x[rows], w, targets[rows]), whole, rows)
 
 
 @pytest.mark.parametrize("more", ["top1", "mean_logit"])
 def test_whatever_else_is_asked_for_and_held(more: str) -> None:
-    """A training pass keeps terms and measures more than a pass that scores."""
+    """A token's bits in a training pass, with kept tiles and more statistics, equal those of a
+    scoring pass."""
     x, w, targets = inputs(9, H, V)
     alone = measure(x, w, targets)
     assert_same(measure(x, w, targets, keep=True), alone, slice(None))
@@ -92,7 +93,7 @@ SWEEP = (*range(1, 34), 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2049, 4095, 4
 def of_call(
     hidden: Tensor, head: hl.Head, targets: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    """Statistics of a training pass."""
+    """Return the statistics of a training pass."""
     leaf = hidden.clone().requires_grad_()
     out = hl.head_loss(leaf, head, hl.Batch(targets), hl.cross_entropy(), hl.Options(**options))
     out.loss.backward()
@@ -138,7 +139,7 @@ FLOAT = torch.float32
 
 
 @pytest.mark.parametrize("dtypes", [(SIXTEEN, SIXTEEN), (FLOAT, FLOAT), (FLOAT, SIXTEEN)])
-@pytest.mark.parametrize("columns", [150, 9])  # of a vocabulary, and of an adapter's rank
+@pytest.mark.parametrize("columns", [150, 9])  # a vocabulary, and an adapter's rank
 def test_a_row_of_a_product_is_its_own(
     dtypes: tuple[torch.dtype, torch.dtype], columns: int
 ) -> None:
@@ -158,7 +159,8 @@ def test_a_row_of_a_product_is_its_own(
 
 
 def test_a_product_heeds_how_float32_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Set by `fp32_precision`, which torch lets nobody read as `allow_tf32` once it was set."""
+    """A float32 product respects `fp32_precision`; once it is set, torch forbids reading
+    `allow_tf32`."""
     from headloss.kernels.triton import fixed
 
     asked: list[str] = []
@@ -191,7 +193,7 @@ def trained(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     leaf = hidden.to(head.weight.dtype).detach().requires_grad_()
     given = hl.Options(backend="triton", batch_invariant=True, **options)
-    totals = hl.Totals(1, 1)  # the same coefficients in any batch
+    totals = hl.Totals(1, 1)  # equal coefficients in any batch
     batch = hl.Batch(targets, totals=totals)
     out = hl.head_loss(leaf, head, batch, hl.cross_entropy(), given)
     out.loss.backward()
@@ -215,7 +217,8 @@ def test_calls_that_are_batch_invariant(kind: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("size", [2.0**-24, 2.0**20])
 def test_coefficients_of_any_size_leave_float16_its_digits(size: float) -> None:
-    """They are brought near one by what is known of them in advance: no row depends on others."""
+    """Float16 coefficients of any size keep their digits, by a scale that does not depend on other
+    rows."""
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(7, 24, 90, torch.float16))
     head, batch = hl.Head(weight), hl.Batch(targets, share=torch.rand(7, device=DEVICE) + 0.5)
     objective = hl.cross_entropy().weighted("share")

@@ -1,4 +1,4 @@
-"""What a batch finds out about the order of its tokens is used again only while it holds."""
+"""A batch reuses its cached token order only while the order is valid."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_other_segments_are_seen():
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("what", ["targets", "segments", "ids"])
 def test_a_change_in_place_raises(what, called):
-    """Also before the first call: on every device a batch is looked at when it is made."""
+    """A batch changed in place raises, even before the first call, since a new batch is read at
+    once."""
     ids = torch.tensor([[1, 2]] * 6)
     segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1]), 2)
     logps = torch.full((6, 2), -1.5)
@@ -69,7 +70,7 @@ def test_a_change_in_place_raises(what, called):
 
 
 def test_a_field_that_is_assigned_to_raises():
-    """Terms would read the values that the batch was made with."""
+    """Assigning to a field raises, because terms would still read the original values."""
     batch = hl.Batch(torch.arange(6), advantages=torch.ones(6))
     batch.advantages = torch.zeros(6)
     hidden, head = torch.ones(6, 4), hl.Head(torch.ones(V, 4))
@@ -110,7 +111,8 @@ def test_copies_find_their_order_anew(copied):
 
 @pytest.mark.parametrize("schedule", ["auto", "recompute", "held"])
 def test_segments_in_any_order(schedule):
-    """The same tokens with segments sorted give the same; with unscored ones among them too."""
+    """Tokens give equal results with sorted and unsorted segments, even with unscored tokens
+    between."""
     objective = hl.cross_entropy().over("sequence_mean") + 0.1 * hl.z_loss().over("sequence_sum")
     ids, weight = torch.tensor([1, 0, 1, 0, 0, 1]), torch.randn(V, 4, dtype=torch.float64)
     hidden, order = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), ids.argsort()
@@ -140,7 +142,8 @@ def test_a_bad_target_is_named_before_logits_are_overwritten(inplace):
 @pytest.mark.parametrize("support", [None, torch.tensor([[3, 8, 2]]).expand(3, 3)])
 @pytest.mark.parametrize("targets", [[3, 8, 2], [3, -100, 2]])
 def test_a_batch_is_freed_with_its_last_name(targets, support):
-    """Without a collection of cycles, and though the loss is kept."""
+    """A batch is freed with its last name, without garbage collection, even while the loss is
+    alive."""
     hidden, head = torch.randn(3, 4, requires_grad=True), hl.Head(torch.randn(V, 4))
     gc.disable()
     try:
@@ -157,7 +160,8 @@ def test_a_batch_is_freed_with_its_last_name(targets, support):
 
 
 def test_a_group_of_vocabulary_and_of_segments(tmp_path):
-    """One group may be both; what is wrong with a later call is said as in the first."""
+    """One group may serve vocabulary and segments; errors of later calls equal those of the first
+    call."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:

@@ -1,4 +1,5 @@
-"""The benchmarks' heads with a bias or an adapter, in float16, and calls of changing sizes."""
+"""The benchmarks support heads with a bias or an adapter, float16, and changing numbers of
+tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ EVERYTHING = replace(TINY, bias=True, lora=3, trains=TRAINS)
 
 
 def in_float64(work: works.Work, inputs: works.Inputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss, and whole gradients of everything by autograd."""
+    """Return the loss and all full gradients in float64, by autograd."""
     leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden, *inputs.parts)]
     x, weight, bias, a, b = leaves
     log_p = (x @ weight.T + bias + SCALING * (x @ a.T) @ b.T).log_softmax(1)
@@ -46,7 +47,7 @@ def test_oracle_of_a_bias_and_an_adapter(name: str, monkeypatch: pytest.MonkeyPa
     for key, value in found.gradients.items():
         want = true[key][found.places(key)]
         torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
-    # Old log-probs are of the same head: a policy near its old one.
+    # Old log-probs come from this head, so the policy is near the old policy.
     assert float((found.values["logps"] - inputs.old).abs().max()) < 0.5
 
 
@@ -95,7 +96,7 @@ def test_each_call_has_its_own_number_of_tokens() -> None:
 
 
 def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate looks at the second size, and no size comes twice in a race."""
+    """The gate checks the second size, and no size occurs twice in a timed case."""
     seen: list[int] = []
 
     def make(work: works.Work, setting: works.Setting) -> contestants.Run:
@@ -123,7 +124,8 @@ def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_rows_of_small_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nine kinds beside the plain ones, of three sizes each, in every table; all pass the gate."""
+    """All tables contain nine kinds of small calls besides plain ones, in three sizes; all pass the
+    gate."""
     rows = [case for case in cases.table() if case.row.startswith("small calls, ")]
     assert len(rows) == 27 and {case.group for case in rows} == {"small"}
     assert {case.setting.tokens for case in rows} == {256, 1024, 4096}

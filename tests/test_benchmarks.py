@@ -1,4 +1,4 @@
-"""The benchmarks: their oracle, their gate, their files and their report, on tiny shapes."""
+"""Benchmarks run on tiny shapes: oracle, correctness gate, result files and report."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TINY = works.Setting(
 
 
 def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
-    """Values and whole gradients by autograd through float64 logits."""
+    """Return values and full gradients by autograd through float64 logits."""
     leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
     z = leaves[0] @ leaves[1].T
     assert inputs.teacher_hidden is not None and inputs.teacher_weight is not None
@@ -68,7 +68,7 @@ def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", works.WORKS)
 def test_oracle_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "BLOCK", 7 * TINY.vocabulary)
-    setting = replace(TINY, segments=10) if name == "dpo" else TINY  # of pairs
+    setting = replace(TINY, segments=10) if name == "dpo" else TINY  # DPO needs pairs
     inputs = works.make_inputs(setting, CPU)
     found = oracle.make_oracle(works.WORKS[name], inputs, setting)
     true = everything(works.WORKS[name], inputs)
@@ -83,7 +83,7 @@ def test_oracle_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("contestant", ["headloss", "headloss, recompute", "eager"])
 def test_objective_and_plain_loss_agree(name: str, contestant: str) -> None:
     setting = replace(TINY, teacher=name == "distillation")
-    if name == "dpo":  # of pairs
+    if name == "dpo":  # DPO needs pairs
         setting = replace(setting, segments=10)
     inputs = works.make_inputs(setting, CPU)
     made = contestants.CONTESTANTS[contestant].make(works.WORKS[name], setting)
@@ -131,7 +131,7 @@ def test_nearly_certain_tokens() -> None:
     inputs = works.make_inputs(setting, CPU)
     true = oracle.make_oracle(works.WORKS["scores"], inputs, setting)
     assert 0.6 < float((true.values["logps"].exp() > 0.99).double().mean()) < 0.8
-    assert int((inputs.advantages == 0).sum()) == 16  # of groups that are all right or all wrong
+    assert int((inputs.advantages == 0).sum()) == 16  # groups of only right or only wrong answers
 
 
 def test_inputs_look_trained() -> None:
@@ -219,7 +219,7 @@ def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     true = everything(works.WORKS["ce"], works.make_inputs(TINY, CPU))
     torch.testing.assert_close(dx, true["hidden"], check_dtype=False)
     torch.testing.assert_close(dw, true["weight"], check_dtype=False)
-    # In chunks: each writes its own rows of dX, from the first chunk's gradient.
+    # With chunks, each chunk writes its own rows of dX, from the first chunk's gradient.
     monkeypatch.setattr(measure, "CHUNK", 16)
     chunked, _ = measure.make_limit(setting, inputs)(inputs)
     torch.testing.assert_close(chunked[:16], dx[:16])
@@ -269,13 +269,13 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows"][: len(first["rows"])] == first["rows"]
     assert {row["case"] for row in found["rows"]} == {case.name for case in cases.quick()}
     assert all(row["status"] != "failed" for row in found["rows"])
-    # Measured again, a case's rows are replaced.
+    # A repeated case replaces its rows.
     assert run.main([*arguments, "--only", "cross-entropy*"]) == 0
     again = json.loads(output.read_text())
     assert len(again["rows"]) == len(found["rows"])
     assert {row["run"] for row in again["rows"] if row["row"] == "cross-entropy"} == {2}
     assert list(output.parent.iterdir()) == [output]
-    # What was begun is left out, and after its minutes no case is begun.
+    # --resume skips cases that were begun, and --minutes stops new cases.
     assert run.main([*arguments, "--resume"]) == 0
     assert run.main([*arguments, "--minutes", "-1", "--only", "GRPO*"]) == 0
     assert json.loads(output.read_text()) == again
@@ -290,7 +290,7 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_against_another_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """A version against itself: it runs under its other name, and gives the same."""
+    """A version timed against itself runs under a second name, with equal results."""
     before = against.load(Path(run.__file__).parents[1])
     inputs = works.make_inputs(TINY, CPU)
     found = []
@@ -307,7 +307,7 @@ def test_against_another_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_versions_that_disagree_are_not_timed() -> None:
-    """And both have the same budget, whatever their defaults."""
+    """Versions that disagree are not timed, and both versions get equal memory budgets."""
     inputs, setting = works.make_inputs(TINY, CPU), replace(TINY, teacher=False)
     case = cases.Case(row="a", works=("ce",), setting=setting, contestants=("headloss",))
     right = against.Side.of(works.hl, "headloss", "ce", case, inputs)
@@ -339,7 +339,8 @@ def test_small_calls_tell_the_host_time() -> None:
 
 
 def test_parallel(tmp_path: Path) -> None:
-    """Checks and rows of a small world, merged into a file and a table."""
+    """The parallel study checks and times a small world, and merges rows into a file and a
+    table."""
     script, path = Path(run.__file__).parent / "studies" / "parallel.py", tmp_path / "parallel.json"
     printed = script_on(2, str(script), "--quick", "--repeats=1", f"--out={path}")
     assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", printed)
@@ -360,7 +361,8 @@ def test_parallel(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_calls_in_a_row() -> None:
-    """A period from one pause to the next: long kernels, gaps, and the short ones in between."""
+    """A timeline shows one period between pauses: long kernels, gaps, and groups of short
+    kernels."""
     names = ("spin_kernel", "gemm dW", "copy", "fill", "nvjet", "nccl", "spin_kernel", "gemm dW")
     at = (0.0, 11.0, 500.0, 503.0, 530.0, 540.0, 900.0, 911.0)
     takes = (11.0, 489.0, 3.0, 2.0, 370.0, 100.0, 11.0, 489.0)
@@ -383,7 +385,7 @@ def test_a_timeline_of_calls_in_a_row() -> None:
 
 
 def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Few operations come before the read of the device, and none but the product after it."""
+    """A call runs few operations before its device read, and only the product after the read."""
     monkeypatch.setattr(start, "CALLS", 2)
     start.main(tiny=True)
     table = capsys.readouterr().out.splitlines()[1:]
@@ -395,7 +397,8 @@ def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_rows_of_an_earlier_commit_are_marked() -> None:
-    """They stay in the tables under its name; a goal is compared within one run."""
+    """Rows of an earlier commit stay in the tables with a mark; goals are compared within one
+    run."""
 
     def row(case: str, contestant: str, number: int, share: float) -> dict:
         found = {"case": case, "row": case, "group": "table", "goal": "", "contestant": contestant}
@@ -512,7 +515,8 @@ def test_plots(tmp_path: Path) -> None:
 
 
 def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contestants agree with a float32 head, are timed and weighed, and come into the tables."""
+    """Contestants of training steps agree with a float32 head, and appear in the tables with time
+    and memory."""
     pytest.importorskip("transformers", reason="the models are its own")
     output = tmp_path / "steps.json"
     arguments = ["--quick", "--device", "cpu", "--json", str(output), "--only", "Llama-3-8B*"]
@@ -524,7 +528,7 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"Transformers", "headloss", "headloss, 5 GiB", "headloss, recompute"}
     for work in step_cases.WORKS:
         assert {row["contestant"] for row in rows if row["work"] == work} >= names
-    assert {row["tokens"] for row in rows if row["work"] == "DPO"} == {96}  # a row has no pair
+    assert {row["tokens"] for row in rows if row["work"] == "DPO"} == {96}  # one row is no pair
     for row in rows:
         assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
         assert row["runs"] == steps.ROUNDS and row["low"] <= row["ms"] <= row["high"]
@@ -539,7 +543,7 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dpo_of_steps() -> None:
-    """Its margins are those of the given reference, and its loss is DPO's formula in float64."""
+    """DPO steps have the margins of the given reference and the loss of DPO's float64 formula."""
     pytest.importorskip("transformers", reason="the models are its own")
     model = step_cases.make_model(step_cases.QUICK["Llama-3-8B, 4 layers"], CPU)
     batch = step_cases.make_batch(model, 4, 24, CPU)
@@ -574,7 +578,11 @@ def test_the_longest_that_fits(most: int) -> None:
 def test_longest_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory is too long, another failure is said; rows join those of times in one file."""
+    """The search for the longest sequence treats out-of-memory as too long, and reports other
+    failures.
+
+    Rows of longest sequences and of times share one file.
+    """
     pytest.importorskip("transformers", reason="the models are its own")
 
     def up_to(most: int, error: Exception) -> step_cases.Contestant:
@@ -625,7 +633,7 @@ def test_steps_that_disagree_are_not_timed() -> None:
 
 
 def test_labels_look_trained() -> None:
-    """Scaling the last norm makes them as probable as is wanted, in a tied model too."""
+    """Scaling the last norm gives labels the wanted probability, even in a tied model."""
     pytest.importorskip("transformers", reason="the models are its own")
     setting = replace(step_cases.QUICK["Qwen2.5-0.5B"], dtype=torch.bfloat16)
     batch = step_cases.make_batch(step_cases.make_model(setting, CPU), 4, 512, CPU)
@@ -637,7 +645,7 @@ def test_labels_look_trained() -> None:
 
 
 def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nearer to the truth than plain bf16 logits at every size and loss; its table and plot."""
+    """headloss's gradients are nearer to float64 than plain bf16 logits at every size and loss."""
     pytest.importorskip("transformers", reason="the backbone is one of its models")
     output, tables = tmp_path / "truth.json", tmp_path / "truth.md"
     arguments = ["--quick", "--device", "cpu", "--output", str(output), "--markdown", str(tables)]
@@ -659,9 +667,9 @@ def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture
         if work != "ce":
             assert plain["logp_error"] > 1e-3
             assert row["wrong_side"] == 0
-            if not work.startswith("gspo"):  # a handful of sequences: none need be clipped
+            if not work.startswith("gspo"):  # with few sequences none may be clipped
                 assert row["clipped"] > 0.01
-    large = rows["grpo", sizes[-1], "eager"]  # what the clip makes of rounded logits
+    large = rows["grpo", sizes[-1], "eager"]  # rounded logits cause wrong clips
     assert large["wrong_side"] > 0 and large["error"] > 0.02
     text = tables.read_text()
     assert text.count("| plain bf16 logits |") == 5 and text.count("### GSPO") == 2
@@ -686,7 +694,7 @@ def test_the_truth_is_autograd_in_float64() -> None:
 
 
 def test_support(tmp_path: Path) -> None:
-    """Small supports of every kind are right and timed beside the dense call."""
+    """The support study checks and times small supports of every kind, and the dense call."""
     output = tmp_path / "support.json"
     assert support.main(["--quick", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
@@ -698,7 +706,8 @@ def test_support(tmp_path: Path) -> None:
 
 
 def test_candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRPO with candidates is right and timed beside GRPO alone; what is wrong is not timed."""
+    """The candidates study checks and times GRPO with and without candidates; incorrect calls get
+    no time."""
     output = tmp_path / "candidates.json"
     assert candidates.main(["--quick", "--output", str(output)]) == 0
     found = json.loads(output.read_text())
@@ -716,7 +725,7 @@ def test_a_wrong_support_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tolerance_takes_time_and_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On inputs of which six tokens in ten are nearly certain."""
+    """The tolerance study measures time and error with 60 % nearly certain tokens."""
     output = tmp_path / "time.json"
     arguments = ["time", "--quick", "--device", "cpu", "--output", str(output)]
     assert tolerance.main(arguments) == 0

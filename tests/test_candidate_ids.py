@@ -1,4 +1,4 @@
-"""`Batch(candidate_ids=...)`: what the ids must be."""
+"""`Batch(candidate_ids=...)` accepts valid ids and refuses others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_what_ids_must_be(ids: torch.Tensor, error: type[Exception], text: str) 
 
 @hl.term
 def yes_or_no(stats, batch, yes=3, no=7):
-    """The reward of an answer: how much likelier the first candidate is than the second."""
+    """A term: the log-ratio of the first candidate's probability to the second's."""
     return -batch.scores * (stats.candidate_logps[:, 0] - stats.candidate_logps[:, 1])
 
 
@@ -67,7 +67,7 @@ def gradients(hidden, weight, batch, objective, **options):
 
 
 def test_yes_or_no_is_a_difference_of_two_rows() -> None:
-    """What is the same in both cancels: no other row of the head has a gradient."""
+    """A difference of two candidates' log-probs gives a gradient only to two rows of the head."""
     hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
     scores = torch.randn(6).double()
     ids = torch.tensor([3, 7]).expand(6, 2)
@@ -85,7 +85,8 @@ def test_yes_or_no_is_a_difference_of_two_rows() -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": "recompute", "chunk_tokens": 3}])
 @pytest.mark.parametrize("static", [False, True])
 def test_unscored_positions_may_hold_anything(options: dict, static: bool) -> None:
-    """Ids beyond the vocabulary, NaN in hidden states and fields; and two runs are alike."""
+    """Unscored positions may hold invalid ids and NaN in hidden states and fields; two runs are
+    identical."""
     hidden, weight, targets = torch.randn(8, 4), torch.randn(97, 4), torch.randint(97, (8,))
     ids, scores = torch.rand(8, 97).argsort(1)[:, :5], torch.randn(8, 6)
     scored = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]).bool()
@@ -109,7 +110,7 @@ def test_unscored_positions_may_hold_anything(options: dict, static: bool) -> No
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_few_tokens_and_many_candidates(tokens: int, schedule: str) -> None:
-    """As many candidates as there may be: with all of the vocabulary among them nothing is left."""
+    """Candidates may cover the whole vocabulary, with no remaining probability."""
     hidden, weight = torch.randn(tokens, 4).double(), torch.randn(512, 4).double()
     ids, scores = torch.arange(512).expand(tokens, -1), torch.randn(tokens, 513).double()
     scores[:, -1] = 0
@@ -126,7 +127,8 @@ def test_few_tokens_and_many_candidates(tokens: int, schedule: str) -> None:
 
 
 def test_the_rest_keeps_its_digits() -> None:
-    """Candidates that have all but 1e-12 of the mass, in float32."""
+    """The remaining probability keeps its digits in float32 if candidates have all but 1e-12 of the
+    mass."""
     logits = torch.tensor([[30.0, 1.0, 2.0, 0.5]])
     leaf = logits.clone().requires_grad_()
     tail = hl.term(lambda stats, batch: stats.candidate_tail, name="tail")
@@ -164,7 +166,7 @@ def test_plan_counts_candidates() -> None:
     assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
     plan = hl.plan(hidden, head, batch, hl.cross_entropy())
     assert "candidates" not in plan.bytes and plan.bytes["logits"] == 64 * 97 * 4
-    # Beside a teacher, one part of the gradient is apart from the logits.
+    # With a teacher, part of the gradient is stored separately from the logits.
     batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-torch.ones(64, 16))
     plan = hl.plan(hidden, head, batch, hl.distillation() + yes_or_no())
     assert plan.bytes["candidates"] == 2 * 64 * 16 * 24
@@ -179,7 +181,7 @@ def standardised(stats, batch):
 @pytest.mark.parametrize("softcap", [None, 6.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_frozen_head(softcap: float | None, dtype: torch.dtype) -> None:
-    """Where a loss needs all statistics first, slopes of candidates are put in at the end."""
+    """A frozen head adds slopes of candidates at the end if a loss first needs all statistics."""
     hidden, weight = torch.randn(9, 8).to(dtype), torch.randn(97, 8).to(dtype)
     ids = torch.rand(9, 97).argsort(1)[:, :4]
     ids[2, 2:] = -1

@@ -1,4 +1,4 @@
-"""Candidates where the logits product writes softmax terms, and their kernels against their twins.
+"""Candidates work with exp tiles, and their kernels agree with their twins.
 
 n tokens, v columns, H hidden width, K candidates.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan", "skip_small_rows")
 
 
 def columns_of(n: int, v: int, k: int, first: int = 0) -> torch.Tensor:
-    """Distinct columns of a tile from `first` on, some of them elsewhere."""
+    """Return distinct columns, some inside a tile that starts at `first` and some outside."""
     return (torch.rand(n, 2 * v).argsort(1)[:, :k] - first).to(DEVICE)
 
 
@@ -55,7 +55,7 @@ def test_chosen_logits(n, h, k, dtype, name):
 
 
 def test_chosen_logits_are_a_tokens_own():
-    """The same bits, whatever stands beside it."""
+    """A chosen logit has identical bits whatever the other tokens are."""
     x, w = (torch.randn(n, 200, device=DEVICE).half() for n in (7, 40))
     columns = columns_of(7, 20, 9)
     whole = triton_backend.chosen_logits(x, w, columns, Transform())
@@ -71,7 +71,7 @@ def test_chosen_logits_are_a_tokens_own():
 @pytest.mark.parametrize("which", ["tp", "p", "tpeu"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_chosen_gradient(which, name, ordered):
-    """Both backends put what autograd says over a gradient, over a multiple too."""
+    """Both backends write autograd's values into a gradient, or into a multiple of exp z."""
     n, v, k, first = 6, 40, 5, 7
     transform, c = transforms(n)[name], coefficients_of(n, which)
     raw = 3 * torch.randn(n, v, device=DEVICE)
@@ -88,7 +88,7 @@ def test_chosen_gradient(which, name, ordered):
     target = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
     backward = Backward(targets, first, transform, normalizer, c, target)
     base = twins.logit_gradient_(raw.clone(), backward)
-    # What the slopes add, by the transform's own derivative.
+    # The gradient from slopes, by the transform's derivative.
     leaf = raw.clone().requires_grad_()
     picked = transform_of(transform, leaf).gather(1, torch.where(here, columns, 0))
     (extra,) = torch.autograd.grad((picked * torch.where(here, slopes, 0)).sum(), leaf)
@@ -113,7 +113,7 @@ def test_chosen_gradient(which, name, ordered):
 
 
 def transform_of(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
-    """As the transform, differentiable."""
+    """Apply the transform differentiably."""
     t = transform.temperature
     t = t.unsqueeze(1) if isinstance(t, torch.Tensor) else t
     if transform.softcap is None:
@@ -123,7 +123,8 @@ def transform_of(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", [triton_backend, twins], ids=["triton", "reference"])
 def test_slopes_alone_make_a_multiple(backend):
-    """Two slopes that cancel: c_prob is 0, and so would be every multiple."""
+    """Two cancelling slopes give correct gradients although c_prob, and thus every multiple, is
+    0."""
     n, h, v = 3, 16, 40
     x = torch.randn(n, h, device=DEVICE).half()
     w = torch.randn(v, h, device=DEVICE).half()
@@ -168,7 +169,7 @@ SCHEDULES = {
 
 @pytest.fixture(params=["twins", "kernels"])
 def terms(request, monkeypatch):
-    """Whole calls take the path of a GPU: with the kernels, or with their twins in place."""
+    """Run whole calls on the GPU code path, with the kernels or with their twins."""
     monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     if request.param == "twins":
@@ -178,7 +179,8 @@ def terms(request, monkeypatch):
 
 @hl.term
 def probe(stats, batch):
-    """Slopes that cancel at some tokens, none at others, and those of the target among them."""
+    """A term with cancelling slopes at some tokens, zero slopes at others, and slopes of the
+    target."""
     first = stats.candidate_logps[:, 0] * batch.advantages
     return (stats.candidate_logps.exp() * batch.scores).sum(1) + first
 
@@ -200,7 +202,7 @@ def inputs(dtype: torch.dtype):
 @pytest.mark.parametrize("objective", ["probe", "with grpo", "with entropy"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whole_calls(terms, schedule, objective):
-    """Terms in 16 bits, slabs, moved rows, in the paths of a GPU."""
+    """Whole calls are correct on GPU code paths: 16-bit exp tiles, slabs and moved rows."""
     dtype = torch.bfloat16 if terms == "twins" else SIXTEEN[-1]
     hidden, weight, batch = inputs(dtype)
     made = {
@@ -223,7 +225,8 @@ def test_whole_calls(terms, schedule, objective):
 
 
 def test_statistics_to_be_read(terms):
-    """The peak is there where terms are held; sum p^2 and the rest are taken of logits."""
+    """Statistics are available on GPU paths: the peak with exp tiles; sum p^2 and the rest from
+    logits."""
     hidden, weight, batch = inputs(SIXTEEN[-1])
     hidden, weight, batch = hidden.to(DEVICE), weight.to(DEVICE), batch.to(DEVICE)
 
@@ -247,7 +250,7 @@ ROWS = [row for row in matrix.pairwise() if row[0] in matrix_cases.CANDIDATES][:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_that_exist(row):
-    """The same cases of the matrix, of given logits."""
+    """Candidates of given logits agree with the matrix's cases."""
     known = matrix.make_inputs(row)
     if known.head.lora or known.head.bias is not None or known.hidden.dtype != torch.float64:
         known = matrix.make_inputs((row[0], row[1], "one_pass", "float64", "temperature", *row[5:]))
@@ -267,7 +270,8 @@ def test_logits_that_exist(row):
 
 @hl.term
 def with_the_rest(stats, batch):
-    """The reverse KL to a uniform distribution over the candidates and the rest."""
+    """A term: reverse KL to a uniform distribution over the candidates and the remaining
+    columns."""
     log_p, tail = stats.candidate_logps, stats.candidate_tail
     return (log_p.exp() * log_p).sum(1) + tail.exp() * (tail - batch.scores.sum(1))
 
@@ -275,7 +279,8 @@ def with_the_rest(stats, batch):
 @pytest.mark.parametrize("schedule", ["one pass", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
 def test_the_rest_in_triton(schedule, dtype):
-    """Over raw logits, at a temperature and a soft cap of each token, rest and all."""
+    """Triton computes the remaining probability from raw logits, with token temperatures and a soft
+    cap."""
     hidden, weight, batch = inputs(dtype)
     hidden, weight = hidden.to(DEVICE).requires_grad_(), weight.to(DEVICE).requires_grad_()
     batch, made = batch.to(DEVICE), with_the_rest() + hl.cross_entropy()

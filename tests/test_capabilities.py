@@ -1,4 +1,5 @@
-"""Which kernels a GPU gets, and what happens where Triton is missing or broken; without a GPU."""
+"""A GPU's features decide its kernels, and a missing or broken Triton is reported; no GPU
+needed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton_cases import DEVICE  # first: it asks for the interpreter
+from triton_cases import DEVICE  # first, to turn on the interpreter
 
 from headloss import kernels
 from headloss.kernels.triton import given, tiles, versions
@@ -20,7 +21,7 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Nothing is known of the machine."""
+    """Clear all cached facts about the machine."""
     kept = kernels._failure, kernels.load, tiles.has_accelerator
     kept += (versions.overlaps,)
     for known in kept:
@@ -31,7 +32,7 @@ def fresh() -> Iterator[None]:
 
 
 def on(monkeypatch, capability: tuple[int, int], shared: int = HOPPER, hip: str | None = None):
-    """As if there were such a GPU."""
+    """Pretend that a GPU with the given features exists."""
     properties = types.SimpleNamespace(shared_memory_per_block_optin=shared)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -63,7 +64,7 @@ def test_kernels_of_a_gpu(
 
 
 def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
-    """What Triton takes beside them is a few dozen bytes."""
+    """The tiles in flight fit the requested shared memory, plus a few dozen bytes for Triton."""
     ring = tiles.STAGES * (tiles.ROWS + tiles.WIDTH) * tiles.DEPTH * 2
     out = tiles.ROWS * tiles.WIDTH // 2 * 2
     assert ring + out < tiles.SHARED <= HOPPER
@@ -71,7 +72,8 @@ def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "import", "driver"])
 def test_a_triton_that_does_not_work(monkeypatch, fresh, broken: str) -> None:
-    """`auto` falls back with one warning, which names the reason; "triton" raises it."""
+    """With a broken Triton, `auto` falls back with one warning about the reason, and "triton"
+    raises."""
 
     def fail() -> None:
         raise RuntimeError("no C compiler was found")

@@ -1,4 +1,4 @@
-"""What is said of terms: names, options, docstrings and the generated tables."""
+"""Names, options, docstrings and generated tables of terms agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m headloss`: what it prints, and what it returns."""
+"""`python -m headloss` prints the documented output and returns the documented exit codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_plan_keeps_to_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
         (["--objective", "gspo", "--segment-length", "512"], "one_pass"),
         (["--objective", "gspo", "--segment-length", "16384"], "recompute"),
         (["--objective", "gspo", "--segment-length", "16384", "--frozen-head"], "frozen"),
-        # The entropy's gradient needs more than logp, so that a frozen head does not help.
+        # The entropy's gradient needs more than logp, so a frozen head has no special schedule.
         (
             ["--objective", "gspo+entropy", "--segment-length", "16384", "--frozen-head"],
             "recompute",
@@ -76,7 +76,7 @@ def test_plan_for_a_gpu_that_is_not_here(
     size: str | int,
     budget: int,
 ) -> None:
-    """A 64th of its memory is the budget; what is here, a GPU or none, does not matter."""
+    """A plan for a named GPU uses a 64th of its memory, independent of the local machine."""
     arguments = ["plan", *SIZES, "--objective", "gspo", "--gpu-memory", f"{size}"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
@@ -87,7 +87,7 @@ def test_plan_for_a_gpu_that_is_not_here(
         value = {"cuda": other, "cpu": 0}
         monkeypatch.setattr(kernels, name, lambda device, value=value: value[device.type])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "choose", lambda *_: "reference")  # no Triton here
+    monkeypatch.setattr(kernels, "choose", lambda *_: "reference")  # no local Triton
     assert main(arguments) == 0
     assert capsys.readouterr().out == shown
     assert main([*arguments, "--dtype", "float64", "--device", "cuda"]) == 0
@@ -98,7 +98,7 @@ def test_plan_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> N
     assert plan(capsys, "--chunk-tokens", "1000")["chunks"] == 17
     half = plan(capsys, "--dtype", "bfloat16")["plain_bytes"]
     assert plan(capsys, "--dtype", "float32")["plain_bytes"] == half * 3 // 2
-    # A teacher's logits stand beside the student's.
+    # A teacher's logits are counted in addition to the student's.
     alone = plan(capsys, "--objective", "cross_entropy", "--chunk-tokens", "512")
     taught = plan(capsys, "--objective", "cross_entropy+distillation", "--chunk-tokens", "512")
     assert taught["bytes"]["logits"] >= 2 * alone["bytes"]["logits"]
@@ -109,7 +109,7 @@ def test_plan_options_reach_the_planner(capsys: pytest.CaptureFixture[str]) -> N
 def test_plan_is_that_of_the_engine(
     capsys: pytest.CaptureFixture[str], objective: str, frozen: bool
 ) -> None:
-    """The sizes alone give the plan that the tensors would get."""
+    """`headloss plan` from sizes equals the engine's plan for real tensors."""
     sizes = ["--tokens", "96", "--hidden", "8", "--vocab", "50", "--segment-length", "16"]
     given = ["--dtype", "float32", "--device", "cpu", "--memory-budget", "6000B", "--json"]
     flags = ["--frozen-head"] * frozen
@@ -140,7 +140,7 @@ def test_every_term_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
-    """Fields of the sample are float32, which one of the sorted sides took from float64."""
+    """The inputs of a term do not depend on the dtype, although sample fields are float32."""
     assert plan(capsys, "--objective", "aot", "--dtype", "float64")["schedule"] == "recompute"
 
 
@@ -148,7 +148,7 @@ def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
 def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective: str) -> None:
     tokens = (1 << 24) - 1
     found = plan(capsys, "--objective", objective, "--tokens", f"{tokens}")
-    size = 4224 if objective == "cross_entropy" else 4096  # the others end with segments
+    size = 4224 if objective == "cross_entropy" else 4096  # segment-scoped chunks end with segments
     assert found["chunk_tokens"] == size and found["chunks"] == -(-tokens // size)
     assert found["plain_bytes"] == tokens * 128256 * 8
     found = plan(capsys, "--objective", "gspo", "--tokens", f"{tokens}", "--vocab", "1")
@@ -249,7 +249,7 @@ def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 def test_check_fails_where_an_error_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gate that cannot be red proves nothing."""
+    """`headloss check` fails if a result has an error."""
     case = gate.Case(objective="grpo", schedule="one_pass", dtype=torch.float32)
     monkeypatch.setattr(gate, "cases", lambda quick: [case])
     real = gate.run
@@ -317,7 +317,7 @@ def test_as_a_module() -> None:
     [(["terms"], "1"), (["terms"], ""), (["--help"], ""), ([], "")],
 )
 def test_output_that_nobody_reads_ends_the_command(arguments: list[str], unbuffered: str) -> None:
-    """`headloss terms | head` gives what was read, and no trace of a broken pipe."""
+    """`headloss terms | head` prints no traceback of a broken pipe."""
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(
@@ -358,7 +358,7 @@ def test_doctor_without_a_gpu(
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[0]: line[10:] for line in lines[:10]}
-    assert len(found) == 10 and len(lines) == 10 + len(fits())  # frameworks: test_adapters.py
+    assert len(found) == 10 and len(lines) == 10 + len(fits())  # see test_adapters.py
     assert found["torch"] == torch.__version__
     assert found["GPU"] == "none" and found["missing"].startswith("a GPU that torch sees")
     assert {found[d] for d in ("bfloat16", "float32", "float64")} == {"reference"}
@@ -366,7 +366,7 @@ def test_doctor_without_a_gpu(
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without a Triton that works: the reason stands under "missing"."""
+    """On a GPU without a working Triton, doctor shows the reason under "missing"."""
     properties = argparse.Namespace(name="Some GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

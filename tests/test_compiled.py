@@ -1,4 +1,4 @@
-"""Kernels are compiled for GPUs that are not here, in a process that does not interpret them."""
+"""All kernels compile for absent GPUs, in a process without Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FUSED = {"product_kernel", "slab_kernel"}
 
 
 def compiled(*arguments: str) -> tuple[list[dict], set[str]]:
-    """What was compiled, each of it without an error, and the names of all kernels."""
+    """Return all compiled kernels, each without an error, and the names of all kernels."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *sys.path])
     command = [sys.executable, str(HERE / "helpers" / "compiled_kernels.py"), *arguments]
@@ -35,7 +35,7 @@ def names(found: list[dict], target: str) -> set[str]:
 
 
 def test_a_product_and_a_slab() -> None:
-    """The kernel that overlaps, and what comes before and after it."""
+    """A product and a slab compile, with and without the overlapping kernel."""
     found, _ = compiled("cuda:90", "--only", "slab", "--forms", "least")
     assert names(found, "cuda:90") == {"overlapping_slab_kernel", "gradient_kernel"}
 
@@ -43,7 +43,7 @@ def test_a_product_and_a_slab() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel(target: str) -> None:
-    """But for those that a GPU has a better one for, or none."""
+    """Every kernel compiles for the target, except kernels that the target replaces or lacks."""
     found, kernels = compiled(target, "--dtypes", "bfloat16", "float32")
     mine = names(found, target)
     never = {"cuda:90": {"product_kernel", "slab_kernel"}, "cuda:100": set()}

@@ -1,7 +1,7 @@
-"""Context parallelism by Trainer and accelerate's torch backend: two ranks that hold parts of the
-same rows take the step of one rank that holds all of them.
+"""Context parallelism under Trainer and accelerate's torch backend: two ranks with parts of each
+row make the training step of one rank with whole rows.
 
-The models have no attention, whose ring wants a GPU: a hidden state is that of its own token.
+The models have no attention, since ring attention needs a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def world() -> Iterator[World]:
 
 
 def in_quarters(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Padded to a multiple of 4: each of two ranks gets a chunk of the head and one of the tail."""
+    """Pad to a multiple of 4, since each of two ranks gets a chunk from the front and one from the
+    back."""
     batch = collate(pairs)
     columns = -batch["input_ids"].shape[1] % 4
     return {
@@ -51,14 +52,14 @@ def tokens_alone(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 def placed() -> Any:
-    """accelerate's configuration on a rank that holds a part of each row."""
+    """Return accelerate's configuration for a rank with a part of each row."""
     from accelerate import ParallelismConfig
 
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
-    ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # it wants a GPU
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None  # needs a GPU
     return ParallelismConfig(cp_size=2)
 
 
@@ -79,8 +80,11 @@ def check(world: World, function: Any, names: list[str], pairs: int) -> None:
 
 
 def test_two_micro_batches(world: World) -> None:
-    """Loss, norm, weights and evaluation, of tokens and of sequences that both ranks have a part
-    of, with fields of each token and of each sequence."""
+    """Two micro-batches agree with one rank in loss, norm, weights and evaluation.
+
+    Losses are per token and per sequence, with token and sequence fields; both ranks have part of
+    each sequence.
+    """
     check(world, parts, ["tokens", "gspo"], 2)
 
 
@@ -93,7 +97,7 @@ def test_terms(world: World) -> None:
 
 
 def stock() -> tuple[Any, list[str]]:
-    """`transformers.Trainer` with `apply`, and what it is refused."""
+    """Train with `transformers.Trainer` and `apply`; return the results and refusals."""
     config, refused = placed(), []
     objective = hl.cross_entropy() + 0.1 * hl.z_loss()
     plain: Any = {"kind": transformers.Trainer, "collate": tokens_alone}
@@ -109,8 +113,11 @@ def stock() -> tuple[Any, list[str]]:
 
 
 def test_trainer_with_apply(world: World) -> None:
-    """Means of tokens are right, since `shift_labels` and the count arrive. Pieces of sequences do
-    not count as sequences, and fields that Trainer has left whole do not lie beside the labels."""
+    """Under `apply`, token means are correct; sequence losses and unsharded fields are refused.
+
+    The loss receives `shift_labels` and the token count. Parts of sequences are no sequences, and
+    fields that Trainer leaves whole do not match sharded labels.
+    """
     objective = hl.cross_entropy() + 0.1 * hl.z_loss()
     model = tiny("llama", num_hidden_layers=0)
     want = run(objective, 2, model=model, collate=tokens_alone, fields=())
@@ -125,7 +132,7 @@ def test_trainer_with_apply(world: World) -> None:
 
 
 def supervised(parallel: bool) -> Any:
-    """Logged losses, TRL's metrics and weights after two steps, each of two micro-batches."""
+    """Return logged losses, TRL's metrics and weights after two steps of two micro-batches."""
     import trl
     from datasets import Dataset
     from trl_case import ARGUMENTS, folder, tokenizer
@@ -154,7 +161,7 @@ def supervised(parallel: bool) -> Any:
 
 
 def test_sft(world: World) -> None:
-    """With a term of sequences, whose documents lie on both ranks."""
+    """SFT with a sequence-scoped term agrees with one rank, with documents on both ranks."""
     pytest.importorskip("trl")
     numbers, weights = supervised(False)
     for found, moved in world.run(supervised, True, seconds=400):

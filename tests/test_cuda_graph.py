@@ -1,7 +1,7 @@
-"""`Options(static=True)`: a whole call without a read of the device, captured in a CUDA graph.
+"""A call with `Options(static=True)` never reads the device, and can be captured in a CUDA graph.
 
-N positions, S segments, H hidden width, V vocabulary. That nothing is read is checked on any
-device, from the operators that a call runs; capture, replay and bits need a GPU.
+N positions, S segments, H hidden width, V vocabulary. The absence of reads is checked on any device
+through a call's operators; capture, replay and bitwise checks need a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def inputs(seed: int, device: str, dtype: torch.dtype, tokens=N, width=H, vocabulary=V):
-    """Everything that a step reads, by name; scored positions and segments differ with the seed."""
+    """Return all inputs of a step by name; scored positions and segments depend on the seed."""
     hidden, weight, targets = trained_looking(tokens, width, vocabulary, dtype, seed=seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -66,7 +66,7 @@ def inputs(seed: int, device: str, dtype: torch.dtype, tokens=N, width=H, vocabu
 
 
 def step(given: dict[str, Tensor], objective, options) -> dict[str, Tensor]:
-    """All outputs and gradients of one call."""
+    """Return all outputs and gradients of one call."""
     rest = {k: v for k, v in given.items() if k not in ("hidden", "weight", "targets", "ids")}
     batch = hl.Batch(given["targets"], hl.Segments.from_ids(given["ids"], count=S), **rest)
     leaves = [given[name].requires_grad_() for name in ("hidden", "weight")]
@@ -78,8 +78,8 @@ def step(given: dict[str, Tensor], objective, options) -> dict[str, Tensor]:
 
 
 class NoReads(TorchDispatchMode):
-    """Raises where a GPU would be read or waited for: values, sizes that hang on values, and
-    tensors made of Python numbers, which are copied from pageable memory."""
+    """Raise at every operator that reads or waits for a GPU: reads of values, sizes that depend on
+    values, and tensors made from Python numbers (copies from pageable memory)."""
 
     READS = frozenset(
         {
@@ -109,7 +109,7 @@ class NoReads(TorchDispatchMode):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_is_read(name, options):
     given = inputs(0, "cpu", torch.float32, tokens=40, width=8, vocabulary=33)
-    step(given, OBJECTIVES[name], OPTIONS[options])  # each term is tried once
+    step(given, OBJECTIVES[name], OPTIONS[options])  # runs the trial of each term
     with NoReads():
         step(given, OBJECTIVES[name], OPTIONS[options])
 
@@ -125,7 +125,7 @@ def test_reads_are_noticed():
 
 @pytest.fixture
 def no_synchronisation():
-    """PyTorch itself raises where it waits for the GPU; set by the test, reset here."""
+    """Let a test turn on PyTorch's error at GPU synchronisation; reset it afterwards."""
     yield lambda mode: torch.cuda.set_sync_debug_mode(mode)
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")
@@ -141,7 +141,7 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_capture_and_replay(name, options, dtype, no_synchronisation):
-    """Replays with new inputs in the same buffers give the bits of eager calls, twice."""
+    """Two graph replays with new inputs in the captured buffers give the bits of eager calls."""
     objective, options = OBJECTIVES[name], OPTIONS[options]
     given = inputs(0, "cuda", dtype)
     stream = torch.cuda.Stream()

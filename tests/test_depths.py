@@ -1,4 +1,5 @@
-"""Multi-token prediction as one call: rows of all depths, with a weight for each."""
+"""Multi-token prediction is one call with the rows of all prediction depths and a weight per
+row."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ D, T, H, V, SCALE = 3, 21, 8, 33, 0.3
 
 @pytest.mark.parametrize("own_counts", [False, True])
 def test_one_call_is_the_formula(own_counts: bool) -> None:
-    """main + scale / D * sum of the depths' sums over their own counts, or over the main one."""
+    """One call equals main + scale / D * (sum of the depths' sums, each over its own or the main
+    count)."""
     torch.manual_seed(0)
     ids = torch.arange(3).repeat_interleave(torch.tensor([9, 1, 11]))
     main = torch.randint(V, (T,))

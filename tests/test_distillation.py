@@ -1,4 +1,4 @@
-"""Distillation: divergences from a teacher's logits, head or top k, against their plain formulas.
+"""Divergences from a teacher's logits, head or stored top k agree with their plain formulas.
 
 T tokens, V vocabulary, K stored outcomes; q is the teacher's distribution, p the student's.
 """
@@ -43,7 +43,8 @@ class Setting:
     targets: Tensor
 
     def student_logits(self) -> Tensor:
-        """[T, V] after scale and soft cap; a term's temperature stands for the head's own."""
+        """Return logits [T, V] after scale and soft cap; a term's temperature replaces the
+        head's."""
         return replace(self.head, temperature=1.0).logits(self.hidden)
 
     def teacher_logits(self) -> Tensor:
@@ -53,7 +54,7 @@ class Setting:
         return hl.Batch(self.targets, hl.Segments.from_lengths(LENGTHS), **fields)
 
     def given(self, form: str, temperature: float = 1.0, k: int = 5) -> dict[str, Tensor]:
-        """A teacher's inputs, in one of the three forms."""
+        """Return a teacher's batch fields in one of three forms."""
         if form == "logits":
             return {"teacher_logits": self.teacher_logits()}
         if form == "hidden":
@@ -64,7 +65,7 @@ class Setting:
     def run(
         self, objective: hl.Term | hl.Objective, options: hl.Options | None = None, **fields: Tensor
     ) -> tuple[hl.Output, Tensor, Tensor]:
-        """The output, and the gradients of hidden and weight."""
+        """Return the output, and the gradients of hidden and weight."""
         out = hl.head_loss(self.hidden, self.head, self.batch(**fields), objective, options)
         return out, *torch.autograd.grad(out.loss, [self.hidden, self.head.weight])
 
@@ -83,7 +84,7 @@ def setting() -> Setting:
 
 
 def formula(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
-    """[T] from [T, n] log-probs; F.kl_div(a, b) is KL(b || a)."""
+    """Return a divergence [T] of log-probs [T, n]; F.kl_div(a, b) is KL(b || a)."""
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         return F.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
@@ -103,7 +104,7 @@ def formula(log_q: Tensor, log_p: Tensor, kind: str, beta: float) -> Tensor:
 
 
 def coarse(log_p: Tensor, ids: Tensor) -> Tensor:
-    """[T, K + 1]: the stored outcomes, and the rest as one more."""
+    """Return log-probs [T, K + 1]: the stored outcomes, and all other columns as one outcome."""
     inside = torch.zeros_like(log_p, dtype=torch.bool).scatter_(1, ids, True)
     rest = log_p.masked_fill(inside, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(1, ids), rest], 1)
@@ -126,7 +127,7 @@ def test_skewed_and_total_variation(setting, form, kind, schedule):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", MORE_KINDS[:2])  # |p - q| has a kink there
+@pytest.mark.parametrize("kind", MORE_KINDS[:2])  # without |p - q|, which has a kink at p = q
 def test_none_of_them_from_oneself(setting, form, kind):
     test_no_divergence_from_oneself(setting, form, kind, torch.float64)
 
@@ -209,7 +210,7 @@ def test_no_divergence_from_oneself(setting, form, kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_teacher_head_equals_its_logits(setting, kind, schedule):
-    """With its scale and soft cap, and the term's temperature in place of its own."""
+    """A teacher head equals its logits with scale and soft cap, at the term's temperature."""
     options = SCHEDULES[schedule]
     made = setting.run(make(setting, "hidden", kind, 1.7), options, **setting.given("hidden"))
     given = setting.run(make(setting, "logits", kind, 1.7), options, **setting.given("logits"))
@@ -248,7 +249,7 @@ def test_teacher_gets_no_gradient(setting, schedule):
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_neither_models_logits_are_ever_whole(form, schedule):
-    """No tensor beyond a chunk of logits, for student or teacher."""
+    """No tensor is larger than a chunk of logits, for student and teacher."""
     tokens, vocabulary, rows = 96, 512, 8
     hidden, weight, targets = trained_looking(tokens, 4, vocabulary)
     teacher = hl.Head(torch.randn(vocabulary, 4))
@@ -269,7 +270,7 @@ def test_neither_models_logits_are_ever_whole(form, schedule):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ruled_out_tokens(setting, kind):
-    """A teacher logit of -inf: q = 0, and a log-prob of -10000 where the student disagrees."""
+    """A teacher logit of -inf means q = 0, with a log-prob of -10000 if the student has p > 0."""
     logits = setting.teacher_logits()
     logits[:, ::3] = -math.inf
     log_q = logits.log_softmax(-1).clamp_min(-1e4)
@@ -280,11 +281,11 @@ def test_ruled_out_tokens(setting, kind):
     assert all(g.isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize("most", [18.0, 28.0])  # beyond, float64 has no digits of a JS either
+@pytest.mark.parametrize("most", [18.0, 28.0])  # beyond 28, float64 has no digits of a JS
 @pytest.mark.parametrize("kind", KINDS)
 def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
-    """All but 1e-6 of the student's mass is stored, or far less; what is left has its own sum, not
-    1 - sum."""
+    """The tail of a confident student keeps its digits, because the remaining probability is summed
+    directly and not as 1 - sum."""
     logits = torch.randn(4, V)
     logits[:, 0] = most
     head = hl.Head(torch.eye(V).requires_grad_())
@@ -309,8 +310,11 @@ def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("depth", [20.0, 1000.0])
 def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
-    """A teacher whose stored log-probs sum to 1 but for their rounding, beside a student that is
-    equal to it and has next to nothing elsewhere."""
+    """Rounding of stored log-probs does not count as remaining probability.
+
+    The teacher's stored probabilities sum to 1 up to rounding, and an equal student has almost no
+    probability elsewhere.
+    """
     logps = (3 * torch.randn(64, 8)).log_softmax(-1)
     hidden, ids = torch.full((64, V), -depth), torch.arange(8).expand(64, 8).contiguous()
     hidden[:, :8] = logps
@@ -318,14 +322,14 @@ def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
     out = hl.head_loss(hidden.requires_grad_(), hl.Head(torch.eye(V)), batch, hl.distillation())
     (found,) = torch.autograd.grad(out.loss, hidden)
     assert out.loss.abs() <= 2 * torch.finfo(dtype).eps
-    assert found[:, 8:].abs().max() <= 1e-9  # of 64 tokens
+    assert found[:, 8:].abs().max() <= 1e-9  # the mean over 64 tokens
 
 
 @pytest.mark.parametrize("size", [V, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
-    """Stored log-probs that sum to 1 but for a rounding error, where the student has e^-40 outside
-    of them; or where nothing is outside."""
+    """A remaining probability below the rounding of stored log-probs adds nothing, for a student
+    with e^-40 or with nothing outside."""
     logps, ids = torch.tensor([[0.7, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     hidden, weight = torch.full((2, V), -40.0), torch.eye(V)[:size]
     hidden[:, :3] = logps.flip(1)
@@ -343,8 +347,8 @@ def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("missing", [0, None])
 def test_a_rest_of_the_teachers_where_the_student_has_none(kind, missing):
-    """Nothing is outside of what is stored: the student's rest is a rounding error's mass, and what
-    the student itself rules out stays ruled out."""
+    """A teacher's remaining probability meets a student without one: the student gets a rounding
+    error's probability, and ruled-out tokens stay ruled out."""
     logps, ids = torch.tensor([[0.6, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     logits = torch.tensor([[0.3, -0.2, 0.5], [1.0, 0.0, -1.0]])
     if missing is not None:
@@ -361,7 +365,8 @@ def test_a_rest_of_the_teachers_where_the_student_has_none(kind, missing):
 
 @pytest.mark.parametrize("tail", ["bucket", "clamped"])
 def test_stored_log_probs_that_add_up_to_more_than_one(tail):
-    """As rounding may leave them: they are taken as they are, so that the sum may be negative."""
+    """Stored probabilities with a sum above 1, due to rounding, are used unchanged; the value may
+    be negative."""
     logps, ids = torch.tensor([[0.6, 0.3, 0.2]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     hidden = torch.full((2, V), -40.0)
     hidden[:, :3] = logps
@@ -419,7 +424,7 @@ def test_the_same_term_twice_counts_twice(setting):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_poison_in_the_teacher_of_unscored_and_left_out_tokens(setting, form, schedule):
-    """What a teacher says of a token that no term counts is never seen."""
+    """NaN in a teacher's values of unscored or left-out tokens has no effect."""
     kept = torch.arange(T) % 4 != 1
     targets = setting.targets.clone()
     targets[::5] = -100
@@ -559,7 +564,8 @@ def test_a_frozen_schedule_is_refused(setting):
 
 
 def test_the_host_reads_how_many_rows_are_left_once_their_gradient_is_queued(monkeypatch):
-    """Else a GPU has nothing to do from the read until the next launch, in each chunk."""
+    """The gradient of a chunk is queued before the host reads the number of rows, so that the GPU
+    never idles."""
     from headloss.kernels import reference
     from headloss.logits import linear
 

@@ -1,4 +1,4 @@
-"""README.md and the pages: code runs, links lead somewhere, generated parts are current."""
+"""On README.md and all pages, code runs, links are valid, and generated parts are up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "benchmark
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-# The blocks of a page run as one program, but for these.
+# Pages whose code blocks do not run as one program.
 NOT_RUN = {"CONTRIBUTING.md": "a fragment of headloss/losses, with the names of its file"}
 RANKS = "docs/across-devices.md"  # a script for two ranks
 WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]
@@ -31,7 +31,7 @@ WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]
 
 
 def script(name: str):
-    """docs/NAME.py as a module."""
+    """Import docs/NAME.py as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -54,7 +54,7 @@ def test_page_is_short(page: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in WITH_CODE if page not in (*NOT_RUN, RANKS)])
 def test_code_prints_what_it_says(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks run as one program; a comment after a print is what it prints."""
+    """A page's code blocks run as one program, and comments after print calls match the output."""
     names: dict[str, object] = {"__name__": "page"}
     for block in BLOCK.findall((ROOT / page).read_text()):
         exec(compile(block, page, "exec"), names)
@@ -65,7 +65,7 @@ def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
     path = tmp_path / "script.py"
     path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
-    # Not by `script_on`: processes that are no forks of one order their sets otherwise.
+    # Not by `script_on`: separately started processes have different set orders, unlike forks.
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     place |= {"PYTHONPATH": str(ROOT)}
     ranks = [
@@ -85,7 +85,7 @@ def test_notebook_prints_what_is_stored(path: Path) -> None:
     notebook = json.loads(path.read_text())
     printed = notebooks.run(notebook, path.stem)
     assert printed == notebooks.stored(notebook), "run `python docs notebooks`"
-    assert not any("False" in text for text in printed)  # what is said to agree does
+    assert not any("False" in text for text in printed)  # no printed comparison is False
 
 
 def test_there_are_two_notebooks() -> None:
@@ -105,7 +105,8 @@ DRAWINGS = sorted((ROOT / "docs" / "drawings").glob("*.svg"))
 def test_drawing_is_readable_on_any_background(path: Path) -> None:
     shown = path.read_text()
     light, dark = shown.split("@media (prefers-color-scheme: dark)")
-    for kind in set(re.findall(r'class="(\w+)"', shown)):  # one colour for each background
+    # Each class has a colour on light and dark.
+    for kind in set(re.findall(r'class="(\w+)"', shown)):
         assert f".{kind} {{" in light and f".{kind} {{" in dark, kind
     assert f"drawings/{path.name}" in (ROOT / "docs" / "concepts.md").read_text()
 
@@ -126,7 +127,7 @@ def test_readme_plain_and_headloss_agree() -> None:
 
 
 def test_page_of_a_package_index() -> None:
-    """A picture and a link from the README work there, or are not there."""
+    """Pictures and links of the README work on a package index, or are removed."""
     text = (ROOT / "README.md").read_text()
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
     assert pictures == ["benchmarks/results/problem.png"] and (ROOT / pictures[0]).is_file()
@@ -141,11 +142,11 @@ def test_page_of_a_package_index() -> None:
 
 
 def test_readme_can_be_pasted() -> None:
-    """Commands of the README exist; `make dist` pastes its blocks into a fresh environment."""
+    """Commands of the README exist; `make dist` runs the README's blocks in a fresh environment."""
     text = (ROOT / "README.md").read_text()
     commands = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     commands = re.sub(r"#.*", "", commands)
-    assert not re.search(r"\b[A-Z]{4,}\b|<\w+>|git clone", commands)  # nothing to fill in
+    assert not re.search(r"\b[A-Z]{4,}\b|<\w+>|git clone", commands)  # no placeholders
     targets = re.findall(r"^make (\S+)", commands, re.MULTILINE)
     assert targets == ["demo", "test"] and "make test" in (ROOT / ".ci/run").read_text()
     makefile = (ROOT / "Makefile").read_text()
@@ -168,7 +169,7 @@ def test_pasting_sees_what_is_printed(
 
 
 def anchors(path: Path) -> set[str]:
-    """What a page's headings are called in links."""
+    """Return the link anchors of a page's headings."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -210,8 +211,8 @@ def test_every_part_has_a_place() -> None:
 
 
 def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Rows of DPO join the table on the page of benchmarks alone, one without stock's time too;
-    longest sequences have a table of their own there."""
+    """The benchmark page also shows rows of DPO, even without a stock time, and a table of longest
+    sequences."""
     results = json.loads(readme.STEPS.read_text())
     rows = [row for row in results["rows"] if row.get("work") == "GRPO" and "longest" not in row]
     rows = [row | {"work": "DPO"} for row in rows if row["tokens"] == 16384]
@@ -263,7 +264,7 @@ def test_every_page_is_in_the_menu() -> None:
 
 def test_api_has_every_public_name() -> None:
     names = re.findall(r"^::: headloss\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})  # a constant: see Batch
+    assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})  # a constant, documented in Batch
 
 
 def test_twenty_questions_have_a_page_each() -> None:

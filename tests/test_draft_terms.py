@@ -1,4 +1,4 @@
-"""Terms that read a teacher's divergences: losses of draft models against their plain formulas.
+"""Terms that read divergences from a teacher (losses of draft models) agree with plain formulas.
 
 T tokens, V vocabulary, H and H' hidden widths; q the verifier's distribution, p the draft's,
 a = sum min(p, q).
@@ -21,7 +21,7 @@ from headloss.statistics.softmax import Normalizer
 from headloss.testing import error, trained_looking
 
 T, V, H, WIDTH = 24, 53, 8, 6
-BLOCK = 4  # slots
+BLOCK = 4  # slots per block
 SCHEDULES = {
     "one_pass": hl.Options(),
     "recompute": hl.Options(schedule="recompute", chunk_tokens=5),
@@ -31,7 +31,7 @@ SCHEDULES = {
 
 
 class Setting:
-    """A draft and a verifier, some slots of whose blocks are not scored."""
+    """A draft and a verifier; some slots of the blocks are not scored."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         hidden, weight, targets = trained_looking(T, H, V, dtype)
@@ -54,7 +54,7 @@ class Setting:
         return hl.head_loss(hidden, hl.Head(weight), batch, objective, options)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """[T] with a graph: what losses are made of."""
+        """Return the [T] inputs of losses, with an autograd graph."""
         hidden, weight = self.leaves
         log_p, q = (hidden @ weight.t()).log_softmax(-1), self.q
         p, log_q = log_p.exp(), q.log()
@@ -67,14 +67,14 @@ class Setting:
         return {"a": a, "kl": kl, "rkl": rkl, "js": js, "tv": tv, "ce": ce, "top1": best.double()}
 
     def want(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The mean over scored tokens, and its gradients."""
+        """Return the mean over scored tokens, and its gradients."""
         loss = values[self.scored].mean()
         return [loss.detach(), *torch.autograd.grad(loss, self.leaves)]
 
 
 @hl.term(teacher=hl.teacher())
 def own_hybrid(stats, batch, eta=3.0):
-    """A user's own, as the documentation has it."""
+    """A user-defined term from the documentation."""
     share = (-eta * stats.acceptance).exp().detach()
     forward = stats.divergence("forward_kl")
     return share * forward + (1 - share) * stats.divergence("total_variation")
@@ -92,7 +92,7 @@ def step_means(setting: Setting, a: torch.Tensor) -> torch.Tensor:
 
 
 def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tensor:
-    """As a loop over slots; an unscored slot counts as passed and adds nothing."""
+    """Compute D-PACE by a loop over slots; an unscored slot counts as accepted and adds nothing."""
     rows, scored = ce.detach().view(-1, BLOCK), setting.scored.view(-1, BLOCK)
     weights = torch.zeros_like(rows)
     for block in range(len(rows)):
@@ -107,7 +107,7 @@ def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tens
 
 
 def losses(s: Setting):
-    """Each loss by its name: the objective, and its values [T]."""
+    """Return each loss by name: the objective, and its values [T]."""
     v, head = s.values(), s.verifier
     decay = (-s.slots.double() / 4).exp()
     beside = {"teacher_head": head}
@@ -149,7 +149,7 @@ def test_losses_are_their_formulas(name, schedule):
 @pytest.mark.parametrize("name", ["nla", "lk_lambda", "dspark", "compound"])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_kernels(name, schedule):
-    """float32, in Triton's interpreter."""
+    """Triton kernels in float32 agree with the formulas."""
     torch.manual_seed(0)
     s = Setting()
     want = s.want(losses(s)[name][1])
@@ -199,8 +199,8 @@ def test_metrics():
 
 
 def test_values_per_token():
-    """In the targets' shape and order, also of segments in another one; 0 where unscored or left
-    out."""
+    """Values per token have the targets' shape and order, even with unsorted segments, and 0 at
+    unscored or left-out tokens."""
     s, names = Setting(), ("top1", "nla/acceptance", "distillation/reverse_kl")
     term = hl.distillation(divergence="reverse_kl", teacher_head=s.verifier).where("kept")
     kept = torch.arange(T) % 4 > 0
@@ -224,7 +224,8 @@ def test_values_per_token():
 @pytest.mark.parametrize("schedule", ["held", "recompute"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_divergences_for_a_loss_outside(schedule, backend):
-    """A clamped divergence and a confidence's loss, as frameworks have them."""
+    """An outside loss can read divergences, such as a clamped divergence or a confidence loss of a
+    framework."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     torch.manual_seed(0)
     s = Setting(dtype)
@@ -275,7 +276,7 @@ def test_divergences_outside_are_refused():
 
 
 def products(objective, frozen: bool, **fields) -> float:
-    """Products of [T, H] by [H, V], forward and backward."""
+    """Count the products of [T, H] by [H, V] in forward and backward."""
     hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(96, 16)
     batch = hl.Batch(torch.zeros(64).long(), **{"teacher_hidden": torch.randn(64, 16)} | fields)
     head = hl.Head(weight.requires_grad_(not frozen))
@@ -285,7 +286,8 @@ def products(objective, frozen: bool, **fields) -> float:
 
 
 def test_several_measures_of_one_teacher_take_one_pass():
-    """Heads with one weight are one teacher; another temperature is another."""
+    """Several measures share one pass if their teacher heads have one weight and one
+    temperature."""
     weight = torch.randn(96, 16)
 
     def objective(temperature: float = 1.0):
@@ -312,7 +314,7 @@ def both_sides(raw, raw_teacher) -> tuple[Distribution, Distribution]:
 
 
 def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch.Tensor]:
-    """log a, and d log a / dz."""
+    """Return log a and d log a / dz."""
     pair = Pair(*both_sides(raw, raw_teacher), (ACCEPTANCE,))
     log_a, slope = acts.divergence(raw, raw_teacher, pair)[:, 0].t().contiguous()
     part = Divergence(raw_teacher, pair, slope[:, None], torch.ones_like(slope[:, None]), log_a)
@@ -322,7 +324,8 @@ def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("acts", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize("shift", [4.0, 16.0, 32.0, 60.0])
 def test_a_small_acceptance_keeps_its_digits(acts, shift):
-    """The draft likes one half of the vocabulary, the verifier the other, by exp(shift)."""
+    """A small acceptance keeps its digits if draft and verifier prefer different halves of the
+    vocabulary by exp(shift)."""
     columns = 3000
     sign = torch.where(torch.arange(columns) % 2 > 0, 0.5, -0.5) * shift
     raw, raw_teacher = torch.randn(3, columns) + sign, torch.randn(3, columns) - sign
@@ -349,7 +352,8 @@ def test_a_small_total_variation_keeps_its_digits(acts, step):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_nothing_from_oneself(backend):
-    """Two equal distributions, to the bit: divergences and their gradients are 0, a is 1."""
+    """For bitwise equal distributions, divergences and their gradients are 0 and the acceptance a
+    is 1."""
     s = Setting(torch.float32)
     hidden, weight = s.leaves
     head = hl.Head(weight.detach())
@@ -401,8 +405,11 @@ def test_refusals():
 @pytest.mark.parametrize("schedule", ["one_pass", "small", "recompute", "static"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_positions_share_rows_of_a_teacher(schedule, backend):
-    """Of a draft's unrolled steps, two of which read each row; not those where nothing is scored,
-    whose index may be anything. Some rows carry no gradient."""
+    """Positions of a draft's unrolled steps may share rows of a teacher.
+
+    Two steps read each row, unscored positions have an arbitrary index, and some rows have no
+    gradient.
+    """
     dtype = torch.float64 if backend == "reference" else torch.float32
     options = {
         "one_pass": {},
@@ -446,7 +453,8 @@ def test_seven_steps_make_fifteen_products():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_verifier_of_a_larger_vocabulary(backend):
-    """Its own log-sum-exp in place of the one over the draft's columns: q has a mass below 1."""
+    """A verifier of a larger vocabulary brings its own log-sum-exp, so that q sums to less than
+    1."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     torch.manual_seed(0)
     s, found = Setting(dtype), []
@@ -492,7 +500,8 @@ def test_fields_of_a_teacher_are_refused():
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_columns_beside_a_head(schedule, backend):
-    """Logits of the concatenated factors, with a gradient for each pair."""
+    """Columns beside a head give the logits of concatenated factors, with gradients of both
+    factors."""
     dtype, rank = (torch.float64 if backend == "reference" else torch.float32), 3
     torch.manual_seed(0)
     s = Setting(dtype)
@@ -526,7 +535,7 @@ def test_columns_beside_a_head(schedule, backend):
 
 
 def test_columns_beside_take_their_share_of_the_products():
-    """r = 16 beside H = 256, as 256 beside 4096: at most 3.3 products with a frozen head."""
+    """Columns of width r = 16 beside H = 256 cost at most 3.3 products with a frozen head."""
     tokens, width, rank, columns = 64, 256, 16, 96
     hidden = torch.randn(tokens, width, requires_grad=True)
     pair = tuple(torch.randn(n, rank, requires_grad=True) for n in (tokens, columns))
@@ -555,7 +564,8 @@ def test_columns_beside_are_refused():
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_likeliest_alone(backend, softcap, monkeypatch):
-    """One product, and one reading in blocks; of equal logits the first; a negative scale."""
+    """The verifier's argmax needs one product and one blockwise read; ties give the first id, even
+    at a negative scale."""
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     hidden, weight, _ = trained_looking(7, 8, 300)
     weight[[5, 200]] = 6 * hidden[3]

@@ -1,4 +1,4 @@
-"""Where batches are empty, chunks odd, and numbers at the end of their range."""
+"""Calls are correct for empty batches, odd chunk sizes, and numbers at the ends of their range."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def options(schedule: str, **given) -> hl.Options:
 
 
 def run(schedule, hidden, weight, batch, objective, **given):
-    """Loss, outputs, gradients of hidden and of weight (None for a frozen head)."""
+    """Return the output and the gradients of hidden and weight (None for a frozen head)."""
     hidden = hidden.detach().requires_grad_()
     weight = weight.detach().requires_grad_(schedule != "frozen")
     out = hl.head_loss(hidden, hl.Head(weight), batch, objective, options(schedule, **given))
@@ -40,7 +40,7 @@ def policy_fields(shape, dtype=torch.float32) -> dict[str, Tensor]:
     }
 
 
-# Every scope; the frozen schedule serves those of logp.
+# Objectives of every scope; the frozen schedule supports only logp.
 OBJECTIVES = [
     hl.cross_entropy(),
     hl.grpo() + hl.kl(estimator="k3"),
@@ -53,7 +53,7 @@ OBJECTIVES = [
 
 
 def zero(gradient: Tensor | None) -> bool:
-    """Zero, not missing."""
+    """Return True if a gradient exists and is zero."""
     return gradient is not None and bool(gradient.eq(0).all())
 
 
@@ -76,7 +76,8 @@ def test_an_empty_batch(schedule, objective):
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_nothing_scored(schedule, objective):
-    """Loss 0 and zero, not missing, gradients; NaN in what is not scored changes nothing."""
+    """Without scored tokens the loss and all gradients are 0, even with NaN at unscored
+    positions."""
     batch = hl.Batch(torch.full((2, 5), -100), **policy_fields((2, 5)))
     hidden = torch.full((2, 5, H), math.nan)
     out, dx, dw = run(schedule, hidden, torch.randn(V, H), batch, objective)
@@ -108,9 +109,9 @@ def test_nothing_scored_without_a_gradient():
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_empty_and_unscored_segments(schedule, objective):
-    """They count in the reduction, and nothing else changes; check against plain logits."""
+    """Empty and unscored segments count in the reduction, and change nothing else."""
     hidden, weight, targets = trained_looking(11, H, V, torch.float64)
-    targets[4:7] = -100  # the whole of segment 3
+    targets[4:7] = -100  # all of segment 3
     targets[0] = -100
     segments = hl.Segments.from_lengths([0, 4, 0, 3, 4, 0])
     hidden[4:7] = math.nan
@@ -119,7 +120,7 @@ def test_empty_and_unscored_segments(schedule, objective):
         value[4:7] = math.nan
     batch = hl.Batch(targets, segments, **fields)
     out, dx, dw = run(schedule, hidden, weight, batch, objective)
-    clean = hidden.nan_to_num().requires_grad_()  # plain products mix rows that they should not
+    clean = hidden.nan_to_num().requires_grad_()  # NaN would spread in plain products
     want = plain(clean, hl.Head(weight.requires_grad_()), batch, objective)
     torch.testing.assert_close(out.loss.detach(), want.loss)
     assert dx is not None and dx[4:7].eq(0).all() and dx[0].eq(0).all()
@@ -145,7 +146,7 @@ def test_an_unscored_sequence_still_counts():
 
 
 def test_the_loss_of_an_empty_segment_is_zero():
-    """Ratio 1, advantage 0: not exp(0) times what the field holds."""
+    """The loss of an empty segment is zero, whatever its field contains."""
     hidden, weight, targets = trained_looking(3, H, V, torch.float64)
     fields = {"old_logps": torch.full((3,), -1.0)}
     alone = hl.Batch(targets, hl.Segments.from_lengths([3]), advantages=torch.ones(1), **fields)
@@ -175,7 +176,7 @@ def test_one_token(schedule, objective):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_vocabulary_of_one(schedule):
-    """Nothing to decide: log-prob and entropy 0, no gradient."""
+    """A vocabulary of one token has log-prob 0, entropy 0 and no gradient."""
     batch = hl.Batch(torch.zeros(4, dtype=torch.long))
     objective = hl.cross_entropy() - hl.entropy() if schedule != "frozen" else hl.cross_entropy()
     out, dx, dw = run(schedule, torch.randn(4, H), torch.randn(1, H), batch, objective)
@@ -188,7 +189,8 @@ def test_a_vocabulary_of_one(schedule):
 @pytest.mark.parametrize("schedule", ["auto", "recompute", "frozen"])
 @pytest.mark.parametrize("objective", [OBJECTIVES[1], OBJECTIVES[2], OBJECTIVES[4]], ids=repr)
 def test_any_number_of_tokens_per_chunk(objective, schedule, chunk):
-    """One, fewer than a segment has, more than there are; under auto it serves every objective."""
+    """Every number of tokens per chunk is correct: one, fewer than a segment, more than the
+    batch."""
     hidden, weight, targets = trained_looking(17, H, V, torch.float64)
     targets[3] = -100
     batch = hl.Batch(
@@ -223,7 +225,7 @@ def test_chunks_of_a_batch_scoped_objective(chunk):
 
 @pytest.mark.parametrize("shape", [(24,), (2, 12), (2, 3, 4), (1, 24, 1), (4, 2, 3, 1)])
 def test_hidden_of_any_number_of_dimensions(shape):
-    """Each row of the last dimension is a segment; outputs come back in the targets' shape."""
+    """Hidden states may have any number of dimensions; outputs have the targets' shape."""
     hidden, weight, targets = trained_looking(24, H, V, torch.float64)
     targets[5] = -100
     hidden, targets = hidden.view(*shape, H), targets.view(shape)
@@ -258,7 +260,7 @@ def test_hidden_that_is_not_contiguous():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_padded_rows_of_a_weight(schedule):
-    """Rows beyond the vocabulary are no tokens, and get a gradient of 0."""
+    """Padded rows of a weight are no tokens, and have a gradient of 0."""
     hidden, weight, targets = trained_looking(9, H, V)
     batch = hl.Batch(targets)
     want, dx, dw = run(schedule, hidden, weight, batch, hl.cross_entropy())
@@ -286,7 +288,7 @@ def test_int32_targets(schedule):
 
 
 def test_fields_of_another_dtype():
-    """bf16 log-probs and integer advantages count at their own values."""
+    """Fields of bf16 log-probs and integer advantages are used at their exact values."""
     hidden, weight, targets = trained_looking(9, H, V)
     fields = {"old_logps": -torch.rand(9).bfloat16(), "advantages": torch.arange(9) - 4}
     out = run("one_pass", hidden, weight, hl.Batch(targets, **fields), hl.grpo())
@@ -305,7 +307,7 @@ def test_fields_of_another_dtype():
 @pytest.mark.parametrize("objective", [hl.grpo(), hl.gspo(), hl.gspo_token(), hl.gmpo()], ids=repr)
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_an_infinite_ratio_on_the_clipped_branch(schedule, objective, old):
-    """With A > 0 a large ratio is clipped: the gradient is 0, not 0 * inf."""
+    """An infinite ratio on the clipped branch (A > 0) has a gradient of 0, not NaN."""
     hidden, weight, targets = trained_looking(6, H, V)
     fields = {"old_logps": torch.full((6,), old), "advantages": torch.ones(6)}
     out, dx, dw = run(schedule, hidden, weight, hl.Batch(targets, **fields), objective)
@@ -326,8 +328,9 @@ def test_a_ratio_of_zero(objective):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
 def test_an_unlikely_target_keeps_its_digits(objective, backend):
-    """Also where no gradient of logp outweighs p(y): its element is p times a coefficient."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton's kernels run
+    """An unlikely target's gradient keeps its digits, even as p(y) times a coefficient."""
+    # Triton kernels need a GPU or the interpreter.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, targets = torch.zeros(3, 16, device=device), torch.tensor([1, 2, 7], device=device)
     hidden[:, 5] = torch.tensor([19.0, 24.0, 60.0])
     head, given = hl.Head(torch.eye(16, device=device)), hl.Options(backend=backend)
@@ -340,7 +343,7 @@ def test_an_unlikely_target_keeps_its_digits(objective, backend):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_the_sum_over_chunks_does_not_round_to_bfloat16(schedule):
-    """64 chunks of one token: a bf16 accumulator would be several times worse than one rounding."""
+    """A sum over 64 chunks of one token has the error of one bfloat16 rounding."""
     hidden, weight, targets = trained_looking(64, 16, 40, torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
     head, batch = hl.Head(weight), hl.Batch(targets)
@@ -368,7 +371,7 @@ CAPPED = {
     [("frozen", "logp"), *itertools.product(["one_pass", "recompute"], CAPPED)],
 )
 def test_what_a_soft_cap_leaves_of_large_logits(schedule, objective, seed):
-    """1 - tanh^2 of logits far beyond the cap: as many digits as one rounding of tanh leaves."""
+    """The slope 1 - tanh^2 of logits far beyond the cap keeps the digits of a rounded tanh."""
     torch.manual_seed(seed)
     hidden = (60 * torch.randn(12, 16)).requires_grad_()
     weight = torch.randn(31, 16).requires_grad_(schedule != "frozen")
@@ -384,7 +387,7 @@ def test_what_a_soft_cap_leaves_of_large_logits(schedule, objective, seed):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_large_logits(schedule):
-    """Hidden states of 1e4: the softmax is one token's, and nothing overflows."""
+    """Hidden states of 1e4 concentrate the softmax on one token without overflow."""
     hidden, weight, targets = trained_looking(8, H, V)
     objective = hl.cross_entropy() if schedule == "frozen" else hl.cross_entropy() + hl.entropy()
     batch = hl.Batch(targets)
@@ -416,11 +419,11 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
-@pytest.mark.parametrize("tokens", [12, V])  # or as many as columns
+@pytest.mark.parametrize("tokens", [12, V])  # V: as many tokens as columns
 @pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
 def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows, chunk, tokens):
-    """Their gradient is exactly 0, also where memory is not filled beforehand."""
+    """Rows without a gradient have exactly 0, whatever fresh memory contains."""
     hidden, weight, targets = trained_looking(tokens, H, V)
     advantages = torch.randn(tokens)
     advantages[rows] = 0
@@ -432,7 +435,7 @@ def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows
 
 
 def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
-    """Zero advantages, in one pass and in a sweep."""
+    """Rows with zero advantages never reach the products, in one pass or in recompute."""
     from headloss.head import products
 
     seen: list[int] = []
@@ -474,7 +477,8 @@ def test_two_runs_give_the_same_bits(schedule):
 
 @pytest.mark.parametrize("changed", ["targets", "temperature"])
 def test_what_a_later_sweep_reads_may_not_change(changed):
-    """As with PyTorch's own losses; schedules that are done in the forward pass do not mind."""
+    """Changing an input before a later sweep raises; schedules finished in the forward pass are
+    unaffected."""
     hidden, weight, targets = trained_looking(8, H, V, torch.float32)
     given = {"targets": targets.clone(), "temperature": torch.linspace(0.5, 2, 8)}
     for schedule in ("one_pass", "recompute"):
@@ -494,7 +498,7 @@ def test_what_a_later_sweep_reads_may_not_change(changed):
 
 
 def test_the_default_device_decides_nothing(tmp_path) -> None:
-    """Tensors are made where the call's are, also where a script has set another default."""
+    """Internal tensors are on the call's device, whatever the default device."""
     hidden, weight = torch.randn(6, H), torch.randn(V, H, requires_grad=True)
     targets = torch.tensor([3, -100, 5, 1, 0, 2])
     fields = policy_fields(6)

@@ -1,5 +1,5 @@
-"""Calls in two threads are equal, many calls leave nothing behind, and what is wrong on one rank of
-three is raised on all."""
+"""Calls in two threads agree, many calls leak no memory, and an error of one of three ranks is
+raised on all."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ import headloss as hl
 
 
 def records(seeds: list[int]) -> dict[int, dict[str, Any]]:
-    """Each on one rank."""
+    """Return the records of random calls, each on one rank."""
     return {seed: fuzz.run(replace(fuzz_draw.draw(seed), place=None)) for seed in seeds}
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_calls_in_two_threads_are_equal_to_calls_in_a_row(count: int) -> None:
-    """Random calls, good and bad, in two orders at once; to the bit."""
+    """Random calls, valid and invalid, give identical bits in two threads with different orders."""
     seeds = list(range(200_000, 200_000 + count // 2))
     found: dict[int, Any] = {}
 
@@ -60,7 +60,7 @@ def test_calls_in_two_threads_are_equal_to_calls_in_a_row(count: int) -> None:
 
 
 def a_step(step: int) -> None:
-    """As a training loop makes it: other lengths, coefficients, options and functions each time."""
+    """Make a training step with new lengths, coefficients, options and functions."""
     generator = torch.Generator().manual_seed(step)
     tokens, width, vocabulary = 3 + step % 17, 8, 23
 
@@ -84,7 +84,7 @@ def a_step(step: int) -> None:
         objective = objective + 0.1 * hl.gspo().over(hl.fixed_length(1 + step))
     options = hl.Options(schedule=["auto", "one_pass", "recompute"][step % 3])
     out = hl.head_loss(hidden, hl.Head(weight), batch, objective, options)
-    if step % 5:  # some losses are never differentiated
+    if step % 5:  # a fifth of the losses have no backward pass
         out.loss.backward()
     if step % 7 == 0:
         with pytest.raises(ValueError, match="targets: got"):
@@ -92,14 +92,14 @@ def a_step(step: int) -> None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 @pytest.mark.parametrize("calls", [600, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_memory_grows_with_calls(calls: int) -> None:
-    for step in range(300):  # caches of bounded size are full after that
+    for step in range(300):  # fills all bounded caches
         a_step(step)
     objects, tensors, before = tracked_objects(), live_tensors(), resident()
     for step in range(300, 300 + calls):
@@ -111,7 +111,8 @@ def test_no_memory_grows_with_calls(calls: int) -> None:
 
 
 def tracked_objects() -> int:
-    """Once each collection has ended to track one more level of the nested tuples in caches."""
+    """Count tracked objects after repeated collections, each of which untracks one level of nested
+    tuples."""
     for _ in range(8):
         gc.collect()
     return len(gc.get_objects())

@@ -1,4 +1,4 @@
-"""What users read runs: the examples."""
+"""All examples run."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def run_example(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_sft_learns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run_example("sft", capsys)
-    perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]  # type: ignore[index]
+    # Type: ignore[index].
+    perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]
     assert perplexities[0] > 500 and perplexities[-1] < 3
-    assert "of 160 tokens" in lines[-1]  # 8 rows of 24, less prompts of 4
+    assert "of 160 tokens" in lines[-1]  # 8 rows of 24 tokens minus 4 prompt tokens
 
 
 def test_gspo_packed_lowers_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +59,8 @@ def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_zero_mismatch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exactly 1 on a GPU; a CPU's own product may take another order for another size."""
+    """Ratios are exactly 1 on a GPU; CPU products may sum in a different order for a different
+    size."""
     (line,) = run_example("zero_mismatch", capsys)
     least, most = (float(line.split()[i].strip(",")) for i in (2, 4))
     near = 0 if torch.cuda.is_available() else 4e-6
@@ -72,8 +74,8 @@ def test_a_trainers_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the rest as an outcome either KL brings the student to the teacher; the forward KL of
-    the student's own top-k alone says nothing of the others."""
+    """With the remaining columns as an outcome, forward and reverse KL lead the student to the
+    teacher; the forward KL over the student's top k alone does not."""
     forward, alone, reverse, _ = (float(x.split()[-1]) for x in run_example("candidates", capsys))
     assert forward < 1.5 and reverse < 2 < alone
 
@@ -81,7 +83,7 @@ def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recommender_learns_by_either_loss(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a few steps; full cross-entropy is ahead of one negative a click."""
+    """The recommender learns in a few steps; full cross-entropy beats one negative per click."""
     monkeypatch.setattr("sys.argv", ["recommender", "--steps", "30"])
     runpy.run_path(str(ROOT / "examples" / "recommender.py"), run_name="__main__")
     full, sampled = capsys.readouterr().out.splitlines()
@@ -91,22 +93,22 @@ def test_recommender_learns_by_either_loss(
 
 
 def small_verifier():
-    """The example, and a frozen random model of 24 tokens, of which a draft has 20."""
+    """Return the example module and a frozen random model of 24 tokens; the draft has 20 tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     example = load(ROOT / "examples" / "draft_model.py")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_attention_heads=4, **sizes))
-    with torch.no_grad():  # far from uniform, and mostly by the token before
+    with torch.no_grad():  # non-uniform, mostly given by the previous token
         model.lm_head.weight.mul_(15)
         model.model.embed_tokens.weight.mul_(100)
     return example, example.Verifier(model, torch.arange(20))
 
 
 def test_a_draft_trains_on_what_it_sees_when_it_drafts() -> None:
-    """Each unrolled step is the one of a loop that has only the tokens before; and the loss is its
-    formula through logits."""
+    """A draft trains on its drafting inputs: unrolled steps equal a loop over previous tokens, and
+    the loss equals its formula from logits."""
     example, verifier = small_verifier()
     draft, steps, start = example.Draft(32), 3, 5
     ids = torch.randint(2, 20, (2, 12))
@@ -178,7 +180,7 @@ def test_parallel_learns(ranks: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_cpu_memory_contestants(capsys: pytest.CaptureFixture[str]) -> None:
-    """On sizes of no interest: every contestant runs, and those of the same work agree."""
+    """Every contestant of the CPU memory study runs, and contestants of one work agree."""
     benchmark = load(ROOT / "benchmarks" / "studies" / "cpu_memory.py")
     losses: dict[str, list[float]] = {}
     for name in benchmark.CONTESTANTS:

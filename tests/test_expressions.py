@@ -1,6 +1,6 @@
-"""Losses of frameworks that are sums of terms: each expression of docs/losses.md against a formula.
+"""Framework losses written as sums of terms (expressions of docs/losses.md) agree with formulas.
 
-The formulas are written on materialised logits in float64; loss and both gradients are compared.
+The formulas use materialised float64 logits; the loss and both gradients are compared.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from headloss.testing import trained_looking
 
 T, H, V, K = 14, 6, 31, 5
 LENGTHS = (5, 0, 6, 3)
-Formula = Callable[[Tensor], Tensor]  # of all log-probs [T, V], to a loss for each token [T]
+Formula = Callable[[Tensor], Tensor]  # from log-probs [T, V] to losses [T]
 
 
 class Data:
-    """T tokens, of which three are unscored, and every field that an expression reads."""
+    """T tokens, three of them unscored, and every field that an expression reads."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,8 @@ class Data:
         return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
 
     def theirs(self, formula: Formula, divisor: float | None = None) -> list[Tensor]:
-        """The sum over scored tokens, divided by their number or `divisor`."""
+        """Return the formula's sum over scored tokens, divided by their number or by `divisor`,
+        with gradients."""
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         values = formula((leaves[0] @ leaves[1].t()).log_softmax(-1))
         loss = values[self.scored].sum() / (divisor or int(self.scored.sum()))
@@ -80,7 +81,7 @@ def data(request: pytest.FixtureRequest) -> Data:
 
 
 def test_score_centering(data: Data) -> None:
-    """Without weights: the gradient is that of centred scores, the value is another."""
+    """Score centering without weights has the gradient of centred scores, but a different value."""
     rest = 1 - data.top.exp().sum(1)
 
     def formula(log_p: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def test_sampled_tail(data: Data) -> None:
 
 
 def test_opd_of_the_sampled_token(data: Data) -> None:
-    """MOPD: advantages of the teacher, and a mask of the sampler's ratio."""
+    """MOPD is on-policy distillation with teacher advantages and a mask on the sampler's ratio."""
     advantages = data.teacher - data.old
     w = (data.old - data.sampling).exp()
     w = torch.where((w >= 0.5) & (w <= 2.0), w, 0)
@@ -129,7 +130,7 @@ def test_opd_of_the_sampled_token(data: Data) -> None:
 
 
 def test_opd_beside_rewards(data: Data) -> None:
-    """ms-swift: teacher_kl_coef (teacher - old) in the advantages of the policy term."""
+    """ms-swift adds teacher_kl_coef (teacher - old) to the advantages of the policy term."""
     advantages = data.advantages + 0.3 * (data.teacher - data.old)
 
     def formula(log_p: Tensor) -> Tensor:
@@ -141,7 +142,8 @@ def test_opd_beside_rewards(data: Data) -> None:
 
 
 def test_several_teachers(data: Data) -> None:
-    """Two of one batch: hidden states of two widths in one field, the narrower ones padded."""
+    """A batch may have two teachers of different widths in one field, with narrower hidden states
+    padded."""
     generator = torch.Generator().manual_seed(9)
     wide, narrow = (torch.randn(V, n, generator=generator).double() for n in (5, 3))
     states = torch.randn(T, 5, generator=generator).double()
@@ -177,7 +179,7 @@ def test_rlsd_by_advantages(data: Data) -> None:
 
 
 def test_the_rest_as_one_outcome(data: Data) -> None:
-    """verl's forward_kl_topk_tail."""
+    """verl's forward_kl_topk_tail treats all other columns as one outcome."""
 
     def formula(log_p: Tensor) -> Tensor:
         p, q = data.at(log_p, data.ids), data.top
@@ -189,7 +191,8 @@ def test_the_rest_as_one_outcome(data: Data) -> None:
 
 
 def test_kdrl(data: Data) -> None:
-    """AReaL's teacher_logp: the policy loss plus the mean of log p less the teacher's."""
+    """AReaL's teacher_logp adds the mean of log p minus the teacher's log-prob to the policy
+    loss."""
 
     def formula(log_p: Tensor) -> Tensor:
         n, a = data.chosen(log_p), data.advantages
@@ -201,7 +204,8 @@ def test_kdrl(data: Data) -> None:
 
 
 def test_importance_sampling(data: Data) -> None:
-    """tinker's: the ratio times the advantage, summed; old_logps the sampler's."""
+    """tinker's importance_sampling sums ratio times advantage, with the sampler's log-probs as
+    old_logps."""
     term = hl.dppo(delta_low=1.0, delta_high=1.0, ratio_max=None, surrogate="ratio")
     fields = {"advantages": data.advantages, "old_logps": data.sampling}
 
@@ -212,7 +216,7 @@ def test_importance_sampling(data: Data) -> None:
 
 
 def test_of_roll(data: Data) -> None:
-    """kimi15 and tis."""
+    """ROLL's losses kimi15 and tis agree with their formulas."""
     fields = {"advantages": data.advantages, "old_logps": data.old}
 
     def kimi15(log_p: Tensor) -> Tensor:
@@ -229,7 +233,8 @@ def test_of_roll(data: Data) -> None:
 
 
 def test_kl_estimators(data: Data) -> None:
-    """k1, k2, k3 and the absolute value; with the gradient of k2; times the ratio."""
+    """KL estimators k1, k2, k3 and abs agree with formulas, also with the gradient of k2 and times
+    the ratio."""
     fields = {"ref_logps": data.teacher, "old_logps": data.old}
 
     def estimate(name: str, log_p: Tensor) -> Tensor:
@@ -269,7 +274,8 @@ def test_dft_and_asft(data: Data) -> None:
 
 @pytest.mark.parametrize("scale", [3.0, 1.0])
 def test_eaft_of_the_likeliest(data: Data, scale: float) -> None:
-    """The entropy of the 20 likeliest tokens, over 3 (LLaMA-Factory) or as it is (Axolotl)."""
+    """EAFT uses the entropy of the 20 likeliest tokens, divided by 3 (LLaMA-Factory) or unscaled
+    (Axolotl)."""
     alpha = 1.5
     top = hl.head_topk(data.hidden, hl.Head(data.weight), 20).logps.log_softmax(-1)
     weights = (-(top.exp() * top).sum(-1) / scale) ** alpha
@@ -284,7 +290,7 @@ def test_eaft_of_the_likeliest(data: Data, scale: float) -> None:
 
 
 def test_a_report_of_channels(data: Data) -> None:
-    """A term of coefficient 0 changes no gradient, and reports the mean of its channel."""
+    """A term of coefficient 0 changes no gradient but reports the mean of its channel."""
     channel = torch.arange(T) % 2 == 0
     batch = hl.Batch(data.y.masked_fill(~data.scored, -100), channel=channel)
     objective = hl.cross_entropy() + 0.0 * hl.cross_entropy().where("channel")
@@ -296,7 +302,7 @@ def test_a_report_of_channels(data: Data) -> None:
 
 
 def test_outliers_by_a_weight(data: Data) -> None:
-    """SkyRL: a sequence counts where all its ratios lie in two bounds; the denominator stays."""
+    """SkyRL drops sequences with a ratio outside two bounds, with an unchanged denominator."""
     low, high = 0.55, 1.6
     ratio = (data.old - data.sampling).exp()
     inside = ((ratio >= low) & (ratio <= high)) | ~data.scored

@@ -1,4 +1,5 @@
-"""A rank that raises or is killed in the middle of a call ends the other one, which says why."""
+"""If a rank raises or is killed in the middle of a call, the surviving rank ends with an
+explanation."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 from failing_ranks import SECONDS, Met
 from worlds import World, world_of
 
-LATE = 5.0  # seconds beyond the timeout, on a busy machine
+LATE = 5.0  # allowed seconds after the timeout, for a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,12 @@ def says_what_happened(met: Met, seconds: float) -> None:
 def test_a_term_that_raises_on_one_rank(world: World, over: str) -> None:
     (first, again), (raised, gone_on) = world.run(failing_ranks.fails, over, "raises")
     says_what_happened(first, SECONDS)
-    # The user's own exception, with a note of what it means for the others.
+    # The user's exception has a note about its consequences for the remaining ranks.
     assert (raised.kind, raised.message) == ("KeyError", '"a bug of the user\'s"')
     (note,) = raised.notes
     assert "the others wait for this one" in note and "cannot be used any more" in note
     assert raised.seconds < 1
-    # Caught and gone on: the group is of no use to either.
+    # After a caught error the group is unusable on both ranks.
     assert again.kind == gone_on.kind == "RankError", (again, gone_on)
     assert max(again.seconds, gone_on.seconds) < SECONDS + LATE
 

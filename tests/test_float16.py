@@ -1,4 +1,5 @@
-"""Float16 gradients of the logits: scaled so that they neither underflow nor overflow, and back."""
+"""Float16 logit gradients are scaled to avoid underflow and overflow, and scaled back at the
+end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ STEEP = {
 @pytest.mark.parametrize("verb", ["one_pass", "held", "frozen", "head_stats", "frozen stats"])
 @pytest.mark.parametrize("steep", STEEP)
 def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
-    """The gradient fits float16, and did not before it was scaled back."""
+    """A steep head's gradient fits float16, although the unscaled intermediate does not."""
     weight = (60 * torch.randn(40, 16)).half()
     hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
     batch, frozen = hl.Batch(torch.arange(12)), "frozen" in verb
@@ -40,7 +41,7 @@ def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
 def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
-    """A distillation's own temperature replaces the head's, also where coefficients are scaled."""
+    """Under float16 scaling, too, a distillation's temperature replaces the head's."""
     hidden = torch.randn(12, 16).half().requires_grad_()
     head = hl.Head((torch.randn(40, 16) / 10).half(), temperature=temperature)
     batch = hl.Batch(torch.arange(12), teacher_logits=3 * torch.randn(12, 40).half())
@@ -55,7 +56,8 @@ def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
 @pytest.mark.parametrize("upstream", [1.0, 256.0])
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 def test_tokens_of_one_target_do_not_overflow_in_float16(schedule, upstream):
-    """Their sum, before it is divided by their number, is beyond float16."""
+    """Gradients of many tokens with one target do not overflow, although their undivided sum
+    exceeds float16."""
     hidden = (100 + 20 * torch.randn(2048, 8)).half().requires_grad_()
     head = hl.Head((torch.randn(11, 8) / 100).half().requires_grad_())
     batch = hl.Batch(torch.full((2048,), 3))
@@ -85,7 +87,8 @@ def test_large_advantages_and_a_declared_upstream_gradient_stay_within_float16(u
 
 @pytest.mark.parametrize("margin", [8.0, 12.0, 15.0])
 def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
-    """Of which dlogp/dz is about 1 - p; under unlikelihood its slope is one over that."""
+    """A frozen head keeps the digits of a token near p = 1, with dlogp/dz near 1 - p and an
+    unlikelihood slope near 1 / (1 - p)."""
     hidden, weight = torch.zeros(2, 16).half(), (torch.eye(16) * 2**-6).half()
     hidden[0, 3], hidden[0, 5] = 64 * margin, -16
     head, batch = hl.Head(weight), hl.Batch(torch.tensor([3, 1]))
@@ -99,7 +102,8 @@ def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 @pytest.mark.parametrize("upstream", [65536.0, 2.0, 2**-20])
 def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):
-    """Also where chunks go by what is known before the statistics are."""
+    """A declared upstream gradient keeps float16's digits, even if chunks are scaled before
+    statistics are known."""
     hidden, weight = torch.randn(64, 16).half(), torch.randn(97, 16).half()
     head = hl.Head(weight.requires_grad_())
     batch, objective = hl.Batch(torch.randint(97, (64,))), hl.cross_entropy() / upstream
@@ -117,7 +121,7 @@ SIZES = {
     "large": lambda n: torch.full((n,), 1e3),
     "falling": lambda n: 10.0 ** torch.linspace(3, -2, n),
     "rising": lambda n: 10.0 ** torch.linspace(-2, 3, n),
-    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),  # chunks without a gradient
+    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),  # some chunks have no gradient
 }
 
 
@@ -129,7 +133,8 @@ SIZES = {
 def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
     kind, size, upstream, schedule
 ):
-    """Also where chunks of tokens come one after another, and the next has other sizes."""
+    """Advantages from 0.01 to 1000 keep float16's digits, even if successive chunks have different
+    sizes."""
     hidden, weight, targets = torch.randn(64, 16), torch.randn(97, 16), torch.randint(97, (64,))
     hidden, weight, advantages = hidden.half(), weight.half(), SIZES[size](64)
     logps = plain(hidden, hl.Head(weight), hl.Batch(targets), hl.cross_entropy()).logps.float()
@@ -140,7 +145,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
     leaf = hidden.clone().requires_grad_()
     head = hl.Head(weight.requires_grad_(schedule != "frozen"), bias=torch.zeros(97).half())
     head.bias.requires_grad_(schedule != "frozen")
-    owed = 1.0 if declared or size not in ("small", "gaps") else times  # else not in float16
+    # Otherwise not representable in float16.
+    owed = 1.0 if declared or size not in ("small", "gaps") else times
     objective = objective * (owed / times)
     (hl.head_loss(leaf, head, batch, objective, given).loss * times).backward()
     exact = plain(leaf, head, batch, objective, upstream=times).gradients
@@ -152,7 +158,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
 @pytest.mark.parametrize(("far", "digits"), [(1e-5, 0.1), (1e-4, 0.01), (3e4, 1e-3)])
 def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
-    """As docs/limits.md says; as a coefficient of the term their size keeps all digits."""
+    """Advantages far from one lose the digits stated in docs/limits.md; the term's coefficient
+    loses none."""
     hidden, weight, targets = trained_looking(64, 16, 97, torch.float16)
     weight.requires_grad_(schedule != "frozen")
     gradients = {}
@@ -171,7 +178,8 @@ def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("margin", [8.0, 12.0])
 def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):
-    """Its coefficient of logp, p / (1 - p), is large, and its gradient is not."""
+    """A token near p = 1, with a large coefficient p / (1 - p) and a small gradient, keeps other
+    tokens' digits."""
     weight, targets = torch.randn(11, 8).half(), torch.randint(11, (64,))
     hidden = 3 * torch.randn(64, 8)
     hidden[0], targets[0] = torch.linalg.pinv(weight.float())[:, 3], 3
@@ -188,7 +196,7 @@ def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weight_gradients_are_summed_in_float16(dtype, schedule):
-    """Over several blocks, of whatever size their features are."""
+    """Weight gradients are summed over several blocks for features of any size."""
     hidden = (2 * torch.randn(1000, 8)).to(dtype).requires_grad_()
     head = hl.Head(torch.randn(11, 8).to(dtype).requires_grad_())
     batch = hl.Batch(torch.arange(1000) % 11)
@@ -201,7 +209,8 @@ def test_weight_gradients_are_summed_in_float16(dtype, schedule):
 @pytest.mark.parametrize("upstream", [1.0, 2.0])
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
-    """Its weight gradient is rounded to float16 at once, with nothing to scale it back by."""
+    """A float16 adapter next to a wider weight has a correct gradient, although it is rounded to
+    float16 without a scale."""
     hidden = (10 * torch.randn(300, 8)).requires_grad_()
     a, b = (torch.randn(*shape).half().requires_grad_() for shape in ((4, 8), (11, 4)))
     head = hl.Head(torch.randn(11, 8), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
@@ -215,7 +224,7 @@ def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_float64_adapter_widens_nothing_else(dtype):
-    """Its product comes first, but the logits that the head's is added to are float32."""
+    """A float64 adapter leaves the head's logits in float32."""
     hidden = torch.randn(7, 8, dtype=dtype)
     a, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 8), (11, 4)))
     head = hl.Head(torch.randn(11, 8, dtype=dtype), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
@@ -225,7 +234,7 @@ def test_a_float64_adapter_widens_nothing_else(dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_small_weights_of_rows_of_their_own(schedule):
-    """The same where no row's bits may depend on others."""
+    """Small weights keep their digits under batch invariance."""
     looking = trained_looking(12, 32, 75, torch.float16)
     hidden, weight, targets = (tensor.to(DEVICE) for tensor in looking)
     batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
@@ -240,9 +249,10 @@ def test_small_weights_of_rows_of_their_own(schedule):
 @pytest.mark.parametrize("upstream", [1.0, 65536.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
-    """Each token weighs 1/16384: probabilities times that are nothing in float16.
+    """Token weights of 1/16384 do not underflow in float16.
 
-    The upstream gradient may be a loss scale."""
+    The upstream gradient may be a loss scale.
+    """
     hidden, weight, targets = trained_looking(12, 64, 301, torch.float16)
     batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
     hidden.requires_grad_()
@@ -251,7 +261,7 @@ def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
     out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=5))
     (upstream * out.loss).backward()
     exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream)
-    # The yardstick is the exact gradient rounded once to float16: no half of it is lost before.
+    # The yardstick is the exact gradient rounded once to float16.
     for name, leaf in (("hidden", hidden), ("weight", weight)):
         if not leaf.requires_grad:
             continue
@@ -277,7 +287,7 @@ def test_the_weight_gradient_is_summed_in_any_dtype(dtype, sums, chunk_tokens):
 
 @pytest.mark.parametrize("verb", ["head_loss", "head_stats"])
 def test_nothing_scored_in_float16(verb):
-    """There is no coefficient to scale by; on a GPU a number that stayed on the CPU raised."""
+    """A float16 call without scored tokens works, although no coefficient gives a scale."""
     hidden, weight, _ = (tensor.to(DEVICE) for tensor in trained_looking(12, 32, 75, torch.float16))
     targets = torch.full((12,), -100, device=DEVICE)
     hidden, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())

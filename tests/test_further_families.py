@@ -1,5 +1,5 @@
-"""Families of Transformers that no table has, encoder-decoders and models that see among them, in
-three calls each."""
+"""Further Transformers model families work with three calls each, including encoder-decoders and
+vision models."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def made(model_type: str) -> Any:
 
 
 def steps(model: Any, **inputs: Any) -> list[tuple[Any, ...]]:
-    """Loss, logits and gradients of three steps, the last one with a count."""
+    """Return loss, logits and gradients of three steps, the last with a token count."""
     optimizer, outcomes = torch.optim.SGD(model.parameters(), 1e-3), []
     kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
     counts = inspect.Parameter.VAR_KEYWORD in kinds
@@ -142,7 +142,7 @@ def test_z_loss_of_its_own(monkeypatch: Any) -> None:
 
 
 def test_terms_of_an_encoder_decoder() -> None:
-    """Labels lie beside its logits, and the encoder's mask says nothing of them."""
+    """Terms of an encoder-decoder use unshifted labels, independent of the encoder's mask."""
     model = made("t5")
     ids = torch.randint(2, 36, (2, 7), generator=torch.Generator().manual_seed(0))
     labels, mask = ids[:, :5].masked_fill(ids[:, :5] > 30, -100), torch.ones_like(ids)

@@ -1,4 +1,4 @@
-"""FIPO's weight of what follows a token, in plain loops of float64."""
+"""FIPO's weight of a token's future agrees with plain float64 loops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fipo_paper(
     bounds: tuple[float, float] | None = (1.0, 1.2),
     safety: float | None = 4.0,
 ) -> Loops:
-    """Of sequences of 0-dim tensors; `bounds` of the weight."""
+    """Return the paper's FIPO loss of sequences of 0-dim tensors, with `bounds` of the weight."""
 
     def of(s: Sequence) -> list[Tensor]:
         found, r = [], ratios(s)
@@ -78,7 +78,7 @@ def test_paper(name: str, per_token: bool) -> None:
 @pytest.mark.parametrize("schedule", TRAINED)
 @pytest.mark.parametrize("name", ["plain", "unclipped", "delta"])
 def test_through_the_head(name: str, schedule: str) -> None:
-    """Loss and both gradients, with unscored tokens between: they are no part of the sum."""
+    """Loss and both gradients are correct, and unscored tokens are no part of the sum."""
     term, paper = PAPERS[name]
     step = Step(seed=1)
 
@@ -98,7 +98,8 @@ def test_through_the_head(name: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("half_life", [1e-3, 1.0, 32.0, 1e4, 1e300])
 def test_discounted_sums(half_life: float) -> None:
-    """Segments of any length, among them none, one and powers of two less and more one."""
+    """Discounted sums are correct for segments of any length: 0, 1, and powers of two minus or plus
+    one."""
     lengths = [3, 0, 1, 7, 8, 9, 31, 33, 2]
     values = torch.randn(sum(lengths), dtype=torch.float64)
     found = discounted(values, hl.Segments.from_lengths(lengths), half_life)
@@ -114,13 +115,13 @@ def test_discounted_sums(half_life: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
-    """200,000 tokens: no weight of a far token overflows, and there is no loop over tokens."""
+    """A segment of 200,000 tokens is stable and fast, without a loop over tokens."""
     count = 200_000
     values = torch.full((count,), 0.5, dtype=dtype)
     start = time.process_time()
     found = discounted(values, hl.Segments.from_lengths([count]), 32.0)
     assert time.process_time() - start < 5
-    limit = 0.5 / (1 - 2 ** (-1 / 32))  # of the sum over all that follow
+    limit = 0.5 / (1 - 2 ** (-1 / 32))  # limit of the infinite sum
     torch.testing.assert_close(found[:1000], torch.full((1000,), limit, dtype=torch.float64))
     assert float(found[-1]) == 0.5
 
@@ -128,7 +129,8 @@ def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("far", [90.0, 800.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(far: float, dtype: torch.dtype) -> None:
-    """d is not clamped in the sum, F is; infinite ones of both signs give a number."""
+    """Far from the old policy F is clamped but d is not; infinite d of both signs give finite
+    results."""
     for name in ("unclipped", "plain", "delta"):
         case = make(dtype=dtype, lengths=(1, 0, 4))
         old = case.fields["old_logps"].clone()
@@ -153,7 +155,7 @@ def test_a_certain_and_an_impossible_token() -> None:
 
 
 def test_one_token_and_the_policy_itself() -> None:
-    """F of a segment of one token is d; with old_logps=CURRENT every weight is 1."""
+    """A one-token segment has F = d, and old_logps=CURRENT gives weights of 1."""
     case = make(lengths=(1, 1, 1))
     d = (case.logp - case.fields["old_logps"]).detach()
     observed = hl.fipo(weight_clip=None).observe(case.stats, case.batch)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Random calls against float64 through plain logits; bad ones have errors that name an argument."""
+"""Random calls agree with float64 plain logits; errors of invalid calls name an argument."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK = 50
 
 
 def check(first: int, count: int, **drawn: Any) -> Counter[str]:
-    """Calls of consecutive seeds; how many ended in which way."""
+    """Check calls of consecutive seeds; return the number of calls by outcome."""
     wrong, kinds = [], Counter()
     for seed in range(first, first + count):
         call = fuzz_draw.draw(seed, **drawn)
@@ -56,7 +56,7 @@ def test_more_random_calls(first: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("first", range(20_000, 20_500, BLOCK))
 def test_random_calls_on_a_gpu(first: int) -> None:
-    """Larger ones than on a CPU, some of them captured, by the backend that a GPU chooses."""
+    """Random calls on a GPU use the GPU's backend and larger sizes, and some are captured."""
     kinds = check(first, BLOCK, device="cuda")
     assert kinds["served"] > BLOCK / 2, kinds
 
@@ -79,7 +79,7 @@ drawn = functools.cache(fuzz_draw.draw)
 
 @pytest.mark.parametrize("name", fuzz_bad.SPOILS)
 def test_every_way_to_be_wrong_is_named(name: str) -> None:
-    """Each spoil, on the first random call that it fits."""
+    """Every invalid change gives an error that names it, on the first applicable random call."""
     spoil = fuzz_bad.SPOILS[name]
     for seed in range(100_000, 101_000):
         if drawn(seed).spoil is not None and spoil.fits(drawn(seed)):
@@ -92,7 +92,7 @@ def test_every_way_to_be_wrong_is_named(name: str) -> None:
 
 
 def test_a_seed_gives_one_call() -> None:
-    """The records of two runs are the same, to the bit, and the comparison says so."""
+    """A seed gives one call: records of two runs are bitwise equal."""
     once, again = records(0, 20), records(0, 20)
     assert fuzz_versions.compare(once, again) == []
     for a, b in zip(once, again, strict=True):
@@ -100,7 +100,8 @@ def test_a_seed_gives_one_call() -> None:
 
 
 def test_the_comparison_sees_what_differs() -> None:
-    """A loss, a gradient, a metric, an error's text, a missing error."""
+    """The comparison detects a different loss, gradient, metric or error text, and a missing
+    error."""
     seed = next(
         s for s in range(500) if fuzz_draw.draw(s).verb == "head_loss" and served(s, "gradients")
     )
@@ -131,7 +132,8 @@ def served(seed: int, name: str) -> bool:
 
 
 def test_what_is_drawn() -> None:
-    """Every dtype, static shapes and ways to cut a call over ranks; captured graphs of a GPU."""
+    """Random calls include every dtype, static shapes, partitions over ranks, and captured graphs
+    on a GPU."""
     for device, most in (("cpu", 0), ("cuda", 500)):
         drawn = [fuzz_draw.draw(seed, device=device) for seed in range(500)]
         kinds = Counter(kind for call in drawn for kind in (*call.kinds, call.dtype))
@@ -145,8 +147,11 @@ def test_what_is_drawn() -> None:
 def test_two_versions(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version beside one whose errors say something else, in processes of their own, two ranks
-    among its calls; beside itself; and a package that is not where it should be."""
+    """Two versions in separate processes, with calls on two ranks, are compared.
+
+    Covered: a version with different error texts, equal versions, and a package in a wrong
+    place.
+    """
     root, other, first = Path(hl.__file__).parents[1], tmp_path / "other", 9
     shutil.copytree(root / "headloss", other / "headloss")
     for path in other.rglob("*.py"):
@@ -174,7 +179,8 @@ def test_two_versions(
 
 
 def test_a_tolerance() -> None:
-    """Relative, of numbers alone; gradients of 16 bits may be one rounding apart."""
+    """A tolerance is relative and applies to numbers only; 16-bit gradients may differ by one
+    rounding."""
     about = {"call": "a", "seed": 1, "dtype": "bfloat16", "kinds": []}
     gradients = {"hidden": torch.ones(4, dtype=torch.bfloat16)}
     old = about | {"loss": torch.tensor(2.0), "gradients": gradients, "error": "A: b"}
@@ -196,7 +202,7 @@ def test_a_tolerance() -> None:
 
 
 def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call says so, and the next one has new ranks."""
+    """A hanging call is ended and reported, and the next call has new ranks."""
     call = next(c for c in map(fuzz_draw.draw, range(100)) if c.place)
     ranks = fuzz_ranks.Ranks()
     with monkeypatch.context() as patch:
@@ -209,7 +215,7 @@ def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oracle_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fuzz that passes when the library is wrong is worth nothing."""
+    """The oracle detects errors put into the library."""
     whole = hl.head_loss
 
     def scaled(hidden, head, batch, objective, options):
