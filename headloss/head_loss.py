@@ -81,7 +81,7 @@ class Output:
         """Measurements by name; empty with `Options(metrics=False)`. RuntimeError where the batch
         was changed in place since the call, and they were not read before."""
         metrics = self._measure()
-        vars(self)["_measure"] = lambda: metrics  # which keeps no batch
+        vars(self)["_measure"] = lambda: metrics  # keeps no batch alive
         return metrics
 
     def __getstate__(self) -> dict[str, object]:
@@ -246,7 +246,7 @@ def plan(
 
 
 def without_gradient(*_: object, **__: object) -> None:
-    """In place of the backward of a term's value."""
+    """The backward of a term's value, which has none."""
     raise RuntimeError(
         "out.terms: carry no gradient, out.loss alone does; a term to be trained belongs into the "
         "objective, with its coefficient: objective + 0.5 * hl.entropy()"

@@ -129,7 +129,7 @@ def head_stats(
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
-        except Exception as error:  # of which all ranks have to hear
+        except Exception as error:  # to be raised on all ranks
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):
@@ -153,7 +153,7 @@ def _named(
     measures: Mapping[str, Measure],
     plan: Plan | None = None,
 ) -> HeadStats:
-    """Of logp, lse and entropy, of candidates' log-probs and the tail's [.., K + 1] if any, and of
+    """The result from logp, lse and entropy, log-probs of candidates and the tail [.., K + 1], and
     measures in their own order."""
     logp, lse, entropy, *divergences = outputs
     stats = HeadStats(logp, lse, entropy, plan=plan)

@@ -26,7 +26,7 @@ def in_forward_mode() -> bool:
 
 
 def break_graph(verb: Callable[..., object], message: str) -> None:
-    """Has the compiler leave a function out, and say why with fullgraph=True. The public decorator
+    """Make the compiler leave a function out, and say why with fullgraph=True. The public decorator
     imports the compiler with the package."""
     verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
 
@@ -38,8 +38,8 @@ def refuse_to_be_written(placeholder: Tensor) -> None:
 
 
 def find_triton_driver() -> None:
-    """Has Triton compile the helpers of its driver, which it does on first use: without a compiler
-    on the machine it raises here, and not in the middle of a call."""
+    """Make Triton compile the helpers of its driver, as on first use: without a compiler on the
+    machine this raises here, and not in the middle of a call."""
     from triton.runtime import driver
 
     driver.active.get_current_target()

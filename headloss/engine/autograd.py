@@ -57,7 +57,7 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         call, source, result = take_up(ctx)
-        ctx.call = ctx.result = ctx.read_again = None  # who keeps the loss keeps no batch
+        ctx.call = ctx.result = ctx.read_again = None  # a loss that is kept keeps no batch alive
         assert result.weighted is not None
         scale = result.weighted.scale
         coefficients = result.coefficients
@@ -256,7 +256,7 @@ def _of_frozen_head(
 def _in_slabs(
     call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
-    """In slabs of columns: each slab of the weight gradient is written once."""
+    """The gradients, in slabs of columns: each slab of the weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
     if index is not None:  # once, and not for each slab

@@ -118,7 +118,7 @@ class Call:
 
     @property
     def groups(self) -> tuple[distributed.ProcessGroup | None, ...]:
-        """Of the vocabulary's slices, and of segments that run across ranks."""
+        """The groups of the vocabulary's slices, and of segments that run across ranks."""
         return self.shard.group, self.packed.segments.group
 
     def weighted(self) -> WeightedObjective | ExternalLoss:

@@ -38,7 +38,7 @@ class Arguments:
     terms: Term | Objective
     options: Options
     transform: Transform  # of the head, or of logits
-    group: distributed.ProcessGroup | None  # whose ranks hold slices of the vocabulary
+    group: distributed.ProcessGroup | None  # its ranks hold slices of the vocabulary
     inplace: bool = False  # the gradient may overwrite logits
     loss_fn: LossFunction | None = None  # somebody else's, in place of the objective's
 
@@ -53,7 +53,7 @@ class Arguments:
         options: Options | None,
         loss_fn: LossFunction | None = None,
     ) -> Arguments:
-        """Of a verb on hidden states; raises where there is no head, or none of this rank."""
+        """The arguments of a verb on hidden states; raises without a head of this rank."""
         check_head(head)
         head = local_head(head)
         return cls(
@@ -117,7 +117,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
         grad.shape != weight.shape
         or grad.dtype != torch.float32
         or grad.device != weight.device
-        or grad.requires_grad  # it may be the weight itself
+        or grad.requires_grad  # as the weight itself does
     ):
         raise ValueError(
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "

@@ -30,7 +30,7 @@ from .requirements import Requirements
 
 # Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
 APART = ("teacher_logits", "candidate_ids")
-OWN = (PROCESS_GROUP, torch.device)  # of which each rank has its own
+OWN = (PROCESS_GROUP, torch.device)  # each rank has its own
 NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}
 
 
@@ -89,7 +89,7 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
 def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
-    """This rank's slice for a verb on positions alone, which `check` refuses on all ranks."""
+    """This rank's slice for a verb on positions alone; errors of `check` are raised on all ranks."""
     if head.vocab_group is None:
         check()
         return WholeVocabulary(head.vocabulary)
@@ -142,7 +142,7 @@ def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
 
 
 def statistics_of(required: Requirements) -> list[str]:
-    """All that is measured, by name."""
+    """The names of all measurements."""
     measures = [str(tuple(measure)) for _, of in required.teachers for measure in of]
     return [*sorted(required.needs), *measures]
 

@@ -82,8 +82,8 @@ class PlanInputs:
 
     @property
     def slab_bytes(self) -> int:
-        """Of a slab, per token and column: its logits or, beside a teacher, its gradient and the
-        logits of a part of the tokens."""
+        """Bytes of a slab per token and column: its logits or, beside a teacher, its gradient and
+        the logits of a part of the tokens."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -137,7 +137,8 @@ def bytes_by_part(
 
 
 def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
-    """With the returned gradients; one that is summed apart is made when the logits have gone."""
+    """Bytes with the returned gradients; a gradient that is summed apart is made after the logits
+    have gone."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
     hidden = p.input_gradient * p.tokens * columns * p.element_size
     returned = p.weight_gradient and options.main_grad is None

@@ -322,7 +322,7 @@ def describe(value: object) -> str:
 def check_constant(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
-    if not -LARGEST <= value <= LARGEST:  # what a compiled graph can ask of a number that changes
+    if not -LARGEST <= value <= LARGEST:  # a question that a compiled graph can ask
         raise ValueError(f"{name}: got {value}, want a finite number")
     return value
 

@@ -20,7 +20,7 @@ from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
-ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # whose gradient comes in slabs
+ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # its gradient comes in slabs
 SHARED = "a sum of hidden gradients"
 GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
 
@@ -42,7 +42,7 @@ class BlockAccumulator:
     added to `totals`, of which the `fresh` ones hold nothing yet.
     """
 
-    by_factor = True  # which is still missing from `weights` at the end
+    by_factor = True  # the factor is missing from `weights` until the end
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class BlockAccumulator:
         if self.hidden.group is not None:  # the weight gradient hides what ranks do about it
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
-        else:  # it may take the memory of scaled features, which the weight gradient has read
+        else:  # may take the memory of scaled features, once the weight gradient has read them
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 

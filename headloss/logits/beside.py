@@ -46,7 +46,7 @@ class LogitTile(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Of all columns but `without` [n, K], and of those that gave `onto`."""
+        """The state of all columns but `without` [n, K], and of those that gave `onto`."""
         if without is not None:
             without = without - self.first
         forward = Forward(None, 0, transform, NOTHING)
@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """As of a tile; -inf where a column is not in the support of the token."""
+        """[n, K] of the columns `ids`, as of a tile; -inf outside of a token's support."""
         places, inside, _ = self.find(ids)
         z = transform(self.raw[places])
         column = ids - self.support.first
@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Of all pairs but those of the columns `without`; there is only one such tile."""
+        """The state of all pairs but those of the columns `without`; this tile is the only one."""
         support = self.support if without is None else self.find(without)[2]
         forward = Forward(self.nowhere, 0, transform, NOTHING)
         return self.acts.support_partials(self.raw, support, forward)
@@ -116,10 +116,10 @@ class SquaredSum(NamedTuple):
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> None:
-        """None: it has no gradient."""
+        """None: sum p^2 has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
-        """Of some of the tokens."""
+        """The measurement of some of the tokens."""
         return self._replace(transform=self.transform.rows(index))
 
     def add(
@@ -144,7 +144,7 @@ class Candidates(NamedTuple):
     # It is the head's own, and its share of c_prob is in the coefficients. Log-probs of another one
     # are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
-    tail: bool  # whether the rest is asked for; else its log-prob stays 0
+    tail: bool  # the rest is asked for; else its log-prob stays 0
     shard: WholeVocabulary  # this rank's slice
     own_logits = False
 
@@ -153,7 +153,7 @@ class Candidates(NamedTuple):
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
-        """Of some of the tokens."""
+        """The measurement of some of the tokens."""
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:

@@ -49,11 +49,11 @@ class RowContext(NamedTuple):
     needs: frozenset[str]  # statistics
     shard: WholeVocabulary  # this rank's slice
     all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
-    beside: tuple[Any, ...] = ()  # what is measured of the tiles as well, see `measuring`
+    beside: tuple[Any, ...] = ()  # measurements beside the statistics, see `measuring`
     products: Products = PLAIN  # for logits and dX; fixed, where a row's bits are to be its own
 
     def take(self, index: Tensor) -> RowContext:
-        """Of some of the tokens."""
+        """The context of some of the tokens."""
         return self._replace(
             targets=self.targets[index],
             transform=self.transform.rows(index),
@@ -141,7 +141,7 @@ class LogitSource:
         return self.completed(rows, measured, states), raw if keep else None
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
-        """With the measurements beside the statistics, and what their gradient takes."""
+        """The measurements with those beside the statistics, and the inputs of their gradient."""
         stats, normalizer = measured
         if PEAK in self.context.needs:
             stats.extras[PEAK] = normalizer.max_logit.clone()
@@ -186,7 +186,7 @@ class LinearLogits(LogitSource):
         context: RowContext,
         *,
         compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
-        logits_dtype: torch.dtype | None = None,  # what logits are rounded to, if anything
+        logits_dtype: torch.dtype | None = None,  # logits are rounded to; None: are not
     ) -> None:
         super().__init__(context)
         self.products = context.products
@@ -328,7 +328,7 @@ class ExpLogits(LinearLogits):
 
 
 class NarrowLogits(ExpLogits):
-    """Of a narrow head, whose tiles never leave the chip: statistics and gradients in sweeps."""
+    """Logits of a narrow head, in tiles that never leave the chip; statistics and gradients by sweeps."""
 
     on_chip = True
 

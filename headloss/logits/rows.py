@@ -20,7 +20,7 @@ Rows = slice | Tensor  # of a source's tokens
 SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
 Tensors = Sequence[Tensor | None]  # of a source, in the order of its gradients
 Gradients = list[Tensor | None]
-ALL = slice(None)  # what `is` this is not cut: that would be an operation
+ALL = slice(None)  # compared by `is`: a cut by this would be an operation
 
 
 class BackwardInputs(NamedTuple):
@@ -32,7 +32,7 @@ class BackwardInputs(NamedTuple):
     live: Tensor | None = None  # [n] bool, where those without gradient may be left out
 
     def rows(self, rows: Rows) -> BackwardInputs:
-        """Of some of them, without a tile."""
+        """The inputs of some of the tokens, without a tile."""
         return BackwardInputs(self.measured.rows(rows), self.coefficients.rows(rows))
 
 
@@ -90,7 +90,7 @@ class GradientSums(Protocol):
     """The gradients of a source's tensors, complete but for a factor."""
 
     def finish(self, factor: Tensor | None) -> Gradients:
-        """These times `factor`, in the tensors' dtypes and order."""
+        """The gradients times `factor`, in the tensors' dtypes and order."""
         ...
 
 

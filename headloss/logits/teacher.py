@@ -99,12 +99,12 @@ class DenseTeacher:
                 self.rows = SharedRows.of(batch.teacher_index, count, static)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        self.heads_own = context.transform is self.student  # whose normalizer is measured anyway
+        self.heads_own = context.transform is self.student  # the statistics have its normalizer
         # Logits and each token's row of these, until the gradient.
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Of some of the tokens."""
+        """The measurement of some of the tokens."""
         some = copy(self)
         if self.lse is not None:
             some.lse = self.lse[index]

@@ -22,7 +22,7 @@ from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, Kind]  # of fields, by name
 SAMPLE = 2  # tokens, in a segment each: enough for a pair
-OURS = ("sums over", "reads stats.")  # how errors begin that do not name the term yet
+OURS = ("sums over", "reads stats.")  # beginnings of errors without the term's name
 TABLE_ENTRIES = 256  # entries of the table
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
@@ -51,7 +51,7 @@ def reads(
     Terms that differ in weights alone (reduction, coefficient) share an entry of the table, so that
     one that is made anew in each step is traced once."""
     by_term = {}
-    how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # which has no gradients to see
+    how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # under it no gradient is seen
     for name, _, term in objective.named():
         content = replace(term, options=(), reduction=None, own_reduction=None)
         key = fingerprint(content, []), tuple(kinds.items()), how

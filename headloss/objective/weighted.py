@@ -46,7 +46,7 @@ class WeightedTerm(NamedTuple):
     weights: Tensor | float  # [T], or one for all tokens
 
     def rows(self, rows: slice) -> WeightedTerm:
-        """Of some of the tokens."""
+        """The term on some of the tokens."""
         weights = self.weights
         if isinstance(weights, Tensor) and weights.dim():
             return self._replace(weights=weights[rows])
@@ -62,7 +62,7 @@ class WeightedTerm(NamedTuple):
         view = without_poison(batch, included)
         try:
             losses = self.term(stats, view.on(stats))
-        except (AttributeError, TypeError) as error:  # it may have met a None
+        except (AttributeError, TypeError) as error:  # of a statistic that is None, maybe
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, as it read of a sample"
             )
@@ -79,7 +79,7 @@ class WeightedTerm(NamedTuple):
         return losses.sum(dtype=torch.float64) * self.weights
 
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
-        """Of the loss in closed form, times its upstream gradient."""
+        """Slopes of the loss in closed form, times its upstream gradient."""
         view = without_poison(batch, self.included(batch))
         times = self.weights
         if (factor := self.coefficient * upstream) != 1:
@@ -128,7 +128,7 @@ class Coefficients(NamedTuple):
     shares: Tensor = NOT_NEEDED  # [K] float64, each term's of its reduced value
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
-        """Of some of the tokens."""
+        """The coefficients of some of the tokens."""
         return self.map(lambda t: t[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
@@ -137,7 +137,7 @@ class Coefficients(NamedTuple):
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
     def without(self, rows: Tensor) -> Coefficients:
-        """With 0 at rows [n] bool."""
+        """The coefficients with 0 at rows [n] bool."""
         return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
 
     def live(self) -> Tensor:

@@ -41,7 +41,7 @@ class Facts:
     """The facts of a rank's call, for the others of a group."""
 
     numbers: Mapping[str, int]  # of its own, that may differ between the ranks
-    same: Mapping[str, object]  # what has to be equal, known to the host
+    same: Mapping[str, object]  # has to be equal, known to the host
     # Makes, of each rank's own numbers, tensors that have to be equal too, by the error's words.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which has to be equal too
@@ -50,7 +50,7 @@ class Facts:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Of the same call, static or not."""
+        """The key of equal calls, static or not."""
         return _checksum(self.same), *self.numbers.values()
 
 
@@ -97,7 +97,7 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    words = [1]  # it has failed; else 0, the checksums of equal facts, its own numbers
+    words = [1]  # a failure; else 0, the checksums of equal facts, the rank's own numbers
     if facts is not None:
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
@@ -182,7 +182,7 @@ NARROW = {1: torch.uint8, 2: torch.int16}
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """Of the bits of some tensors, in their order and places. Reads the device."""
+    """A checksum of the bits of some tensors, in their order and places. Reads the device."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
     flat = torch.cat([_words(tensor) for tensor in tensors])

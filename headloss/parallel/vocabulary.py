@@ -28,7 +28,7 @@ class WholeVocabulary:
 
     group: distributed.ProcessGroup | None = None
     first = 0  # column of the whole vocabulary at which this rank's slice starts
-    weight_gradient = False  # whether another rank wants one
+    weight_gradient = False  # another rank wants one
     memory = 0  # bytes of the group's smallest GPU, 0 without a group
 
     def __init__(self, vocabulary: int) -> None:
@@ -36,7 +36,7 @@ class WholeVocabulary:
         self.vocabulary = self.size = self.widest = vocabulary
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
-        """From partials of this rank's slice to those of the whole vocabulary."""
+        """Partials of the whole vocabulary, from those of this rank's slice."""
         return partials
 
     def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
@@ -60,7 +60,7 @@ class WholeVocabulary:
         return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """Of hidden states that every rank has."""
+        """Dropout of hidden states that every rank has."""
         return dropout(hidden, p)
 
 
@@ -153,8 +153,8 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """In rank order. Each rank then takes its own rows of the gradient, which is the same on
-        all."""
+        """All rows, in rank order. Each rank takes its own rows of the gradient, which is the same
+        on all."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 

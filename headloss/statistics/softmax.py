@@ -160,7 +160,7 @@ class Normalizer(NamedTuple):
     log_sum: Tensor
 
     def rows(self, rows: Tensor | slice) -> Normalizer:
-        """Of some of the tokens."""
+        """The normalizer of some of the tokens."""
         return Normalizer(*(values[rows] for values in self))
 
 
