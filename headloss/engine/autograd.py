@@ -115,8 +115,8 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
-    """The call, the source of its logits where they are made again, and what was left; RuntimeError
-    where a field that is read again is no longer what it was."""
+    """The call, the source of logits that are made again, and the forward result; RuntimeError if a
+    field that is read again was changed in place."""
     ctx.used = True
     for name, tensor, version in ctx.read_again:
         if tensor._version != version:
@@ -139,7 +139,7 @@ def backward_of_slopes(
     result: ForwardResult,
     upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
-    """Gradients from the slopes that a loss outside sends, in the caller's shape, by the names of
+    """Gradients from the slopes of a loss outside, in the caller's shape, by the names of
     `HEAD_STATISTICS`, `CANDIDATES` and a teacher's measures."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats = result.measured.stats
@@ -169,8 +169,8 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """The factor between gradients of the objective's coefficients, which hold the `stated`
-    upstream gradient and are scaled, and those that are owed; None where it is known to be one."""
+    """The factor from gradients of the objective's coefficients, with the `stated` upstream
+    gradient and the scale, to the gradients of the loss; None for a factor of one."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
@@ -182,8 +182,8 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
 
 
 def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], object]:
-    """Add the tensors that a source kept of one block to a list; return a function that builds what
-    was kept from these tensors. (What the source can compute again is left out.)"""
+    """Add the tensors of a block's tile to a list; return a function that builds the tile from
+    these tensors. (Parts that the source can compute again are left out.)"""
     if isinstance(tile, Tensor):
         tensors.append(tile)
         return next
@@ -201,7 +201,7 @@ def backward(
     coefficients: Coefficients,
     factor: Tensor | None,
 ) -> Gradients:
-    """Gradients times `factor`; `source` where the logits are made again."""
+    """Gradients times `factor`; `source` for logits that are made again."""
     plan = call.plan
     inputs = BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":
@@ -227,8 +227,8 @@ def backward(
 def _of_frozen_head(
     call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
 ) -> Gradients:
-    """dlogp/dhidden per token times the objective's slope, plus what the slopes of candidates add
-    to it."""
+    """Gradients of a frozen head: dlogp/dhidden per token times the objective's slope, plus the
+    part of the candidates' slopes."""
     sums = result.sums
     prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)

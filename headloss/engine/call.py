@@ -53,7 +53,7 @@ class Call:
 
     @property
     def open(self) -> Callable[[Tensors], LogitSource]:
-        """Makes the logits of the scored tokens."""
+        """The maker of the scored tokens' logits."""
         required = self.requirements
         support = self.scored.support
         if required.given:
@@ -76,7 +76,8 @@ class Call:
 
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
-        """Makes the sums of a source's gradient, in blocks of tokens or (given logits) tiles."""
+        """The maker of the sums of a source's gradient, in blocks of tokens or (given logits)
+        tiles."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -106,7 +107,7 @@ class Call:
 
     @property
     def scored(self) -> Packing:
-        """The scored tokens, and where in the batch they are."""
+        """The scored tokens, and their positions in the batch."""
         return self.requirements.scored
 
     @property
@@ -170,8 +171,8 @@ class Call:
 
     @property
     def read_again(self) -> list[tuple[str, Tensor, int]]:
-        """Fields that the backward pass reads again (saved, hooks might copy them), and how often
-        each was changed in place."""
+        """Fields that the backward pass reads again (saved, hooks might copy them), each with its
+        count of changes in place."""
         if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
@@ -184,7 +185,7 @@ def floor_of(sizes: Tensor) -> Tensor:
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
-    """The slope of the logits that a term (with this teacher) sees over the raw ones."""
+    """The slope of a term's logits (with this teacher) over the raw ones."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
@@ -264,7 +265,7 @@ def call_of(a: Arguments) -> Call:
 
 
 def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
-    """The requirements, this rank's slice of the vocabulary, on which its group agrees, and the
+    """The requirements, this rank's slice of the vocabulary after its group's agreement, and the
     plan."""
     if a.group is None:
         required = requirements_of(a)

@@ -210,7 +210,7 @@ def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
 
 
 def check_segments(count: int, objective: Objective) -> None:
-    """ValueError where segments do not make whole units, such as pairs."""
+    """ValueError for segments that make no whole units, such as pairs."""
     if count % (unit := objective.segments_per_unit):
         raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 
@@ -263,8 +263,8 @@ MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
-    """ValueError for a field that by its name says which tokens count, leaves a scored one out, and
-    is read by no term of this call or of one before. Reads the device for each."""
+    """ValueError for a field with a mask's name, 0 at a scored token, that no term of this call or
+    an earlier one reads. Reads the device for each."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:
@@ -300,8 +300,8 @@ def _logp(stats: Statistics, _: object) -> Tensor:
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """ValueError for a batch-scoped term that would count unscored rows as tokens, as with static
-    shapes every part that needs the whole batch does if it does not read `batch.live`."""
+    """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
+    shapes, every part on the whole batch that does not read `batch.live`."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
@@ -317,8 +317,8 @@ def check_dead_rows(
 
 
 def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
-    """ValueError for one [T] that is no finite number > 0, by its position `index` [T], None: all
-    in order. Reads the device."""
+    """ValueError for a temperature [T] that is no finite number > 0, by its position `index` [T],
+    None: all in order. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])

@@ -89,7 +89,7 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
 def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
-    """This rank's slice for a verb on positions alone; errors of `check` are raised on all ranks."""
+    """This rank's slice for a verb on positions alone; an error of `check` ends it on all ranks."""
     if head.vocab_group is None:
         check()
         return WholeVocabulary(head.vocabulary)
@@ -112,8 +112,8 @@ def shard_of_positions(
 
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
-    """Facts of a call whose segments run across ranks, each of which holds some of their tokens;
-    with the forms of each field there. Other choices (schedule, chunks) may differ."""
+    """Facts of a call with segments that run across ranks, where each rank holds some of their
+    tokens; with the forms of each field there. Other choices (schedule, chunks) may differ."""
     batch = a.batch
     if (count := len(batch.fields)) > MOST_NUMBERS:
         raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
@@ -148,8 +148,8 @@ def statistics_of(required: Requirements) -> list[str]:
 
 
 def per_segment(numbers: OwnNumbers) -> frozenset[str]:
-    """The fields that are per segment, by the forms they have on each rank: those that are not per
-    token on all. ValueError where there is no form for all."""
+    """The fields per segment, by the forms on each rank: those that are not per token on all.
+    ValueError for a field without a form for all ranks."""
     forms = {name: of_ranks for name, of_ranks in numbers.items() if name != HIGHEST}
     names = frozenset(n for n, of_ranks in forms.items() if not all(form & 1 for form in of_ranks))
     for name in sorted(names):
@@ -206,7 +206,7 @@ def _of_transform(transform: Transform) -> dict[str, object]:
 
 
 def _names(objective: Objective) -> list[tuple[object, ...]]:
-    """The names of terms, and what their teachers' adapters drop, which takes a collective."""
+    """The names of terms, and the dropout of their teachers' adapters, which takes a collective."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]
     return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
@@ -270,8 +270,8 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _spelt(value: Any) -> str:
-    """Equal text for equal fingerprints on all ranks: `repr` shows where in memory a function lies,
-    and which device is a rank's own."""
+    """Equal text for equal fingerprints on all ranks: `repr` shows a function's address and a
+    rank's own device."""
     if isinstance(value, weakref.ref):
         value = value()
     if isinstance(value, tuple):

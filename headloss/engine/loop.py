@@ -137,7 +137,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
 def of_tiles(
     call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
 ) -> Accumulator:
-    """The sums of what was held, block by block."""
+    """The sums of a held schedule's gradients, block by block."""
     sums = call.accumulator(source)
     blocks = call.plan.blocks
     inputs = BackwardInputs(result.measured, coefficients)

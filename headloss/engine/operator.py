@@ -150,7 +150,7 @@ def _(factors, constants, *_):
 
 @operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")
 def _head_stats_backward(*operands: Any) -> list[Tensor]:
-    """The gradients of those factors that are `wanted`, in their order."""
+    """The gradients of the `wanted` factors, in their order."""
     *of_call, measured, upstream, wanted = operands
     call, of_logits = _open(of_call, wanted)
     scored = call.scored

@@ -125,7 +125,7 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
-    """Choose a schedule; ValueError where an explicit one cannot serve the call."""
+    """Choose a schedule; ValueError for an explicit one that cannot serve the call."""
     p = inputs
     size = options.memory_budget
     least = inputs.token_bytes
@@ -197,7 +197,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
 def _choose(
     p: PlanInputs, options: Options, chunks: Sequence[Chunk] | None, budget: int
 ) -> tuple[Schedule, str]:
-    """A schedule, and why it is this one."""
+    """A schedule, and the reason for the choice."""
     named = options.schedule
     size = p.tokens * p.token_bytes
     most = options.chunk_tokens
@@ -261,7 +261,7 @@ def _choose(
 
 
 def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
-    """Bytes, and where they come from."""
+    """Bytes, and their origin."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
     if not (p.on_gpu and p.memory):

@@ -76,7 +76,7 @@ class PlanInputs:
 
     @property
     def hidden_sums(self) -> int:
-        """Bytes of the hidden gradient of slabs, where it is summed apart."""
+        """Bytes of the hidden gradient of slabs, if summed apart."""
         apart = self.input_gradient and self.element_size < 4
         return self.tokens * self.width * 4 if apart else 0
 

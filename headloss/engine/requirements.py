@@ -129,7 +129,7 @@ def requirements_of(a: Arguments) -> Requirements:
 
 
 def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
-    """The dtype that autocast computes in, where the arguments are what they must be."""
+    """Check the arguments; return the dtype that autocast computes in."""
     batch = a.batch
     head = a.head
     if a.verb == "plan":  # of hidden states and a head without values
@@ -155,7 +155,7 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
 
 
 def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
-    """The tensors of a call that require a gradient, where gradients are taken."""
+    """The tensors of a call that require a gradient; none without grad mode."""
 
     def wants(tensor: Tensor | None) -> bool:
         return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()

@@ -98,17 +98,17 @@ class Pairs(NamedTuple):
 
 
 def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
-    """Over the whole vocabulary, from the state of a rank's slice."""
+    """The normalizer over the whole vocabulary, from the state of a rank's slice."""
     return finish(shard.merge(partials), 1, NOTHING)[1]
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """[n] each: what was measured for the gradient of a teacher or of candidates."""
+    """[n] each: the inputs of the gradient of a teacher or of candidates."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
-    """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice that at the own."""
+    """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice the log-sum-exp."""
 
     transform: Transform  # at half the temperature
     shard: WholeVocabulary  # this rank's slice
@@ -129,7 +129,7 @@ class SquaredSum(NamedTuple):
         return logits.state(self.transform.rows(rows), state)
 
     def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
-        """[n], once all logits were added."""
+        """[n] sum p^2, after the last tile."""
         twice = normalizer_of(self.shard, state)
         peak, log_sum = normalizer
         return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
@@ -149,7 +149,7 @@ class Candidates(NamedTuple):
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> Tensor | None:
-        """[n, K + 1] of `value`, None where nothing has one."""
+        """[n, K + 1] slopes of `value`, None without any."""
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
@@ -163,7 +163,8 @@ class Candidates(NamedTuple):
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: CandidateState | None
     ) -> CandidateState:
-        """z of the columns, 0 where they are not among the logits so far, and the others' state."""
+        """z of the columns, 0 for columns outside of the tiles so far, and the state of the other
+        columns."""
         ids = self.ids[rows].long()
         transform = self.transform.rows(rows)
         z = logits.at(ids, transform)
@@ -176,7 +177,7 @@ class Candidates(NamedTuple):
         return z, others
 
     def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
-        """[n, K + 1], once all logits were added, and the rest's normalizer; `normalizer` is that
+        """[n, K + 1] log-probs after the last tile, and the rest's normalizer; `normalizer` is that
         of the head's softmax."""
         z, others = state
         peak, log_sum = normalizer

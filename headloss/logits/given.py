@@ -32,7 +32,7 @@ class View:
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:
-        """Some of the tokens."""
+        """The view of some of the tokens."""
         return View(self.logits, index if self.index is None else self.index[index])
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
@@ -137,7 +137,7 @@ class InPlaceLogits(GivenLogits):
         return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
 
     def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
-        """The gradient of coefficients that statistics were taken for."""
+        """The gradient of coefficients, after their statistics."""
         out = self._out()
         self._walk(None, out, coefficients, None, normalizer)
         return WrittenGradient(out, self.acts)

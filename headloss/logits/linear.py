@@ -91,8 +91,8 @@ class RowContext(NamedTuple):
 
 
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
-    """[K] the rows that carry a gradient, of [n] bool, ascending; None where it does not pay to
-    leave the others out (their coefficients are 0). `count`: their number, if under way."""
+    """[K] the rows that carry a gradient, of [n] bool, ascending; None if leaving out the others
+    (with coefficients of 0) does not pay. `count`: the number K, if under way."""
     if live is None:
         return None
     most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
@@ -150,8 +150,8 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """dL/draw of a tile's rows that carry a gradient. All rows' is queued before the host reads
-        how many these are: the products follow at once."""
+        """dL/draw of a tile's rows that carry a gradient. That of all rows is queued before the
+        host reads the number: the products follow at once."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         count = None if live is None else HostCopy(live.sum(0, keepdim=True))
@@ -224,14 +224,15 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """The same for an act whose product has to add the bias of these columns."""
+        """The arguments of an act with a product of its own, which adds the bias of these columns."""
         if self.bias is None:
             return arguments
         transform = replace(arguments.transform, bias=self.bias[columns])
         return arguments._replace(transform=transform)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """The widest product comes last: it hides what it adds to."""
+        """Raw logits; the widest product comes last, since its time hides the reading of the
+        others."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             out = self.products.logits(features[rows], weight[columns], out).to(self.dtype)
@@ -285,7 +286,7 @@ class ExpLogits(LinearLogits):
         return LogitGradient(gradient, rows, columns)
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
-        """The candidates' columns, where they carry a gradient; nothing else is beside."""
+        """The candidates' columns, if they carry a gradient; no other measurement is beside."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -295,8 +296,8 @@ class ExpLogits(LinearLogits):
     def _of_terms(
         self, rows: slice, inputs: BackwardInputs, exp_tile: ExpTile, backward: Backward
     ) -> LogitGradient:
-        """Everything but the products is queued before the host reads how many rows there are, and
-        most of it runs meanwhile: the products follow at once."""
+        """dL/draw from exp logits. All but the products is queued before the host reads the number
+        of rows, and most of it runs meanwhile: the products follow at once."""
         acts = self.acts
         x = self.features[0][rows]
         live = inputs.live
@@ -328,7 +329,7 @@ class ExpLogits(LinearLogits):
 
 
 class NarrowLogits(ExpLogits):
-    """Logits of a narrow head, in tiles that never leave the chip; statistics and gradients by sweeps."""
+    """Logits of a narrow head, in tiles that never leave the chip; all results come from sweeps."""
 
     on_chip = True
 

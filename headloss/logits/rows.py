@@ -102,7 +102,7 @@ class Accumulator(GradientSums, Protocol):
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:
-    """Each vector made from a list of those that others have in its place."""
+    """Measurements of several blocks as one, each vector by `make` of the blocks' vectors."""
     stats = [m.stats for m in several]
     named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
     beside = {key: make([s.extras[key] for s in stats]) for key in stats[0].extras}

@@ -95,8 +95,8 @@ class SupportLogits(LinearLogits):
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
     ) -> PairGradient:
-        """dL/draw of pairs; a mean logit is that of the support, where an objective takes it over
-        the whole model's columns."""
+        """dL/draw of pairs; the mean logit is that of the support, in place of the whole model's
+        columns."""
         backward = self.context.backward(rows, columns, inputs)
         slopes = inputs.coefficients.extras
         support = self._window(rows, columns)

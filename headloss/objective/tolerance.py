@@ -66,7 +66,7 @@ def least(mass: Tensor, share: float) -> Tensor:
 
 @dataclass(eq=False)
 class Tolerance:
-    """Takes a chunk's least rows out of its gradient, and counts them."""
+    """The rows that carry almost no gradient: taken out of a chunk's gradient, and counted."""
 
     share: float  # of a chunk's mass that may be left out; with 0 nothing is looked at
     transform: Transform  # of all tokens' logits
@@ -78,8 +78,8 @@ class Tolerance:
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
     ) -> Coefficients:
-        """The gradient of the tokens `rows` without the least of them. `scale` is what its
-        coefficients were multiplied by against underflow."""
+        """The gradient of the tokens `rows` without the least of them. `scale` is the factor of its
+        coefficients against underflow."""
         if not self.share:
             return gradient
         mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)

@@ -70,7 +70,7 @@ class WeightedTerm(NamedTuple):
         return losses if included is None else torch.where(included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[] float64, what these tokens add to the term's reduced value."""
+        """[] float64, these tokens' share of the term's reduced value."""
         losses = self.losses(stats, batch)
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
@@ -90,7 +90,7 @@ class WeightedTerm(NamedTuple):
         return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
     def per_token(self, stats: Statistics, batch: PackedBatch) -> dict[str, Tensor]:
-        """[T] what the term reports of tokens, 0 where it is restricted, by "term/metric"."""
+        """[T] the term's reports of tokens, 0 where it is restricted, by "term/metric"."""
         included = self.included(batch)
         values = dict[str, Tensor]()
         for name, o in observed(self.term, stats, batch).items():
@@ -266,7 +266,7 @@ def power_of_two(coefficients: list[Tensor]) -> Tensor:
 
 
 def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
-    """d total / d input, for those inputs that the total depends on."""
+    """d total / d input, for inputs that the total depends on."""
     if not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
@@ -311,7 +311,7 @@ def bind(
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
-    """ValueError or TypeError where the weights of a term cannot be found out."""
+    """ValueError or TypeError for a term without weights on this batch."""
     for name, _, term in objective.named():
         field = term.kept_field
         for one in {*term.weight_fields, field} & kinds.keys():

@@ -123,7 +123,7 @@ def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[in
 def _explained(
     role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
 ) -> Exception:
-    """The error that follows, after the ranks have told each other of theirs."""
+    """The error of the call, after an exchange of all ranks' errors."""
     read = {} if facts is None else {"check_ranks": [facts.check], "targets": facts.counts}
     same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **read}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)

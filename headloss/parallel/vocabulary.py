@@ -40,7 +40,7 @@ class WholeVocabulary:
         return partials
 
     def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
-        """The statistics that follow from partials of this rank's slice."""
+        """The statistics of the whole vocabulary, from partials of this rank's slice."""
         return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class WholeVocabulary:
         return values, ids
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """[N, H] hidden states of all positions, from those that each rank was given."""
+        """[N, H] hidden states of all positions, from each rank's own."""
         return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
