@@ -224,7 +224,7 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """The arguments of an act with a product of its own, which adds the bias of these columns."""
+        """The arguments of an act with its own product, which adds the bias of these columns."""
         if self.bias is None:
             return arguments
         transform = replace(arguments.transform, bias=self.bias[columns])
