@@ -47,11 +47,10 @@ VALUES: dict[str, Callable[[Any], Tensor]] = {
 class DraftHeads:
     """Heads of a draft and of its verifier, read while their parameters are whole."""
 
-    def __init__(self, draft: nn.Module, verifier: Any, markov: Any = None) -> None:
-        self.draft, self.verifier = draft, verifier  # a module, or of the verifier a head
+    def __init__(self, draft: Any, verifier: Any, markov: Any = None) -> None:
+        self.draft, self.verifier = draft, verifier  # modules, or heads
         self.markov: nn.Linear | None = markov  # from features [.., r] to a bias [.., V]
-        of_verifier = verifier if isinstance(verifier, Head) else Head.of(verifier)
-        self._heads = Head.of(draft), of_verifier
+        self._heads = tuple(h if isinstance(h, Head) else Head.of(h) for h in (draft, verifier))
 
     @property
     def width(self) -> int:
