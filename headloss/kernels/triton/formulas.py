@@ -106,7 +106,7 @@ def transformed(raw, z, outer):
     x = raw.to(tl.float32)
     if z.inner is not None:
         x, _ = tanh_and_slope(x * z.inner)
-    if not z.same:
+    if z.same is None:
         x = x * outer
     return x
 

@@ -71,7 +71,7 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     width = v - block * BN
     columns = tl.arange(0, BN)
     z = biased(z, of.z, block * BN + columns, v)
-    if not of.z.same:
+    if of.z.same is None:
         z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
     if of.flags.mean:

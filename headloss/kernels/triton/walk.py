@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference o
 @triton.jit
 def logits_of(raw, inside, z, outer):
     """z, and -inf outside of the row (where `raw` is that already)."""
-    if z.same:
+    if z.same is not None:
         return raw.to(tl.float32)
     else:
         return tl.where(inside, transformed(raw, z, outer), float("-inf"))
