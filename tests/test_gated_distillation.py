@@ -1,5 +1,5 @@
-"""`sdar` and `rlsd_shaped`: what a teacher's log-probs of sampled tokens weigh, by the formulas of
-the papers."""
+"""`sdar` and `rlsd_shaped` weight a teacher's log-probs of sampled tokens by the papers'
+formulas."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sdar(beta: float) -> None:
 
 
 def of_gap(gap: float, logp: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The value and the slope of one token."""
+    """Return the value and the slope of one token."""
     leaf = torch.tensor([logp], dtype=dtype, requires_grad=True)
     teacher = torch.tensor([gap + logp], dtype=dtype)
     batch = PackedBatch(torch.zeros(1).long(), Segments.rows(1, 1), {"teacher_logps": teacher})
@@ -58,7 +58,7 @@ def of_gap(gap: float, logp: float, dtype: torch.dtype) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sdar_of_gaps_of_any_size(dtype: torch.dtype) -> None:
-    """A gate of 0 or 1 is a number; so is a gap to what has no mass at all."""
+    """SDAR is finite for gates of 0 and 1, and for a gap to a token without probability."""
     assert of_gap(-800.0, -1.0, dtype) == (0.0, 0.0)
     value, slope = of_gap(799.0, -800.0, dtype)
     assert (value, slope) == (799.0, -1.0)
@@ -100,7 +100,7 @@ def test_sdar_is_checked() -> None:
 
 
 def shaped(fields, old: Tensor, mix: float, epsilon: float, negative_only: bool) -> Tensor:
-    """[T], by the paper's formula, token by token."""
+    """Return shaped advantages [T] by the paper's formula, token by token."""
     values = []
     for a, q, o in zip(fields["advantages"], fields["teacher_logps"], old, strict=True):
         w = math.exp(float(a.sign()) * float(q - o))
@@ -136,7 +136,7 @@ def test_rlsd_shaped(name: str, clipped: bool) -> None:
 
 
 def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
-    """With CURRENT the factor is of this call's log-probs, and has no gradient."""
+    """With old_logps=CURRENT the factor uses this call's log-probs, without gradient."""
 
     def formula(log_p, targets, fields) -> Tensor:
         logp = of_targets(log_p, targets)
@@ -152,7 +152,8 @@ def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
 
 @pytest.mark.parametrize("far", [800.0, math.inf])
 def test_rlsd_shaped_never_turns_a_sign(far: float) -> None:
-    """Teachers of any size: the factor is within its bounds, and 0 stays 0."""
+    """`rlsd_shaped` never changes a sign: for any teacher the factor is within its bounds, and 0
+    stays 0."""
     case = problem()
     case.fields["teacher_logps"] = case.fields["teacher_logps"].clone()
     case.fields["teacher_logps"][::3] = -far

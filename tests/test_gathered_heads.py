@@ -1,4 +1,4 @@
-"""What the errors advise for DTensors gives the exact gradient, and a plain gather does not."""
+"""The remedy in DTensor errors gives the exact gradient, and a plain gather does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Given logits where they lie: the kernel, slopes known beforehand, and whole calls."""
+"""Given logits are differentiated in place: the kernel, declared slopes, and whole calls are
+correct."""
 
 from __future__ import annotations
 
@@ -76,8 +77,8 @@ SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.flo
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
 def test_both_walks_in_one_launch(n, v, dtype, name, shape):
-    """In place: statistics, and a gradient whose entropy part the kernel completes; rows whole or
-    in parts."""
+    """One launch gives correct statistics and the in-place gradient, including the entropy's part,
+    for whole or split rows."""
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)
@@ -100,7 +101,7 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
 @pytest.mark.parametrize("which", ["tp", "tpeu"])
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows"])
 def test_rows_that_stay_in_shared_memory(name, which):
-    """Both walks on a copy of each row; equal largest logits, and rows that are not read."""
+    """Rows kept in shared memory are correct, with equal largest logits and skipped rows."""
     n, v, dtype = 4, 2064, torch.bfloat16
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3], raw[0, :16] = -math.inf, raw[0].max()
@@ -125,7 +126,8 @@ def test_rows_that_stay_in_shared_memory(name, which):
 
 @pytest.mark.parametrize("which", ["tp", "t", "p", "tpe", "tpu"])
 def test_two_launches(which):
-    """A slice of the vocabulary that starts at column 40, rows in another order, other memory."""
+    """Two launches are correct on a vocabulary slice from column 40, with reordered rows and
+    separate output."""
     n, v, first, transform = 4, 97, 40, transforms(4)["capped rows"]
     targets = torch.tensor([41, 3, 136, 40 + v], device=DEVICE)
     order, c = torch.tensor([2, 0, 5, 3], device=DEVICE), coefficients_of(n, which)
@@ -164,7 +166,8 @@ def test_dead_rows_are_not_read_and_get_zeros():
 
 
 def test_rest_keeps_its_digits():
-    """A nearly certain token, equal largest logits, and a row whose mass is in its last column."""
+    """The remaining probability keeps its digits for a nearly certain token, equal largest logits,
+    and mass in the last column."""
     raw = torch.full((3, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = raw[1, 71] = 0.0
@@ -295,7 +298,8 @@ CLIPPED = [
 
 @pytest.mark.parametrize("objective", CLIPPED, ids=repr)
 def test_what_is_known_beforehand_is_the_gradient(objective):
-    """Ratios on both sides of every bound, at 1, and beyond the clamp."""
+    """Declared slopes equal autograd's gradient for ratios on both sides of every bound, at 1, and
+    beyond the clamp."""
     batch, inside = packed()
     objective = Objective.of(objective)
     assert has_slopes(objective, inside.kinds())
@@ -304,7 +308,7 @@ def test_what_is_known_beforehand_is_the_gradient(objective):
     bound = torch.ones((), requires_grad=True)
     bound.clamp(max=1.0).backward()
     if "epsilon_low=0.0" in repr(objective) and not bound.grad:
-        logp[:20] += 1e-3  # from torch 2.14 on a clamp has no gradient at its bound
+        logp[:20] += 1e-3  # since torch 2.14 a clamp has no gradient at its bound
     logp[20:30] += 30
     logp[30:40] -= 30
     stats = Statistics(
@@ -350,7 +354,7 @@ OBJECTIVES = [
 
 
 def problem(dtype, layout=lambda t: t):
-    """[3, 7] positions, two of them unscored and poisoned; logits as `layout` cuts them."""
+    """Return logits of [3, 7] positions in a `layout`, two positions unscored and NaN."""
     torch.manual_seed(1)
     whole = 2 * torch.randn(3, 8, V)
     whole[..., 5] += 4
@@ -392,8 +396,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_logits_loss(objective, inplace, shift):
-    """Against float64, with poison at unscored positions and an upstream gradient of 2: every
-    objective in every dtype and in every layout."""
+    """`logits_loss` agrees with float64 for every objective, dtype and layout, with NaN at unscored
+    positions and an upstream gradient of 2."""
     turn = shift + OBJECTIVES.index(objective)
     layout, dtype = list(LAYOUTS)[turn % 3], DTYPES[shift]
     leaf, clean, batch = problem(dtype, LAYOUTS[layout])
@@ -423,7 +427,7 @@ def test_logits_loss(objective, inplace, shift):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=repr)
 def test_the_gradient_outlives_the_logits(objective, backend):
-    """Where it was written in the forward pass, in memory of its own."""
+    """The gradient survives the logits if the forward pass writes it to separate memory."""
     leaf, clean, batch = problem(torch.float32, LAYOUTS["packed"])
     work = LAYOUTS["packed"](leaf * 1)
     logits = weakref.ref(work.untyped_storage())
@@ -431,7 +435,7 @@ def test_the_gradient_outlives_the_logits(objective, backend):
     out = hl.logits_loss(work, batch, objective, options=options)
     assert out.plan.in_place == (backend == "triton") and logits() is not None
     del work
-    gc.collect()  # of what Triton's interpreter leaves
+    gc.collect()  # frees objects of Triton's interpreter
     assert logits() is None
     (2 * out.loss).backward()
     _, exact = by_autograd(clean, batch, objective, torch.float64)
@@ -442,7 +446,8 @@ def test_the_gradient_outlives_the_logits(objective, backend):
 @pytest.mark.parametrize("options", [{}, {"upstream": 1.0}, {"static": True}], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_triton_is_reference(objective, options):
-    """Loss, statistics and metrics; declared upstream gradients and static shapes."""
+    """Triton and reference agree in loss, statistics and metrics, with declared upstream gradients
+    and static shapes."""
     found = []
     for backend in ("reference", "triton"):
         leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
@@ -508,7 +513,7 @@ def test_two_runs_give_the_same_bits():
 
 def test_who_needs_overwritten_logits_is_told():
     leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
-    work = LAYOUTS["packed"](leaf).tanh()  # saves its output
+    work = LAYOUTS["packed"](leaf).tanh()  # tanh saves its output
     options = hl.Options(backend="triton")
     out = hl.logits_loss(work, batch, OBJECTIVES[0], inplace=True, options=options)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -529,7 +534,7 @@ def test_logits_without_unit_stride_take_the_other_path():
 @pytest.mark.parametrize("index", [None, [5, 0, 22, 13]])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
 def test_offsets_of_more_dimensions(order, index):
-    """Of logits [a, b, c, V] that no flat view has, to where each token's row begins."""
+    """Logits [a, b, c, V] without a flat view have correct row offsets."""
     whole = torch.arange(2 * 3 * 4 * 48).view(2, 3, 4, 48)
     logits = whole.permute(*order, 3)[..., :5]
     positions = torch.arange(24) if index is None else torch.tensor(index)
@@ -566,7 +571,7 @@ def test_static_calls_can_be_captured():
 
     def run(z):
         out = hl.logits_loss(z, batch, OBJECTIVES[1], inplace=True, options=options)
-        # Detached: what keeps a graph alive ties its leaves to the stream that it was made on.
+        # Detached, because a live graph ties its leaves to the stream of its creation.
         return out.loss.detach(), torch.autograd.grad(out.loss, z)[0]
 
     pristine = LAYOUTS["packed"](leaf).detach()
@@ -586,7 +591,7 @@ def test_static_calls_can_be_captured():
 
 @pytest.mark.parametrize("acts", [twins, triton_backend], ids=["twins", "triton"])
 def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
-    """A batch's targets are columns of the whole vocabulary, of which a rank has a slice."""
+    """A slice's statistics are correct for targets outside the rank's slice."""
     raw, targets = tile(4, 16, torch.float32), torch.tensor([3, 20, 31, 9], device=DEVICE)
     order = SimpleNamespace(index=None, live=None, unscored=None)
     shard = WholeVocabulary(raw.shape[-1])
@@ -598,8 +603,8 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter minutes")
 def test_many_rows_in_turn():
-    """More rows than fit at once, some dead, a ragged end; the same bits twice, and when replayed
-    from a CUDA graph."""
+    """Many rows with unscored ones and a ragged end give identical bits twice, and in a CUDA
+    graph."""
     n, v, transform = 3000, 20011, Transform(softcap=9.0)
     raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
     live = torch.arange(n, device=DEVICE) % 7 != 3
@@ -620,7 +625,7 @@ def test_many_rows_in_turn():
     assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
     stats, normalizer = exactly(named, of_some, 0, transform)
-    own = c.map(lambda t: t[some])  # run() goes on with all of them
+    own = c.map(lambda t: t[some])  # run() needs the coefficients of all tokens
     own = own._replace(prob=own.prob + own.entropy * stats.entropy)
     oracle = oracle_gradient(named, of_some, 0, transform, normalizer, own)
     assert error(gradient[some], oracle) <= EPS[torch.bfloat16] + 3e-6

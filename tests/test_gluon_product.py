@@ -1,4 +1,4 @@
-"""The product whose epilogue overlaps, against the kernel that it stands in for."""
+"""The product kernel with an overlapping epilogue agrees with the plain kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cases(n: int, v: int) -> dict[str, Transform]:
 
 
 def products(monkeypatch, given, needs, *, hold: bool):
-    """Partials and terms of the overlapping kernel, then of the plain one."""
+    """Return partial statistics and exp tiles of the overlapping and the plain kernel."""
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
@@ -59,9 +59,9 @@ def products(monkeypatch, given, needs, *, hold: bool):
 @pytest.mark.parametrize(
     ("n", "h", "v", "dtype"),
     [
-        (5, 72, 300, torch.bfloat16),  # less than a tile, and no whole slices
+        (5, 72, 300, torch.bfloat16),  # smaller than a tile, with ragged slices
         (300, 512, 1000, torch.float16),
-        (2500, 1024, 20000, torch.bfloat16),  # programs with a dozen tiles
+        (2500, 1024, 20000, torch.bfloat16),  # a dozen tiles per program
     ],
 )
 def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, needs, hold):
@@ -77,7 +77,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     torch.testing.assert_close(found.max_logit, expected.max_logit, rtol=close, atol=20 * close)
     assert torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.sumexp_m1, expected.sumexp_m1, rtol=1e-5, atol=0)
-    # Caps and biases move each logit's last bits, and with them each term of the spread.
+    # Caps and biases change the last bits of logits, and thus of all terms.
     exact = transform in ("plain", "rows", "scaled")
     terms_of_spread = 1e-3 if exact else 1e-5 * (1 + expected.sumexp_m1)
     for name, atol in (("entropy_sum", terms_of_spread), ("logit_sum", 1e-2)):
@@ -85,7 +85,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
         assert (mine is None) == (other is None)
         if mine is not None:
             assert ((mine - other).abs() <= 1e-5 * other.abs() + atol).all(), name
-    if hold:  # exponents may round to the other side
+    if hold:  # exp tiles may differ by one rounding
         torch.testing.assert_close(terms.exp_logits, others.exp_logits, rtol=2**-7, atol=0)
         if transform == "plain":
             assert (terms.exp_logits != others.exp_logits).float().mean() < 1e-3
@@ -105,7 +105,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     ],
 )
 def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
-    """The gradient that is written out of the product, but for its rounding."""
+    """Slabs of the gradient agree between the two kernels, up to rounding."""
     x = torch.randn(n, h, device=DEVICE).to(dtype)
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = torch.randint(v, (n,), device=DEVICE)
@@ -142,7 +142,7 @@ def test_a_scale_below_zero_is_for_the_plain_kernel(monkeypatch):
 
 def test_everywhere_else_the_plain_kernel_serves(monkeypatch):
     assert not triton_product.overlaps(torch.device("cpu"))
-    gpu, overlaps = torch.device("cuda", 0), triton_product.overlaps.__wrapped__  # what it keeps
+    gpu, overlaps = torch.device("cuda", 0), triton_product.overlaps.__wrapped__  # without cache
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     for capability, served in {(9, 0): True, (8, 0): False, (10, 0): False}.items():

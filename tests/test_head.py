@@ -1,4 +1,4 @@
-"""Head: its formula, its errors, and reading it out of torch and PEFT modules."""
+"""`Head` has the documented formula and errors, and reads torch and PEFT modules."""
 
 from __future__ import annotations
 
@@ -149,12 +149,12 @@ def test_bad_hidden(head, hidden, error, message):
 def test_validate_accepts():
     Head(WEIGHT).validate(HIDDEN.float(), compute_dtype=torch.bfloat16)
     Head(WEIGHT, temperature=BIAS).validate(HIDDEN, token_shape=torch.Size([V]))
-    # A slice of the vocabulary may hold fewer rows than the whole.
+    # A vocabulary slice may have fewer rows than the vocabulary.
     assert Head(WEIGHT, vocab_size=100, vocab_mesh_dim="tp").vocab_size == 100
 
 
 class Packed(nn.Parameter):
-    """As 4-bit parameters are: a class of its own that poses as a floating dtype."""
+    """A parameter like 4-bit parameters: a separate class with a floating dtype."""
 
 
 def test_quantised_parameter_class():
@@ -243,7 +243,7 @@ def test_unknown_modules_are_refused_by_name():
 
 
 def test_a_hook_on_the_lookup_of_a_tied_embedding_changes_nothing():
-    """As `enable_input_require_grads` registers it."""
+    """A hook on a tied embedding's lookup (`enable_input_require_grads`) changes nothing."""
     embedding, hidden = nn.Embedding(V, H).double(), draw(5, H)
     embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
     torch.testing.assert_close(Head.of(embedding).logits(hidden), hidden @ embedding.weight.T)
@@ -275,7 +275,7 @@ class Model(nn.Module):
 
 
 def wrap(method: str = "LoraConfig", target: str = "lm_head", **options):
-    """A model whose head carries adapters with random factors."""
+    """Return a model with adapters on the head, with random factors."""
     peft = pytest.importorskip("peft")
     if method == "LoraConfig":
         options = {"r": R, "lora_alpha": 7, "init_lora_weights": False, **options}
@@ -284,7 +284,7 @@ def wrap(method: str = "LoraConfig", target: str = "lm_head", **options):
 
 
 def assert_same(model, module=None, adapters: int | None = None) -> Head:
-    """The head's logits, and every gradient, are those of PEFT's own forward."""
+    """Check that the head's logits and all gradients equal those of PEFT's forward."""
     module = model.base_model.model.lm_head if module is None else module
     grads = []
     head = Head.of(module)
@@ -327,7 +327,7 @@ def test_rank_stabilised():
 
 def test_dropout():
     model = wrap(lora_dropout=0.4)
-    head = assert_same(model.train(), adapters=1)  # the same seed draws the same mask
+    head = assert_same(model.train(), adapters=1)  # equal seeds draw equal masks
     assert head.lora[0].dropout == 0.4
     torch.manual_seed(3)
     features = head.lora[0].features(HIDDEN)
@@ -398,7 +398,7 @@ def test_adapters_in_float32_over_a_bfloat16_weight():
 def test_lora_on_a_tied_embedding():
     model = wrap(target="embed_tokens")
     layer = model.base_model.model.embed_tokens
-    effective = layer(torch.arange(V))  # [V, H], by PEFT's own forward
+    effective = layer(torch.arange(V))  # [V, H], by PEFT's forward
     head = Head.of(layer)
     torch.testing.assert_close(head.logits(HIDDEN), HIDDEN @ effective.T)
     factors = [layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]]

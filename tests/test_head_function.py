@@ -1,4 +1,4 @@
-"""`head_function` against float64 through plain logits: one pass, held and recompute.
+"""`head_function` agrees with float64 plain logits under one pass, held and recompute.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -18,7 +18,7 @@ from headloss.head import products
 from headloss.testing import trained_looking, within_budget
 
 B, L, H, V = 4, 5, 8, 37
-OUT = ([0, 2, 3], [4, 0, 3])  # positions that are not scored
+OUT = ([0, 2, 3], [4, 0, 3])  # unscored positions
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -32,7 +32,7 @@ def problem(dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def losses() -> dict[str, Loss]:
-    """As frameworks write them: padded rows, a mask, old log-probs and advantages of their own."""
+    """Return losses like those of frameworks: padded rows, a mask, old log-probs and advantages."""
     _, _, targets = problem()
     generator = torch.Generator().manual_seed(2)
     mask = (targets != -100).double()
@@ -75,7 +75,7 @@ def run(dtype, verb, trained=("hidden", "weight")):
 
 
 def exact(loss: Loss, dtype, source=torch.float64):
-    """From leaves of `source`, in `dtype`."""
+    """Compute the exact results from leaves of dtype `source`, in `dtype`."""
 
     def verb(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return by_logits(hidden.to(dtype), weight.to(dtype), targets, loss)
@@ -125,7 +125,7 @@ def test_against_float64(monkeypatch, name, separable, options, schedule, dtype)
 
 
 def test_float16():
-    """Scaled by what is known of all tokens, whatever is declared."""
+    """Float16 gradients are scaled for all tokens, whatever is declared."""
     loss = losses()["token"]
 
     def verb(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_float16():
 
 @pytest.mark.parametrize(("separable", "chunks"), [("token", 6), ("sequence", 4), (None, 1)])
 def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
-    """Each logit once, each chunk's loss once and all of it once."""
+    """Each logit is computed once; the loss runs once per chunk and once on all tokens."""
     count, calls, inner = {"logits": 0}, [], products.PLAIN.logits
 
     def counted(*args, **options):
@@ -167,7 +167,8 @@ def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
 
 
 def test_what_it_catches():
-    """A tensor with a gradient gets it, or is refused; one without is a constant."""
+    """Tensors in the loss's closure get their gradient or are refused; tensors without gradient are
+    constants."""
     hidden, weight, targets = problem()
     head, batch = hl.Head(weight), hl.Batch(targets)
     x = hidden.nan_to_num(0).requires_grad_()
@@ -221,7 +222,8 @@ def test_what_is_refused():
     loss = losses()["token"]
 
     def call(fn: object, separable: object = "token", **options: object) -> Tensor:
-        return hl.head_function(x, head, batch, fn, separable, hl.Options(**options))  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        return hl.head_function(x, head, batch, fn, separable, hl.Options(**options))
 
     with pytest.raises(ValueError, match="separable: got 'segment', want"):
         call(loss, "segment")

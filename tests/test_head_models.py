@@ -1,4 +1,4 @@
-"""`Head.of_model`: the head's formula is what each Hugging Face family does to its logits."""
+"""`Head.of_model` reads the logit formula of each Hugging Face model family."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "use_cache": False,
-    # what happens to the logits, where a family does it: far from the identity
+    # logit transforms of some families, far from the identity
     "final_logit_softcapping": 2.0,
     "logits_soft_cap": 2.0,
     "logits_scaling": 3.0,
@@ -55,7 +55,7 @@ LATENT = {"head_dim": 4}
 SPARSE = {"head_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 PER_LAYER = {"vocab_size_per_layer_input": 37, "hidden_size_per_layer_input": 4}
-# Where a family needs more, or less (None: not passed).
+# Additional or removed (None) arguments of some families.
 SPECIAL: dict[str, dict] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": SPARSE,
@@ -84,7 +84,7 @@ SPECIAL: dict[str, dict] = {
 }
 SOFT_CAPPED = "gemma2 gemma3_text gemma3n_text gemma4_text nanochat recurrent_gemma vaultgemma"
 DIVIDED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared"
-TRANSFORMS = {  # soft cap, logit scale
+TRANSFORMS = {  # (soft cap, logit scale)
     **dict.fromkeys(SOFT_CAPPED.split(), (2.0, 1.0)),
     **dict.fromkeys(["cohere", "cohere2", "cohere2_moe"], (None, 0.0625)),
     **dict.fromkeys(DIVIDED.split(), (None, 1 / 3)),
@@ -102,7 +102,7 @@ def tiny(model_type: str, **changes) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
     head = model.get_output_embeddings()
-    with torch.no_grad():  # logits of order 10: a soft cap or scale that is missed shows
+    with torch.no_grad():  # logits of order 10 make a missing soft cap or scale visible
         head.weight.normal_()
         if head.bias is not None:
             head.bias.normal_()

@@ -1,4 +1,4 @@
-"""`head_stats` over its schedules, against float64 through plain logits; and what autograd may ask.
+"""`head_stats` agrees with float64 plain logits in all schedules, and supports autograd's features.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
+from triton_cases import DEVICE, EPS  # first, to turn on the interpreter
 
 import headloss as hl
 from headloss import kernels
@@ -17,7 +17,7 @@ from headloss.head import products
 from headloss.testing import error, trained_looking, within_budget
 
 N, H, V = 20, 8, 37
-OUT = [2, 3, 15]  # positions that are not scored
+OUT = [2, 3, 15]  # unscored positions
 NAMES = ("logp", "lse", "entropy")
 SCHEDULES = {
     "recompute": {"schedule": "recompute", "chunk_tokens": 3},
@@ -33,18 +33,18 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def problem(dtype=torch.float64, device="cpu") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states with poison where nothing is scored, weight, targets, advantages."""
+    """Return hidden states (NaN at unscored positions), weight, targets and advantages."""
     hidden, weight, targets = trained_looking(N, H, V, dtype, device)
     targets[OUT] = -100
     hidden[OUT] = float("nan")
     generator = torch.Generator().manual_seed(1)
     advantages = torch.randn(N, generator=generator, dtype=torch.float64).to(device)
-    advantages[5] = 0  # a row that carries nothing
+    advantages[5] = 0  # a row without gradient
     return hidden, weight, targets, advantages
 
 
 def foreign(logp: Tensor, lse: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-    """A loss of somebody else's: of the whole batch, since it normalises what it gets."""
+    """An outside loss over the whole batch, which normalises its inputs."""
     a = advantages.to(logp.dtype)
     ratio = (logp - logp.detach().sub(0.1)).exp()
     return -(ratio * a).sum() / 7 + 1e-2 * lse.square().sum() / entropy.detach().sum() - (
@@ -57,7 +57,7 @@ def of_logp(logp: Tensor, lse: Tensor, entropy: Tensor, advantages: Tensor) -> T
 
 
 def by_logits(hidden: Tensor, head: hl.Head, targets: Tensor) -> list[Tensor]:
-    """The three from materialised logits."""
+    """Return logp, lse and entropy from materialised logits."""
     scored = targets != -100
     log_p = head.logits(torch.where(scored.unsqueeze(-1), hidden, 0)).log_softmax(-1)
     z = head.logits(torch.where(scored.unsqueeze(-1), hidden, 0))
@@ -67,7 +67,8 @@ def by_logits(hidden: Tensor, head: hl.Head, targets: Tensor) -> list[Tensor]:
 
 
 def run(dtype, verb, loss, trained=("hidden", "weight"), given=None, **of_head):
-    """Statistics and gradients of a loss on what a verb makes of the leaves in `dtype`."""
+    """Return statistics and gradients of a loss on the outputs of `verb`, with leaves in
+    `dtype`."""
     hidden, weight, targets, advantages = problem() if given is None else given
     leaves = {"hidden": hidden, "weight": weight}
     leaves = {n: t.detach().to(dtype).requires_grad_(n in trained) for n, t in leaves.items()}
@@ -133,7 +134,7 @@ def test_few_tokens(schedule, count):
 @pytest.mark.parametrize("loss", [foreign, of_logp])
 @pytest.mark.parametrize("schedule", ["held", "held in blocks", "frozen", "recompute"])
 def test_on_triton(monkeypatch, schedule, loss, form):
-    """Held softmax terms where the product writes them, else logits; any coefficients."""
+    """Triton is correct for any coefficients, with held exp tiles or held logits."""
     held = form == "terms"
     monkeypatch.setattr(kernels, "can_write_exp", lambda backend, *_: held and backend == "triton")
     sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -147,7 +148,7 @@ def test_on_triton(monkeypatch, schedule, loss, form):
         options = hl.Options(backend="triton", **SCHEDULES[schedule])
         return hl.head_stats(hidden, head, targets, options, ("logp",) if frozen else NAMES)
 
-    hl.clear_cache()  # of the other form
+    hl.clear_cache()  # forgets the other form
     values, found, stats = run(sixteen, verb, loss, trained, given)
     hl.clear_cache()
     assert stats.plan.exp_tiles == (form == "terms")
@@ -164,7 +165,8 @@ def test_on_triton(monkeypatch, schedule, loss, form):
 
 
 def test_the_choice():
-    """Frozen where it can serve, held within the budget, else recompute; and `plan` says why."""
+    """The schedule is frozen if supported, held within the budget, else recompute; `plan` gives the
+    reason."""
     hidden, weight, targets, _ = problem()
     size, t = V * 8, N - len(OUT)
 
@@ -245,13 +247,13 @@ def test_upstream_is_refused():
     hidden, weight, targets, _ = problem()
     with pytest.raises(ValueError, match="upstream: got 1.0, want None"):
         hl.head_stats(hidden, hl.Head(weight), targets, hl.Options(upstream=1.0))
-    with pytest.raises(ValueError, match="upstream: got 1.0, want None"):  # and so does the plan
+    with pytest.raises(ValueError, match="upstream: got 1.0, want None"):  # `plan` refuses it, too
         hl.plan(hidden, hl.Head(weight), hl.Batch(targets), None, hl.Options(upstream=1.0))
 
 
 @pytest.mark.parametrize("schedule", ["held", "frozen", "recompute"])
 def test_a_second_backward(schedule):
-    """Raises; but for recompute, which keeps nothing, under retain_graph."""
+    """A second backward pass raises, except under recompute with retain_graph."""
     hidden, weight, targets, _ = problem()
     head = hl.Head(weight.requires_grad_(schedule != "frozen"))
     options = hl.Options(schedule=schedule)
@@ -299,7 +301,7 @@ def test_checkpointing_recomputes_once(schedule, use_reentrant):
 
 
 def test_outputs_may_be_changed_in_place():
-    """They share no memory with what the backward pass reads."""
+    """Outputs may be changed in place, since they share no memory with saved tensors."""
     hidden, weight, targets, _ = problem()
     targets = targets.clamp_min(0)
     x = hidden.nan_to_num(0).requires_grad_()
@@ -409,7 +411,7 @@ def test_options_in_a_compiled_graph():
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    # Numbers that change from call to call are not compiled in.
+    # Changing numbers are not compiled in.
     for given, t in (
         ({"chunk_tokens": 3}, 1.0),
         ({"chunk_tokens": 5, "gradient_tolerance": 0.5}, 0.9),
@@ -434,7 +436,8 @@ def test_options_in_a_compiled_graph():
 
 
 def test_a_compiled_graph_serves_any_number_of_tokens():
-    """Of the parameters of a module, which are read inside: nothing is compiled anew."""
+    """A compiled graph that reads a module's parameters serves any number of tokens without
+    recompilation."""
     from torch._dynamo.testing import CompileCounter
 
     linear, counter = torch.nn.Linear(H, V).double(), CompileCounter()
@@ -465,7 +468,7 @@ def test_a_compiled_graph_serves_any_number_of_tokens():
 
 
 def test_gradients_in_a_graph_lie_in_rows_as_it_was_told():
-    """Whatever the layout of hidden states and weight."""
+    """Gradients in a graph have the declared row layout for any layout of inputs."""
     from headloss.engine import operator
 
     x, w = (torch.randn(H, n, dtype=torch.float64).t() for n in (N, V))

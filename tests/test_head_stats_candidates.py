@@ -1,4 +1,4 @@
-"""`head_stats` with candidates: a loss elsewhere on their log-probs, against plain logits."""
+"""`head_stats` with candidates gives an outside loss log-probs that agree with plain logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problem(dtype: torch.dtype):
 
 
 def foreign(logp, entropy, logps, tail):
-    """Of all tokens at once, and of what empty slots hold."""
+    """An outside loss over all tokens, including the values of empty slots."""
     found = (logps.exp() * torch.linspace(-1, 2, K)).sum(-1) + 0.1 * logps.sum(-1) - logp
     found = found - 0.1 * entropy + (0 if tail is None else tail.exp() - 0.2 * tail)
     return found.square().sum().sqrt()
@@ -64,7 +64,8 @@ def test_a_loss_of_candidates(name: str, dtype: torch.dtype) -> None:
     assert found.candidate_logps.view(-1, K)[~scored].eq(0).all()
     assert (found.candidate_tail is None) == (name == "frozen")
     ours = foreign(found.logp, found.entropy, found.candidate_logps, found.candidate_tail)
-    unscored = torch.linspace(-1, 2, K).sum() + (found.candidate_tail is not None)  # of zeros
+    # Values of unscored zeros.
+    unscored = torch.linspace(-1, 2, K).sum() + (found.candidate_tail is not None)
     ours = (ours.square() - 2 * unscored**2).sqrt()
     assert abs(ours.double() - loss) <= (1e-9 if dtype == torch.float64 else 1e-3) * loss
     ours.backward()
@@ -118,7 +119,7 @@ def given_in_graph(kind: str, dtype: torch.dtype):
     ],
 )
 def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
-    """As in an eager call."""
+    """A compiled graph agrees with an eager call."""
     hidden, weight, batch = given_in_graph(kind, dtype)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     options = hl.Options(schedule="recompute")
@@ -131,7 +132,7 @@ def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
         found = hl.head_stats(x, head, batch, options, names)
         loss = (found.logp * found.entropy).sum()
         if found.candidate_logps is not None:
-            # A candidate outside of the support has no mass, and log-probs have none of their own.
+            # A candidate outside the support has no mass, so its log-prob is not used directly.
             loss = loss + (found.candidate_logps.exp() * torch.linspace(-1, 2, K)).sum()
             loss = loss + 0.3 * found.candidate_tail.exp().sum()
         return loss, found.candidate_logps
@@ -151,7 +152,8 @@ def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_a_compiled_graph_where_nothing_is_scored() -> None:
-    """Zeros of the shapes that the graph was made for, and a gradient of zeros."""
+    """A compiled graph without scored tokens returns zeros of the right shapes, and zero
+    gradients."""
     leaves = [torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)]
     batch = hl.Batch(torch.full((N,), -100), candidate_ids=torch.randint(V, (N, K)))
     options = hl.Options(schedule="recompute")

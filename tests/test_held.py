@@ -1,4 +1,4 @@
-"""Whole calls whose logits product writes softmax terms; without a GPU, in the interpreter.
+"""Whole calls with exp tiles are correct; without a GPU they run in the interpreter.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import twins
-from triton_cases import DEVICE, EPS  # first: it asks for the interpreter
+from triton_cases import DEVICE, EPS  # first, to turn on the interpreter
 
 import headloss as hl
 from headloss import kernels
@@ -21,7 +21,7 @@ from headloss.logits.rows import LogitGradient
 from headloss.testing import error, plain, trained_looking, within_budget
 
 T, H, V = 40, 64, 300
-# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+# The interpreter multiplies the bits of bf16 operands as integers, so bf16 needs a GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 LENGTHS = (9, 0, 14, 17)
 
@@ -64,7 +64,7 @@ QUIET = {"none": (), "few": (5,), "most": tuple(i for i in range(T) if i % 4), "
 
 
 def check(hidden, weight, batch, objective, **options) -> hl.Plan:
-    """Within the budget, where gradients may have what the interpreter's rounding adds."""
+    """Check a call against the error budget, plus the interpreter's rounding for gradients."""
     head = hl.Head(weight)
     oracle, exact, coarse = (
         plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
@@ -108,7 +108,8 @@ def with_mean_logit(stats, batch):
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_under_a_soft_cap_logits_are_kept_for_the_gradient_of_their_mean(softcap):
-    """Where exp z is 0 it does not tell z, and so not the soft cap's slope."""
+    """Under a soft cap logits are kept for the gradient of their mean, since exp z = 0 loses z and
+    the cap's slope."""
     hidden, weight, batch = setting()
     head = hl.Head(weight.requires_grad_(), softcap=softcap)
     options, objective = hl.Options(backend="triton"), with_mean_logit()
@@ -133,7 +134,8 @@ def test_rows_left_out_whatever_memory_holds(fresh_memory_is_nan, schedule, quie
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
 def test_hidden_states_in_columns(schedule):
-    """The products read rows of whole 16 bytes; other layouts are copied."""
+    """Hidden states in columns are correct: products read 16-byte-aligned rows and copy other
+    layouts."""
     hidden, weight, batch = setting()
     hidden = hidden.t().contiguous().t()
     if schedule != "frozen":
@@ -145,7 +147,7 @@ def test_hidden_states_in_columns(schedule):
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 @pytest.mark.parametrize("v", [V, 5 << 20] if DEVICE == "cuda" else [V])
 def test_an_adapters_product_keeps_the_digits_of_float32(v, scale, dtype):
-    """Whatever its outer side is in; added to logits, as the wide product adds to it."""
+    """An adapter's product keeps float32 digits for any dtype of its outer factor."""
     inner = scale * torch.randn(60, 16, device=DEVICE)
     outer = torch.randn(v, 16, device=DEVICE).to(dtype)
     want = inner.double() @ outer.double().T
@@ -167,7 +169,7 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
 def test_float16_takes_raw_logits(monkeypatch, schedule, kind):
-    """All figures are as close to the oracle as PyTorch's."""
+    """Float16 uses raw logits, with errors no larger than PyTorch's."""
     monkeypatch.undo()
     hl.clear_cache()
     hidden, weight, targets = trained_looking(T, H, V, torch.float16, DEVICE)
@@ -193,7 +195,8 @@ def test_float16_takes_raw_logits(monkeypatch, schedule, kind):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "held"])
 def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
-    """Their statistics are found again; the gradient goes by those of the logits that are there."""
+    """Float16 targets far below very large logits are correct: statistics are recomputed from the
+    kept logits."""
     monkeypatch.undo()
     hl.clear_cache()
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +215,7 @@ def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
-    """Each row in its place, and times its own; 0 where there is no gradient."""
+    """Rows with gradient are moved to their places in a chunk and scaled; other rows are 0."""
     chunk = slice(20, 25)
     places = torch.arange(20, 25) if isinstance(rows, slice) else rows
     part = torch.randn(len(places), 7, device=DEVICE)

@@ -1,4 +1,5 @@
-"""What a trainer does around a loss: autocast, checkpointing, compile, accumulation, copies."""
+"""Calls work inside a trainer's features: autocast, checkpointing, compile, accumulation,
+copies."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ OBJECTIVE = hl.gspo() + hl.cross_entropy() - 0.1 * hl.entropy()
 
 
 class Model(nn.Module):
-    """Embedding, two layers, a head; `tied` shares the embedding's weight with the head."""
+    """A model with an embedding, two layers and a head; `tied` shares the embedding's weight."""
 
     def __init__(self, tied: bool = False, dtype=torch.float64) -> None:
         super().__init__()
@@ -80,7 +81,8 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance) ->
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model(schedule, tied):
-    """With tied embeddings the head's gradient adds to the embedding's."""
+    """A model's gradients are correct; with tied embeddings the head's gradient adds to the
+    embedding's."""
     model = Model(tied)
     ids, batch = ids_and_batch()
     want = by_plain_autograd(model, ids, batch)
@@ -93,7 +95,7 @@ def test_a_model(schedule, tied):
 
 
 def test_gradient_accumulation_over_micro_batches():
-    """Global totals make the sum of the parts exact, whatever the lengths; `no padding effect`."""
+    """Gradient accumulation with global totals is exact for micro-batches of any lengths."""
     model = Model()
     ids, _ = ids_and_batch(4, 9)
     labels = ids.clone()
@@ -115,7 +117,7 @@ def test_gradient_accumulation_over_micro_batches():
 
 
 def test_the_same_hidden_states_under_two_losses():
-    """Two calls on one graph; their gradients add."""
+    """Two losses on the same hidden states add their gradients."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
     head = hl.Head(weight)
@@ -128,7 +130,7 @@ def test_the_same_hidden_states_under_two_losses():
 
 
 def test_weights_that_changed_between_forward_and_backward():
-    """Recompute would read them anew: that raises, as anywhere in autograd."""
+    """Weights changed between forward and backward raise under recompute, as in autograd."""
     hidden, weight, batch = problem()
     weight.requires_grad_()
     out = hl.head_loss(
@@ -145,7 +147,8 @@ def test_weights_that_changed_between_forward_and_backward():
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "static"])
 def test_autocast(schedule):
-    """bf16 products of fp32 parameters: gradients are fp32, and no worse than plain autocast's."""
+    """Under autocast bf16 products of fp32 parameters give fp32 gradients no worse than plain
+    autocast's."""
     hidden, weight, batch = problem(torch.float32)
     exact = plain(
         hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, hl.cross_entropy()
@@ -169,7 +172,7 @@ def test_autocast(schedule):
 
 
 def test_autocast_with_mixed_dtypes():
-    """Hidden states already in bf16, weights in fp32, as a model under autocast gives them."""
+    """Autocast supports bf16 hidden states with fp32 weights."""
     hidden, weight, batch = problem(torch.float32)
     exact = plain(hidden, hl.Head(weight.requires_grad_()), batch, hl.cross_entropy())
     with torch.autocast("cpu", torch.bfloat16):
@@ -231,7 +234,7 @@ def test_checkpointing_around_the_model(use_reentrant, schedule):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_checkpointing_around_the_loss(use_reentrant, schedule):
-    """The call runs twice, and its gradient is given once."""
+    """Checkpointing runs the call twice and gives the gradient once."""
     model = Model()
     ids, batch = ids_and_batch()
     want = by_plain_autograd(model, ids, batch)
@@ -269,7 +272,7 @@ def test_without_a_gradient(mode):
 
 
 def test_everything_made_in_inference_mode():
-    """A rollout worker: its tensors are inference tensors from the start."""
+    """All inputs may be inference tensors, as in a rollout worker."""
     with torch.inference_mode():
         hidden, weight, batch = problem()
         out = hl.head_loss(hidden, hl.Head(weight), batch, OBJECTIVE)
@@ -290,7 +293,7 @@ def _outside(hidden, weight, batch):
 
 
 def test_fields_from_a_rollout_in_inference_mode():
-    """Old log-probs made in inference mode enter a training step."""
+    """Old log-probs made in inference mode work in a training step."""
     hidden, weight, batch = problem()
     weight.requires_grad_()
     with torch.inference_mode():
@@ -314,7 +317,7 @@ def fresh_compiler():
 
 @pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiled_function_that_calls_head_loss():
-    """A graph break is fine."""
+    """A compiled function may call head_loss, with a graph break."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
 
@@ -356,7 +359,7 @@ def test_head_stats_does_not_break_the_graph(temperature):
         torch.testing.assert_close(a, b)
 
 
-AS_USUAL = "False, ['auto', False, True]"  # no candidates' rest, default options
+AS_USUAL = "False, ['auto', False, True]"  # no candidate tail, default options
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -399,7 +402,7 @@ def test_options_and_plans_copy_and_pickle():
 
 
 def test_outputs_pickle():
-    """To send metrics to another process."""
+    """Outputs can be pickled, to send metrics to another process."""
     hidden, weight, batch = problem()
     out = hl.head_loss(hidden, hl.Head(weight), batch, OBJECTIVE)
     again = pickle.loads(pickle.dumps(out.metrics))

@@ -1,4 +1,4 @@
-"""Every act of the kernels against its plain twin, and the twins against autograd in float64.
+"""Every kernel operation agrees with its plain twin, and every twin with float64 autograd.
 
 n tokens, v columns, H hidden width, T tokens of a call, V vocabulary.
 """
@@ -35,14 +35,14 @@ from headloss.kernels.triton.given import Shape
 from headloss.statistics.softmax import SoftmaxCoefficients, SoftmaxState, finish
 from headloss.testing import plain, trained_looking
 
-# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+# The interpreter multiplies the bits of bf16 operands as integers, so bf16 needs a GPU.
 SIXTEEN = (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
 def double(of):
-    """The same record in float64."""
+    """Return the record in float64."""
     if isinstance(of, torch.Tensor):
         return of.double() if of.is_floating_point() else of
     if isinstance(of, Transform):
@@ -53,7 +53,8 @@ def double(of):
 
 
 def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
-    """Hidden states and weights, both rows of wider matrices; targets, one of them elsewhere."""
+    """Return hidden states and weights (rows of wider matrices) and targets, one outside the
+    tile."""
     x = torch.full((n, h + 8), math.nan, dtype=dtype, device=DEVICE)[:, :h]
     w = torch.full((v, h + 16), math.nan, dtype=dtype, device=DEVICE)[:, :h]
     x.copy_(torch.randn(n, h))
@@ -67,8 +68,10 @@ def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
 def assert_statistics(
     found: SoftmaxState, twin: SoftmaxState, exact: SoftmaxState, v: int, needs
 ) -> None:
-    """What may be read off partials, whatever they are taken against. A log-prob near 0 has no more
-    digits than its logit's rounding leaves, which a twin meets by luck where there is one token."""
+    """Compare the statistics of two partials, independent of their shift.
+
+    A log-prob near 0 has only the digits left by the rounding of its logit.
+    """
     rounding = torch.finfo(torch.float32).eps * max(exact.max_logit.abs().tolist(), default=0.0)
     for name in finish(exact, v, needs)[0].tensors():
         mine, theirs, oracle = (getattr(finish(p, v, needs)[0], name) for p in (found, twin, exact))
@@ -89,7 +92,7 @@ SERVED = {triton_backend: ACTS, twins: ACTS, reference: OF_EVERY}
 def test_every_backend_has_every_act(backend, act):
     declared = list(inspect.signature(getattr(Kernels, act)).parameters.values())[1:]
     found = list(inspect.signature(getattr(backend, act)).parameters.values())
-    for parameter in found[len(declared) :]:  # a backend's own, to be tuned
+    for parameter in found[len(declared) :]:  # tuning parameters of a backend
         assert parameter.kind is parameter.KEYWORD_ONLY and parameter.default is None
     shape = [(p.name, p.kind, p.default) for p in declared]
     assert shape == [(p.name, p.kind, p.default) for p in found[: len(declared)]]
@@ -143,7 +146,7 @@ def test_products_and_held_terms(n, v, name):
             off = float((gradient.double() - oracle).norm()) - tiny
             assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
 
-        if twins.is_multiple(backward):  # from the same terms, each in memory of its own
+        if twins.is_multiple(backward):  # equal exp tiles in separate memory
             copies = [mine._replace(exp_logits=mine.exp_logits.clone()) for _ in range(2)]
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
@@ -171,7 +174,7 @@ def test_products_and_held_terms(n, v, name):
 def test_gradient_of_rows_that_several_programs_share(dtype):
     n, v, first = 6, 9001, 7
     z = tile(n, v, dtype)
-    columns = torch.tensor([0, 4095, 4096, 9000, 9001, 8192], device=DEVICE)  # one is elsewhere
+    columns = torch.tensor([0, 4095, 4096, 9000, 9001, 8192], device=DEVICE)  # one is outside
     stats, normalizer = finish(
         twins.partials(z, Forward(columns + first, first, Transform(), NEEDS)), v, NEEDS
     )
@@ -194,7 +197,7 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
 
 
 def slices_of(x, w, forward: Forward) -> torch.Tensor:
-    """[2, 5, n]: partials of two slices of the vocabulary."""
+    """Return [2, 5, n] partials of two vocabulary slices."""
     half, parts = len(w) // 2, []
     for own in (slice(0, half), slice(half, len(w))):
         here = forward._replace(first=forward.first + own.start)
@@ -244,7 +247,7 @@ def test_scaled_rows_and_casts(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_narrowed_gradient(dtype):
-    """Act two in the front of each of the tile's own rows."""
+    """A 16-bit gradient is written to the front of each float32 row of the tile."""
     n, v, transform = 4, 97, transforms(4)["capped rows"]
     targets = torch.tensor([3, 96, 500, 40], device=DEVICE)
     raw = tile(n, v, torch.float32)
@@ -267,7 +270,7 @@ LAYOUTS = ((lambda t: t[:, 1:]), (lambda t: t.transpose(0, 1).contiguous().trans
 
 
 def rows_in(tensor: torch.Tensor, order: torch.Tensor) -> LogitRows:
-    """Rows of [B, S, V] by their number."""
+    """Return the rows of [B, S, V] in the given order."""
     b, s = order // tensor.shape[1], order % tensor.shape[1]
     return LogitRows(tensor, b * tensor.stride(0) + s * tensor.stride(1), False)
 
@@ -295,7 +298,8 @@ def walk_of(logits, out, n, name, which, needs, normalizer=None, live=None, slop
 )
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_walks(dtype, n, name):
-    """Statistics, the gradient from a normalizer, and both with slopes over dead rows, in place."""
+    """Kernels on given logits agree with their twins in place: statistics, gradients, and both with
+    declared slopes and dead rows."""
     v, shape = 97, Shape(warps=1)
     logits = LAYOUTS[n % 2](tile(12, v, dtype).unflatten(0, (3, 4)))
     walk = walk_of(logits, None, n, name, None, NEEDS)
@@ -316,7 +320,7 @@ def test_walks(dtype, n, name):
     slopes = torch.randn(2, 5, n, device=DEVICE)
     slopes[:, 2], slopes[:, 3] = -30.0, 0.0
     slopes[:, 0] *= live
-    slopes[:, 4] *= 0.1  # float16 ends at 65504
+    slopes[:, 4] *= 0.1  # the largest float16 is 65504
     works = [logits.clone(), logits.clone()]
     pair = []
     for backend, work in zip((triton_backend, twins), works, strict=True):
@@ -331,14 +335,14 @@ def test_walks(dtype, n, name):
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """float64 in the same layout."""
+    """Return a float64 copy with the tensor's layout."""
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     memory = tensor.as_strided((extent,), (1,)).double()
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def assert_rows(pair, dtype) -> None:
-    """NaN in the same places, and the same values elsewhere."""
+    """Check equal NaN positions and equal values elsewhere."""
     mine, theirs = pair
     assert torch.equal(mine.isnan(), theirs.isnan())
     there = ~theirs.isnan()
@@ -346,7 +350,7 @@ def assert_rows(pair, dtype) -> None:
 
 
 def test_a_wide_vocabulary():
-    """A row of 128257, its target last, by both acts on a tile and by both walks."""
+    """A row of 128257 columns with the target last is correct, as a tile and as given logits."""
     v = 128257
     raw, targets = tile(1, v, torch.float32), torch.tensor([v - 1], device=DEVICE)
     forward = Forward(targets, 0, Transform(temperature=1.3), NEEDS)
@@ -379,7 +383,7 @@ def test_scale_rows():
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("form", ["tile", "product", "held", "multiple", "walk"])
 def test_twins_are_the_gradient(form, name):
-    """d/draw of sum_t g . (logp, lse, entropy), by autograd in float64."""
+    """Twins give d/draw of sum_t g . (logp, lse, entropy) as by float64 autograd."""
     n, h, v, first, transform = 5, 7, 30, 4, double(transforms(5)[name])
     x, w, targets = head(n, h, v, first, torch.float64)
     targets[3] -= 2 * v
@@ -416,7 +420,7 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
-        at_zero = c._replace(prob=-g)  # the act itself adds the entropy's part
+        at_zero = c._replace(prob=-g)  # the operation adds the entropy's part
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)
         found = out
@@ -434,7 +438,7 @@ SCHEDULES = {
 
 @pytest.fixture
 def through_twins(monkeypatch):
-    """Whole calls take the path of the kernels, with their twins in place."""
+    """Run whole calls on the kernels' code path with twins in place of kernels."""
     monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     monkeypatch.setattr(kernels, "load", lambda _: twins)
@@ -453,7 +457,8 @@ def through_twins(monkeypatch):
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
 @pytest.mark.parametrize("multiples", [True, False])
 def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule, dtype):
-    """Held terms, slabs, moved rows, with and without a bias: on a CPU, in any dtype."""
+    """Whole calls through twins are correct in any dtype, with exp tiles, slabs, moved rows and a
+    bias."""
     hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
     batch = hl.Batch(targets, advantages=torch.tensor([1.0, 0, -2, 0] * 3), old_logps=hl.CURRENT)
     objective = hl.grpo() if multiples or schedule == "frozen" else hl.grpo() - 0.1 * hl.entropy()
@@ -481,7 +486,8 @@ def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule,
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "slabs"])
 def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temperature, schedule):
-    """Both models' logits, beside other terms, with a bias and with rows that carry nothing."""
+    """Distillation through twins is correct with further terms, a bias, and rows without
+    gradient."""
     monkeypatch.setattr("headloss.logits.linear.GRAIN", 1)
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     states, other, shift = torch.randn(T, 8), torch.randn(V, 8), torch.randn(V)
@@ -511,7 +517,7 @@ def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temper
 
 @pytest.mark.parametrize("more", ["bias", "adapter"])
 def test_a_teachers_head_with_more_than_a_weight_through_the_twins(through_twins, more):
-    """Its product alone would not be its logits."""
+    """A teacher's head with a bias or adapter is correct through twins."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     lora = (hl.Lora(a=torch.randn(2, 8), b=torch.randn(V, 2), scaling=0.5),)
     given: Any = {"bias": {"bias": torch.randn(V)}, "adapter": {"lora": lora}}[more]
@@ -548,5 +554,5 @@ def test_kept_rows_come_first_and_stay():
     keep = torch.tensor([False, True, False, True, True, False])
     order = twins.dense_order(keep, 5)
     assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
-    order = twins.dense_order(keep, 2)  # moving is not worth it
+    order = twins.dense_order(keep, 2)  # too few rows saved to move any
     assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]

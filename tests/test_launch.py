@@ -1,4 +1,4 @@
-"""Launching kernels through Triton's own `kernel[grid](...)`."""
+"""Kernels are launched through Triton's own `kernel[grid](...)`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headloss.kernels.triton import launch  # noqa: E402
 
 
 class Stub:
-    """A kernel that keeps what it is launched with."""
+    """A kernel that records its launch arguments."""
 
     arg_names = ("x", "n", "y", "BLOCK")
 
@@ -41,7 +41,7 @@ def test_tiles_reach_the_kernel_as_descriptors():
 
 
 def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch):
-    """Also where that is in a record."""
+    """A launch is on the device of its first tensor, even inside a record."""
     devices = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda t: devices.append(t) or torch.no_grad())
     x, record = torch.zeros(64), ((torch.zeros(3), 4), None)
@@ -55,5 +55,5 @@ def test_a_product_and_a_sum_are_one_instruction():
     def kernel(x):
         pass
 
-    fused = isinstance(kernel, triton.runtime.JITFunction)  # the interpreter's is none
+    fused = isinstance(kernel, triton.runtime.JITFunction)  # not with the interpreter
     assert launch.Launcher(kernel).options == ({"enable_fp_fusion": True} if fused else {})

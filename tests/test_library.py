@@ -1,4 +1,5 @@
-"""The promises of docs/library.md to callers of `head_stats`: signatures, imports, one notice."""
+"""The promises of docs/library.md to callers of `head_stats` hold: signatures, imports, one
+warning."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def test_signatures_that_will_not_change() -> None:
         name: parameter.default for name, parameter in head.items()
     }.items()
     assert next(iter(inspect.signature(hl.Batch).parameters)) == "targets"
-    for callable in (hl.head_stats, hl.Head, hl.Batch):  # what is added has a default
+    for callable in (hl.head_stats, hl.Head, hl.Batch):  # new arguments have defaults
         added = list(inspect.signature(callable).parameters.values())[3:]
         empty, fields = inspect.Parameter.empty, inspect.Parameter.VAR_KEYWORD
         assert all(p.default is not empty or p.kind == fields for p in added), callable

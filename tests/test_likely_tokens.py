@@ -1,5 +1,4 @@
-"""1 - p of a token that has nearly all the mass, where a product makes the logits again and rounds
-them in another way than that of the statistics.
+"""1 - p of a nearly certain token keeps its digits if a second product rounds logits differently.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -20,7 +19,7 @@ from headloss.kernels import triton as triton_backend
 from headloss.testing import plain
 
 T, H, V = 8, 64, 80
-ULPS = 2  # by which products differ
+ULPS = 2  # largest difference between products
 SCHEDULES = {
     "recompute": hl.Options(schedule="recompute", memory_budget=3000),
     "chunks": hl.Options(schedule="one_pass", chunk_tokens=4),
@@ -41,12 +40,12 @@ OBJECTIVES = {
     "js": hl.distillation(divergence="js"),
     "support": hl.cross_entropy(),
 }
-EXACT = ("cross_entropy", "support")  # whose own element is c (p - 1) and nothing beside it
+EXACT = ("cross_entropy", "support")  # the target's gradient is exactly c (p - 1)
 
 
 @pytest.fixture
 def rounded_anew(monkeypatch):
-    """Every product rounds its logits by itself."""
+    """Make every product round its logits independently."""
     generator = torch.Generator().manual_seed(9)
 
     def anew(product):
@@ -63,8 +62,7 @@ def rounded_anew(monkeypatch):
 
 
 def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
-    """Tokens whose likeliest column has p within 1e-6 of 1; the target's is it, where that is what
-    cancels."""
+    """Return tokens whose likeliest column has 1 - p below 1e-6; in some cases it is the target."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.functional.normalize(torch.randn(V, H, generator=generator))
     likely = torch.randint(V, (T,), generator=generator)
@@ -77,8 +75,8 @@ def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
     elif name == "support":
         fields["support_ids"] = (hidden @ weight.t()).topk(3, 1).indices
     elif name in ("forward_kl", "reverse_kl", "js"):
-        # Far from the student's: near it a JS has the gradient p (log p - log q) / 4, in which
-        # what logits are rounded by is divided by that difference, whoever computes it.
+        # The teacher is far from the student: near the student a JS has the gradient p (log p - log
+        # q) / 4, whose relative error is large for any implementation.
         apart = (noise + noise.sign()).scatter(1, likely.unsqueeze(1), 0.0)
         fields["teacher_logits"] = (hidden @ weight.t() + apart).to(DEVICE)
     fields = {key: value.to(DEVICE) for key, value in fields.items()}

@@ -1,4 +1,4 @@
-"""The log of a trainer has each term and metric of headloss, averaged as the loss is."""
+"""A trainer's log contains each headloss term and metric, averaged like the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OBJECTIVE = hl.cross_entropy() + 1e-3 * hl.z_loss()
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of a tensor's value by the host, and additions."""
+    """Count host reads of tensor values, and additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,8 @@ def call(rows: slice, totals: hl.Totals | None = None) -> hl.Output:
 
 
 def test_parts_of_a_step_are_the_step() -> None:
-    """Terms times coefficients are the loss; metrics are those of all tokens; two equal steps."""
+    """Logged terms times coefficients add up to the loss, and metrics cover all tokens of a
+    step."""
     whole = call(slice(None))
     totals, logged = hl.Totals(18, 6), Logged()
     for _ in range(2):
@@ -50,7 +51,7 @@ def test_parts_of_a_step_are_the_step() -> None:
     assert found.keys() == want.keys() - whole.terms.keys()
     for name, value in found.items():
         assert value == pytest.approx(want[name], rel=1e-6), name
-    assert logged.take() == {}  # it began anew
+    assert logged.take() == {}  # empty after a take
 
 
 def test_a_call_adds_one_vector_and_reads_nothing() -> None:
@@ -62,7 +63,7 @@ def test_a_call_adds_one_vector_and_reads_nothing() -> None:
     assert len(reads.names) < 20, reads.names
     with Reads() as reads:
         logged.take()
-    assert reads.names.count("_local_scalar_dense") == 0  # tolist() of one vector is no operation
+    assert reads.names.count("_local_scalar_dense") == 0  # tolist() of one vector is not counted
 
 
 def test_what_nothing_was_measured_on_is_left_out() -> None:
@@ -74,7 +75,7 @@ def test_what_nothing_was_measured_on_is_left_out() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One for each call whose metrics were found."""
+    """Return a list with an entry per call whose metrics were computed."""
     calls: list[int] = []
     module = sys.modules["headloss.head_loss"]
     find = module._metrics
@@ -86,7 +87,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_trainer_of_transformers_logs_terms(
     how: str, tmp_path: Any, measured: list[int]
 ) -> None:
-    """Without a callback to add, in training and in evaluations; other callbacks see them too."""
+    """transformers' Trainer logs terms in training and evaluation without an added callback; other
+    callbacks see the terms."""
     transformers = pytest.importorskip("transformers")
     from test_head_models import tiny
     from test_transformers import trainer
@@ -115,7 +117,7 @@ def test_a_trainer_of_transformers_logs_terms(
     )  # fmt: skip
     assert made.args.gradient_accumulation_steps == 2
     made.train()
-    # Of both micro-batches of the two steps that are logged.
+    # Metrics of both micro-batches of the two logged steps.
     assert len(measured) == (0 if how == "off" else 4)
     evaluated = made.evaluate()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
@@ -126,10 +128,12 @@ def test_a_trainer_of_transformers_logs_terms(
     for entry in logs:
         terms = entry["headloss/cross_entropy"] + 1e-3 * entry["headloss/z_loss"]
         assert entry["loss"] == pytest.approx(terms, rel=2e-5)
-        assert entry["headloss/segments"] == 4 and entry["headloss/tokens"] > 0  # of one step
+        # Values of one step.
+        assert entry["headloss/segments"] == 4 and entry["headloss/tokens"] > 0
     last = made.state.log_history[-1]
     terms = last["eval_headloss/cross_entropy"] + 1e-3 * last["eval_headloss/z_loss"]
-    assert evaluated["eval_loss"] == pytest.approx(terms, rel=0.1)  # which weighs batches by rows
+    # Trainer weights batches by rows.
+    assert evaluated["eval_loss"] == pytest.approx(terms, rel=0.1)
     assert [entry["headloss/z_loss"] for entry in seen if "loss" in entry] == [
         entry["headloss/z_loss"] for entry in logs
     ]
@@ -137,7 +141,8 @@ def test_a_trainer_of_transformers_logs_terms(
 
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_trainer_logs_terms_over_the_interval(switch: bool, measured: list[int]) -> None:
-    """Two micro-batches a step, an entry every two steps: terms add up to the logged loss."""
+    """With two micro-batches per step and a log entry every two steps, terms add up to the logged
+    loss."""
     pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
     from test_trl_sft_dpo import sft
     from trl_case import train

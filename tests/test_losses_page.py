@@ -1,4 +1,4 @@
-"""docs/losses.md: the page is current, its expressions are objectives, its tests exist."""
+"""docs/losses.md is up to date, its expressions are valid objectives, and its tests exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_page_is_current() -> None:
 
 @pytest.mark.parametrize("framework", losses.FRAMEWORKS)
 def test_rows(framework: str) -> None:
-    """What equals a loss can be made, and the test that shows it is there."""
+    """The expression equal to a framework's loss is valid, and its named test exists."""
     for row in (row for name, row in EQUAL if name == framework):
         made = eval(f"({row['equal']})", {"hl": hl, **losses.NAMES})
         assert isinstance(made, hl.Term | hl.Objective) or callable(made), row["equal"]
@@ -53,7 +53,8 @@ def test_rows_are_complete() -> None:
 
 
 def test_other_names_are_on_the_page() -> None:
-    """`Also called: verl dppo_tv` in a docstring: verl has a row of that name with the term."""
+    """For `Also called: verl dppo_tv` in a term's docstring, verl's page has that row with the
+    term."""
     names = {losses.framework(name)["name"]: name for name in losses.FRAMEWORKS}
     for factory in TERMS:
         for framework, name in also_called(factory):

@@ -1,9 +1,9 @@
-"""Every objective, layout, schedule, dtype, head and storage, against plain logits in float64.
+"""Every objective, layout, schedule, dtype, head and storage agrees with float64 plain logits.
 
-The budget: loss and statistics err <= 3 err(plain, float32 logits) + 1e-6, gradients err <= 3
-err(plain, the inputs' dtype) + 1e-6. The quick selection has every pair of values of two axes at
-least once; the slow one is the full product of objectives, layouts, schedules and dtypes, and that
-of heads, storages, layouts, schedules and dtypes.
+Error budget: loss and statistics err <= 3 err(plain, float32 logits) + 1e-6, gradients err <= 3
+err(plain, the inputs' dtype) + 1e-6. The quick selection contains every pair of values of two axes.
+The slow selection has two full products: objectives x layouts x schedules x dtypes, and heads x
+storages x layouts x schedules x dtypes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check(row: Row) -> None:
 
 @functools.cache
 def full() -> dict[str, list[Row]]:
-    """Both products, by their cases; the other axes go round in turn."""
+    """Return the rows of both full products by case; values of the remaining axes rotate."""
     terms = matrix.product(AXES, ["case", "layout", "dtype", "schedule"])
     some = {**AXES, "case": ["mix", "distillation_topk_js", "grpo", "mix_teachers", "dpo"]}
     heads = matrix.product(some, ["head", "storage", "layout", "dtype", "schedule"])
@@ -83,7 +83,7 @@ def test_selection_has_every_pair():
 
 
 def test_catalogue_is_complete():
-    """Every term and modifier that the library has is a case."""
+    """Every term and modifier of the library is a case."""
     used = {term.name for case in CASES.values() for _, term in case.objective().parts}
     assert {f.__name__ for f in catalogue.TERMS} <= used
     modifiers = {
@@ -111,7 +111,7 @@ def test_skipping_rows_changes_nothing(case, schedule, dtype):
     )
     torch.testing.assert_close(skipped.loss, kept.loss, rtol=0, atol=0)
     torch.testing.assert_close(skipped.logps, kept.logps, rtol=0, atol=0)
-    for name in a:  # sums over fewer rows may round differently
+    for name in a:  # fewer rows may round differently
         tolerance = 1e-6 if a[name].dtype == torch.float32 else 1e-2
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
 
@@ -129,7 +129,7 @@ def test_rows_without_gradient_get_exactly_zero():
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 @pytest.mark.parametrize("case", ["grpo", "gspo", "mix"])
 def test_no_row_with_a_gradient(case, schedule):
-    """All advantages zero: a loss of zero and gradients that are there and zero."""
+    """Zero advantages give a loss of zero and existing zero gradients."""
     inputs = inputs_of("grpo")
     zero = torch.zeros_like(inputs.batch.advantages)
     fields = {**inputs.batch.fields, "advantages": zero}
@@ -149,14 +149,14 @@ CLIPPED = ["grpo", "dapo", "bnpo", "ppo", "cispo", "sapo", "gspo", "luspo", "gmp
 @pytest.mark.parametrize("case", CLIPPED)
 @pytest.mark.parametrize("schedule", ["one_pass", "small_chunks", "recompute", "static"])
 def test_infinite_ratio_on_the_clipped_branch(case, schedule):
-    """An old log-prob of -inf under a positive advantage: no NaN, and no gradient where the clip
-    holds that token."""
+    """An old log-prob of -inf under a positive advantage gives no NaN, and no gradient at a clipped
+    token."""
     inputs = inputs_of(case, layout="packed")
     assert inputs.batch.old_logps[7] == -math.inf
     out, gradients = inputs.run(SCHEDULES[schedule])
     assert out.loss.isfinite()
     assert all(g.isfinite().all() for g in gradients.values())
-    if case not in ("cispo", "vespo"):  # whose weights are constants
+    if case not in ("cispo", "vespo"):  # their weights are constants
         assert not gradients["hidden"][7].any()
 
 
@@ -169,7 +169,7 @@ def test_infinite_ratio_on_the_clipped_branch(case, schedule):
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_logits_loss_is_head_loss(case, inplace, layout, dtype):
-    """An identity for a weight turns logits into hidden states."""
+    """`logits_loss` equals `head_loss` with an identity weight."""
     source = matrix.make_inputs((case, layout, "one_pass", dtype, "plain", "plain", "near"))
     logits = source.head.logits(source.hidden).detach().to(source.hidden.dtype)
     width = logits.shape[-1]
@@ -181,11 +181,11 @@ def test_logits_loss_is_head_loss(case, inplace, layout, dtype):
         objective=source.objective,
     )
     given = logits.clone().requires_grad_()
-    work = given * 1  # a leaf may not be written in place
+    work = given * 1  # leaves cannot be written in place
     out = hl.logits_loss(
         work, source.batch, source.objective, softcap=15.0, logit_scale=0.8, inplace=inplace
     )
-    upstream = 2.0 if inplace else 1.5  # in place, the gradient is rounded before it is scaled
+    upstream = 2.0 if inplace else 1.5  # in place, rounding precedes scaling
     (found,) = torch.autograd.grad(out.loss * upstream, given)
     oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)
     exact = inputs.plain("float32", upstream)

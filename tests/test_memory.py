@@ -1,6 +1,6 @@
-"""No tensor of a call holds more than the planned chunk of logits, and nothing unneeded is made.
+"""No tensor of a call is larger than the planned chunk of logits, and no unneeded tensor is made.
 
-T tokens, H hidden width, V vocabulary. Every tensor that an operator creates is noted.
+T tokens, H hidden width, V vocabulary. All tensors created by operators are recorded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from headloss.kernels.transform import Transform
 from headloss.testing import trained_looking
 
 T, H, V, CHUNK = 128, 12, 512, 16
-BLOCK = 4  # rows of a block of temporaries
+BLOCK = 4  # rows per block of temporaries
 FLOAT = 4
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Temporaries of the reference are blocks of constant size: make that small beside a chunk."""
+    """Make the reference backend's blocks of temporaries small compared with a chunk."""
     monkeypatch.setattr(reference, "BLOCK_ELEMENTS", BLOCK * V)
     monkeypatch.setattr(products, "BLOCK_ELEMENTS", BLOCK * V)
 
@@ -64,7 +64,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("schedule", "scope"),  # a batch-scoped objective in one pass is one chunk by definition
+    ("schedule", "scope"),  # a batch-scoped one-pass call is one chunk
     [
         *((s, o) for s in ("one_pass", "recompute") for o in ("token", "segment")),
         ("recompute", "batch"),
@@ -80,7 +80,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(schedule, scope, dtype):
 
 
 def test_blocks_share_their_temporaries(monkeypatch):
-    """A heap would grow with each."""
+    """Blocks share their temporaries, so that memory does not grow with each block."""
     tiles, exp = [], torch.exp
     monkeypatch.setattr(torch, "exp", lambda x, out: tiles.append(exp(x, out=out)) or tiles[-1])
     raw, forward = torch.randn(3 * BLOCK - 1, V), Forward(None, 0, Transform(), frozenset())
@@ -100,7 +100,7 @@ def test_auto_under_a_budget(scope):
 
 
 def test_a_frozen_head():
-    """4NHV, and no tensor of the weight's size at all."""
+    """A frozen head costs 4NHV and makes no tensor of the weight's size."""
     hidden, head, batch = problem(weight_gradient=False)
     objective = hl.gspo() + hl.kl(estimator="k3")
     options = hl.Options(schedule="frozen", chunk_tokens=8)
@@ -122,15 +122,15 @@ def test_head_stats():
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)
         (found.logp.sum() + found.entropy.square().sum() + found.lse.sum()).backward()
-    # It plans for itself: what fits its budget here is one tile, so bound it by the whole of it.
+    # head_stats makes its own plan, with one tile in the budget: the bound is one tile.
     assert live.largest <= T * V
     assert live.peak <= 1.5 * T * V * FLOAT
 
 
 def test_head_stats_in_tiles(monkeypatch):
-    # The budget that a CPU has by default is CHUNK rows of logits.
+    # Sets the default CPU budget to CHUNK rows of logits.
     monkeypatch.setattr(plan, "CPU_BUDGET", CHUNK * V * FLOAT)
-    hl.clear_cache()  # it keeps plans
+    hl.clear_cache()  # forgets plans
     hidden, head, batch = problem()
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)
@@ -177,7 +177,8 @@ def test_the_peak_against_plain_logits(schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen", "held"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_is_the_plans(schedule, dtype):
-    """Within a third, and what the blocks of the reference take."""
+    """The measured peak is within a third of the plan's peak, plus the reference backend's
+    blocks."""
     hidden, head, batch = problem(dtype, weight_gradient=schedule != "frozen")
     objective = hl.grpo() + hl.kl() if schedule == "frozen" else OBJECTIVES["token"]
     for chunk in (16, 128):
@@ -187,7 +188,7 @@ def test_the_peak_is_the_plans(schedule, dtype):
         returned = T * H * dtype.itemsize
         if schedule != "frozen":
             returned += V * H * dtype.itemsize
-        inputs = T * H * dtype.itemsize  # the gathered rows, as a seventh is not scored
+        inputs = T * H * dtype.itemsize  # gathered rows: a seventh is unscored
         blocks = 6 * BLOCK * V * FLOAT
         vectors = T * 64
         assert live.peak <= 1.3 * (plan.total_bytes + returned + inputs) + blocks + vectors
@@ -196,7 +197,8 @@ def test_the_peak_is_the_plans(schedule, dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
-    """Per token at most 64 numbers and 4 rows [H], in float32; a row of logits would be 512."""
+    """More tokens add at most 64 numbers and 4 float32 rows [H] per token, less than a row of 512
+    logits."""
     options = hl.Options(schedule=schedule, memory_budget=CHUNK * V * FLOAT)
 
     def peak(times: int) -> int:
@@ -214,8 +216,11 @@ def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
     [("one_pass", 512, 16, False), ("recompute", 8, 1024, False), ("recompute", 8, 1024, True)],
 )
 def test_a_product_that_is_a_gradient_has_no_copy(schedule, tokens, vocabulary, support):
-    """The hidden gradient of many tokens in one block, or dW of a wide head in one tile. (Of pairs
-    the reference makes a product before it puts it into its place.)"""
+    """A product that is a whole gradient is not copied: dX of many tokens in one block, dW of a
+    wide head in one tile.
+
+    With a support the reference backend computes a product before moving it into place.
+    """
     hidden, weight, targets = trained_looking(tokens, 64, vocabulary)
     batch = hl.Batch(targets, support_ids=targets.unsqueeze(1) if support else None)
     head = hl.Head(weight.requires_grad_())
@@ -237,7 +242,7 @@ def test_memory_does_not_grow_with_the_number_of_terms():
 
 
 def test_nothing_is_left_behind():
-    """After the backward pass only gradients and outputs live."""
+    """After the backward pass only gradients and outputs are alive."""
     hidden, head, batch = problem()
     for schedule in ("one_pass", "recompute"):
         hidden.grad = head.weight.grad = None
@@ -256,7 +261,7 @@ def test_nothing_is_left_behind():
 
 @pytest.fixture
 def products_run(monkeypatch) -> dict[str, int]:
-    """How often each of the three products ran."""
+    """Count the runs of each of the three products."""
     count = {"logits": 0, "input_gradient": 0, "weight_gradient": 0}
 
     def counted(home, name):
@@ -304,7 +309,7 @@ SWEEPS = [("one_pass", 1), ("frozen", 1), ("held", 1), ("recompute", 2)]
 
 @pytest.mark.parametrize(("schedule", "sweeps"), SWEEPS)
 def test_the_number_of_products(products_run, schedule, sweeps):
-    """6NHV, 4NHV, 8NHV: each logit is made once, or twice in recompute."""
+    """Schedules cost 6NHV, 4NHV or 8NHV: each logit is computed once, or twice in recompute."""
     hidden, head, batch = problem(weight_gradient=schedule != "frozen")
     options = hl.Options(schedule=schedule, chunk_tokens=T)
     measured(hidden, head, batch, hl.grpo(), options)

@@ -1,4 +1,4 @@
-"""Measurements: fold, merge, compute; and that a cut of a call changes none of them."""
+"""Measurements fold, merge and compute correctly, and do not depend on the partition of a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = [Mean, Perplexity, Sum, Max, Min]
 
 
 def of(kind, values: list[float]) -> float:
-    """What a measurement is by definition."""
+    """Return the value of a measurement by definition."""
     if kind is Sum:
         return sum(values)
     if kind is Max or kind is Min:
@@ -210,7 +210,8 @@ def test_metrics_by_hand():
 
 @pytest.mark.parametrize("make_term", [hl.grpo, hl.gspo])
 def test_a_ratio_on_a_bound_is_inside_it(make_term):
-    """With bounds of 1 and a ratio of 1, no gradient is taken."""
+    """A ratio on a bound counts as inside: with bounds of 1 and a ratio of 1 no token is
+    clipped."""
     hidden, head, targets, segments, fields = problem()
     fields |= {"advantages": torch.tensor([1.0, 1, -1, 1, -1, 1]), "old_logps": hl.CURRENT}
     batch = hl.Batch(targets, segments, **fields)
@@ -221,7 +222,8 @@ def test_a_ratio_on_a_bound_is_inside_it(make_term):
 
 
 def test_figures_of_a_segment_scoped_term_are_per_segment():
-    """Of the segments that have a scored token: an empty one has no ratio."""
+    """Metrics of a segment-scoped term are per segment, without segments that have no scored
+    token."""
     hidden, head, targets, segments, fields = problem()
     out = hl.head_loss(hidden, head, hl.Batch(targets, segments, **fields), hl.gspo())
     d = (out.logps - fields["old_logps"]).masked_fill(targets == -100, 0)
@@ -234,7 +236,7 @@ def test_figures_of_a_segment_scoped_term_are_per_segment():
         )
     ]
     ratios = torch.stack([m for m in means if not m.isnan()]).exp()
-    assert len(ratios) == 4  # one segment is empty, one is not scored
+    assert len(ratios) == 4  # without an empty and an unscored segment
     assert float(out.metrics["gspo/ratio"]) == pytest.approx(float(ratios.mean()))
     assert float(out.metrics["gspo/ratio_max"]) == pytest.approx(float(ratios.max()))
     assert out.metrics.compute()["segments"] == 6
@@ -261,7 +263,7 @@ def test_no_metrics():
 @pytest.mark.parametrize("scored", ["all", "some"])
 @pytest.mark.parametrize("changed", ["advantages", "keep", "targets", "segments"])
 def test_metrics_that_are_asked_for_later_are_those_of_the_call(changed, scored):
-    """Or say that what the call was given has been overwritten since."""
+    """Metrics read later equal the call's metrics, or raise if inputs were overwritten."""
     hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
     fields = {"advantages": torch.randn(3), "old_logps": -torch.rand(12), "keep": hidden[:, 0] > 0}
     targets = torch.arange(12) % 9
@@ -280,7 +282,7 @@ def test_metrics_that_are_asked_for_later_are_those_of_the_call(changed, scored)
 
 
 def test_metrics_of_inference_are_found_at_once():
-    """Its tensors cannot tell whether they were changed."""
+    """Metrics in inference mode are computed at once, since changes cannot be detected later."""
     hidden, targets = torch.randn(12, 4), torch.arange(12) % 9
     want = hl.head_loss(hidden, hl.Head(torch.ones(9, 4)), hl.Batch(targets), hl.cross_entropy())
     with torch.inference_mode():
@@ -291,8 +293,8 @@ def test_metrics_of_inference_are_found_at_once():
 
 
 def test_who_reads_no_metrics_pays_for_none():
-    """The library's own terms are measured when they are asked; a copy of wide fields is not kept
-    for that."""
+    """Unread metrics cost nothing: terms are measured on first access, without kept copies of wide
+    fields."""
     hidden, head = torch.randn(12, 4), hl.Head(torch.randn(9, 4))
     fields = {"advantages": torch.randn(12), "old_logps": -torch.rand(12)}
     for more in ({}, {"candidate_ids": torch.arange(12).unsqueeze(1) % 9}):

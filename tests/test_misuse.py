@@ -1,4 +1,4 @@
-"""Misuse that gets one clear line: what a call does not serve is refused by name."""
+"""Misuse gives a one-line error that names the unsupported input."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def plainly(stats: Any, batch: Any) -> Tensor:
 
 
 def flattened() -> torch.nn.Linear:
-    """As FSDP1 leaves a module outside of its forward."""
+    """Return a head as left by FSDP1 outside its forward."""
     linear = torch.nn.Linear(H, V)
     linear.weight = torch.nn.Parameter(torch.zeros(11))
     return linear
 
 
 def tensor_parallel() -> torch.nn.Linear:
-    """As transformers' tensor parallelism leaves a module."""
+    """Return a head under transformers' tensor parallelism."""
     styles = pytest.importorskip("transformers.integrations.tensor_parallel")
     linear = torch.nn.Linear(H, V)
     styles.ColwiseParallel().install_forward(linear, None)
@@ -119,7 +119,7 @@ def test_head_function_trains_the_parameter_that_a_term_may_not_hold() -> None:
 
 
 def of_numbers(half: Any) -> list[Tensor]:
-    """Losses and a gradient of calls whose options are that number."""
+    """Return losses and a gradient of calls with the number `half` as options."""
     torch.manual_seed(0)
     x, fields = hidden(), {f"{name}_logps": -torch.rand(T) for name in ("old", "ref", "sampling")}
     given = batch(advantages=torch.randn(T), teacher_logits=torch.randn(T, V), **fields)
@@ -192,13 +192,13 @@ def test_a_statistic_of_another_name(name: str, want: str) -> None:
         if wrong.observe is None:
             with pytest.raises(ValueError, match=match):
                 hl.check_term(wrong)
-    wrong = term(lambda stats, batch: stats.logp.foo)  # an error of the term's own stays one
+    wrong = term(lambda stats, batch: stats.logp.foo)  # errors inside a term are unchanged
     with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'foo'"):
         hl.head_loss(hidden(), head(), batch(), wrong)
 
 
 def test_what_is_no_term_is_refused_where_it_is_written() -> None:
-    """And not by the first call of its factory, which may be elsewhere."""
+    """An invalid term is refused at its definition, not at the first call of its factory."""
     with pytest.raises(ValueError, match="reduction: got 'mean', want one of"):
         hl.term(reduction="mean")(lambda stats, batch: stats.logp)
     for function in (lambda: None, lambda stats: stats.logp, lambda stats, *, batch: stats.logp):
@@ -251,7 +251,7 @@ def test_an_objective_without_gradient_is_refused_by_name(name: str, options: di
     with pytest.raises(ValueError, match=match):
         hl.logits_loss(torch.randn(T, V, requires_grad=True), batch(), term(DEAD[name]))
     x, w = hidden().detach(), head()
-    with torch.no_grad():  # where none is wanted there is nothing to refuse
+    with torch.no_grad():  # without gradients no error is needed
         out = hl.head_loss(x, w, batch(), term(DEAD[name]), hl.Options(**options))
     stats = hl.head_stats(x, w, torch.arange(T))
     want = {"detached": stats.logp.mean(), "constant": torch.ones(())}.get(name)
@@ -273,7 +273,8 @@ def test_a_dead_term_beside_a_live_one(options: dict) -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_a_gradient_that_depends_on_the_batch_may_be_zero(options: dict) -> None:
-    """The trial on made-up tokens finds a gradient; on these there is none."""
+    """A gradient that depends on the batch may be zero, if the trial on made-up tokens finds
+    one."""
 
     def sometimes(stats, batch):
         return stats.logp if bool((batch.advantages < 0).any()) else stats.logp.detach()
@@ -318,7 +319,7 @@ WRONG: dict[str, tuple[type, Any, str]] = {
     "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
     "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
     "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
-    # what is right for the two tokens of a trial, and not for the batch
+    # valid for the trial's two tokens, invalid for the batch
     "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
     "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
 }
@@ -407,7 +408,7 @@ def test_meta_tensors_are_refused_by_name() -> None:
     for match, call in mixed:
         with pytest.raises(ValueError, match=match):
             call()
-    assert "no logits" not in str(hl.plan(x, w, batch(), ce))  # the way that is served
+    assert "no logits" not in str(hl.plan(x, w, batch(), ce))  # the supported way
 
 
 def test_fullgraph_says_why_not() -> None:
@@ -521,12 +522,12 @@ def test_float16_says_that_its_gradient_is_a_tensor_of_its_own() -> None:
     leaf = logits * 1
     before = leaf.detach().clone()
     hl.logits_loss(leaf, batch(), hl.cross_entropy(), inplace=True).loss.backward()
-    assert torch.equal(leaf.detach(), before)  # not overwritten
+    assert torch.equal(leaf.detach(), before)  # unchanged
     assert "float16" in (hl.logits_loss.__doc__ or "").partition("inplace:")[2]
 
 
 def test_expanded_logits_are_not_overwritten() -> None:
-    """A row's gradient would take the place of logits that other rows are yet to be read from."""
+    """Expanded logits are not overwritten, since rows share memory."""
     logits = torch.randn(1, V, requires_grad=True)
     with pytest.raises(ValueError, match="inplace: got expanded logits"):
         hl.logits_loss((logits * 1).expand(T, V), batch(), hl.cross_entropy(), inplace=True)
@@ -550,7 +551,8 @@ CLIPPED = [hl.grpo(), hl.ppo(dual_clip=2.0), hl.dapo(delta=1.5)]
 
 @pytest.mark.parametrize("objective", CLIPPED, ids=repr)
 def test_current_log_probs_beside_given_logits_on_triton(objective: hl.Term) -> None:
-    """The ratio is 1, so the loss is -A and its gradient that of -A log p."""
+    """With CURRENT log-probs on given logits the ratio is 1, the loss -A, and the gradient that of
+    -A log p."""
     pytest.importorskip("triton")
     logits = torch.randn(T, V, device=DEVICE, requires_grad=True)
     targets, advantages = torch.arange(T, device=DEVICE), torch.randn(T, device=DEVICE)
@@ -611,7 +613,8 @@ def test_sparse_vectors_are_refused(name) -> None:
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_a_reference_model_that_was_not_given(kind: str) -> None:
-    """Without one the loss would be of log-probs in place of log-ratios."""
+    """A missing reference model is refused, since the loss would use log-probs in place of
+    log-ratios."""
     loss = getattr(liger, f"LigerFusedLinear{kind}Loss")
     x, w, labels = torch.randn(2, T, H), torch.randn(V, H), torch.arange(2 * T).view(2, T) % V
     given = (w, x, labels) if kind == "DPO" else (x, w, labels, None, torch.tensor([1, 0]))
@@ -647,7 +650,7 @@ ZERO += ("labels_mask", "Mask_of_answers")
 
 @pytest.mark.parametrize("name", [*ZERO, "labels"])
 def test_a_mask_that_no_term_reads(name: str) -> None:
-    """It is refused where it leaves a scored token out, and nowhere else."""
+    """A mask that no term reads is refused only if it excludes a scored token."""
     x, h, objective = hidden(), head(), hl.cross_entropy()
     out = -100 if name == "labels" else 0
     values = torch.tensor([2, 1, out, 5, 1, out])
@@ -655,12 +658,12 @@ def test_a_mask_that_no_term_reads(name: str) -> None:
     for given in (values, values.double()) if name == "labels" else (values, values.double(), kept):
         wrong = batch(**{name: given})
         match = rf"{name}: got {out} at position 2, which is scored, as no term reads {name}; .*100"
-        for metrics in (True, False):  # twice: nothing is remembered
+        for metrics in (True, False):  # repeated: the error does not depend on state
             with pytest.raises(ValueError, match=match):
                 hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
         with pytest.raises(ValueError, match=match):
             hl.logits_loss(torch.randn(T, V), wrong, objective)
-        hl.head_stats(x, h, wrong)  # whose caller may read it
+        hl.head_stats(x, h, wrong)  # its caller may read the mask
         hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
         targets = torch.arange(T).masked_fill(~kept, -100)
         agrees = hl.Batch(targets, **{name: given})
@@ -676,8 +679,8 @@ def test_a_mask_that_a_term_reads() -> None:
     kept = torch.tensor([True, True, False, True, True, False])
     both = batch(mask=kept, weights=kept.float())
     read = hl.cross_entropy().where("mask") + hl.z_loss().weighted("weights")
-    hl.head_loss(x, h, both, read + hl.entropy())  # another term leaves them alone
-    hl.head_loss(x, h, both, hl.entropy())  # and so does another objective
+    hl.head_loss(x, h, both, read + hl.entropy())  # a further term may ignore both
+    hl.head_loss(x, h, both, hl.entropy())  # an earlier objective has read both
     hl.head_loss(x, h, both.with_fields(old_logps=hl.CURRENT), hl.entropy())
     with pytest.raises(ValueError, match="mask: got 0"):
         hl.head_loss(x, h, batch(mask=kept), hl.entropy())
@@ -686,7 +689,7 @@ def test_a_mask_that_a_term_reads() -> None:
     with pytest.raises(ValueError, match="weights: got 0 at position 4"):
         hl.head_loss(x, h, given, hl.entropy())
     hl.head_loss(x, h, given, hl.entropy().weighted("weights"))
-    wide = batch(mask=torch.zeros(T, 2))  # says nothing of a token
+    wide = batch(mask=torch.zeros(T, 2))  # not a per-token mask
     hl.head_loss(x, h, wide, hl.entropy())
 
 
@@ -721,7 +724,7 @@ def test_a_mean_inside_a_term_is_noticed(name: str) -> None:
 
 
 def test_terms_of_ones_own_that_may_be_cut() -> None:
-    """They are tried once, and computed as ever."""
+    """User-defined terms that may be cut run one trial, and are computed as usual."""
     calls = []
 
     def mine(stats, batch, tau=1.0):
@@ -735,7 +738,7 @@ def test_terms_of_ones_own_that_may_be_cut() -> None:
     for _ in range(3):
         out = hl.head_loss(x, h, given, hl.term(mine)(tau=2.0), hl.Options(metrics=False))
     torch.testing.assert_close(out.loss, -2 * (out.logps * given.advantages).mean())
-    assert calls.count(1) == 2  # each of two made-up tokens, in the first call alone
+    assert calls.count(1) == 2  # the trial's two made-up tokens, only in the first call
     segments = hl.Segments.from_lengths([4, 2])
     out = hl.head_loss(
         x, h, hl.Batch(torch.arange(T), segments), term(per_segment, scope="segment", per="segment")
@@ -754,7 +757,8 @@ def message(call: Callable[[], object]) -> str:
 
 def test_the_nearest_name_is_offered() -> None:
     mine: Any = hl.term(lambda stats, batch, tau=1.0: stats.logp, name="mine")
-    gspo, grpo, entropy, options = hl.gspo, hl.grpo, hl.entropy, hl.Options  # types are another's
+    # Types are checked elsewhere.
+    gspo, grpo, entropy, options = hl.gspo, hl.grpo, hl.entropy, hl.Options
     for call, want in {
         lambda: gspo(0.2, 0.2): "gspo: got 2 options by position, want them by name: epsilon_low, ",
         lambda: mine(2.0): "mine: got 1 options by position, want them by name: tau",

@@ -1,4 +1,4 @@
-"""Modifiers: sampler correction, off-policy mask and top-entropy mask, by loops in float64."""
+"""Modifiers (sampler correction, off-policy mask, top-entropy mask) agree with float64 loops."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def factor(term: Term, case: Case) -> Tensor:
 
 
 def mismatch(case: Case, sequence: bool) -> list[list[float]]:
-    """w at each token of each sequence."""
+    """Return w at each token of each sequence."""
     found = []
     for s in case.sequences():
         d = [float(o - q) for o, q in zip(s.old, s.sampling, strict=True)]
@@ -140,10 +140,12 @@ def of_sequence(values: list[float], level: str) -> float:
 )
 @pytest.mark.parametrize("live", [False, True])
 def test_rejected_by_the_ratio_of_each_token(limits: dict[str, float], live: bool) -> None:
-    """A sequence is kept where every token's ratio is within the bounds; NaN says nothing, and what
-    is clamped at exp(20) is compared so."""
+    """`rejected` keeps a sequence if all token ratios are within the bounds.
+
+    NaN ratios are ignored, and ratios are compared after the clamp at exp(20).
+    """
     case = make(scale=0.35, seed=2)
-    case.fields["sampling_logps"][3] = math.nan  # the only token of the second sequence
+    case.fields["sampling_logps"][3] = math.nan  # the second sequence's only token
     case.fields["sampling_logps"][12] = -90.0 if limits.get("max") == 100 else -1.0
     low, high = limits.get("min", 0.0), limits.get("max", math.inf)
     want = []
@@ -186,7 +188,8 @@ def test_bounds_of_the_ratio_of_each_token() -> None:
     [pair for pair in itertools.product(MEASURES, LEVELS) if pair != ("ratio", "sequence_max")],
 )
 def test_rejected(measure: str, level: str, bounds: str) -> None:
-    """Bounds lie between the middle values, and below or above all but one."""
+    """`rejected` agrees with loops for bounds between the middle values and near the extreme
+    values."""
     case = make()
     probabilities = {n: case.fields[n].clamp_max(-0.05) for n in ("old_logps", "sampling_logps")}
     case = case.with_fields(**probabilities)
@@ -249,7 +252,7 @@ def test_off_policy_masked(per_token: bool, sampled: bool) -> None:
 
 
 def exact_cut(values: list[float], quantile: str) -> float:
-    """The (1 - quantile) quantile by linear interpolation, its rank an exact fraction."""
+    """Return the (1 - quantile) quantile by linear interpolation, with an exact fractional rank."""
     ordered = sorted(values)
     rank = (1 - Fraction(quantile)) * (len(ordered) - 1)
     low = math.floor(rank)
@@ -266,14 +269,15 @@ def test_quantile(quantile: str) -> None:
         entropy = case.entropy.tolist()
         cut = exact_cut(entropy, quantile)
         assert factor(term, case).tolist() == [float(e >= cut) for e in entropy]
-        # (From 2.14 on torch.quantile rounds a rank, so that one that is whole lies beyond itself.)
+        # Since torch 2.14 torch.quantile rounds ranks, so that a whole rank may exceed itself.
         case = make(lengths=lengths, dtype=torch.float32)
         cut = exact_cut(case.entropy.tolist(), quantile)
         assert factor(term, case).tolist() == [float(e >= cut) for e in case.entropy.tolist()]
 
 
 def test_a_whole_rank_keeps_its_own_token() -> None:
-    """0.3 of 11 tokens is the eighth of them: no rounding of 1 - 0.3 may drop it."""
+    """A whole rank keeps its token: for 0.3 of 11 tokens, rounding 1 - 0.3 may not drop the eighth
+    token."""
     for quantile, kept in ((0.1, 2), (0.3, 4), (0.6, 7), (0.7, 8), (0.9, 10), (1.0, 11)):
         case = make(lengths=(11,))
         got = factor(h.grpo().top_entropy(quantile=quantile), case)
@@ -326,7 +330,7 @@ def _rank(rank: int, store: str, sizes: list[int], found: Path) -> None:
 
 
 def test_quantile_over_a_group(tmp_path: Path) -> None:
-    """Ranks of different sizes, one of them empty, cut at the quantile of all tokens."""
+    """Ranks of different sizes, one of them empty, use the quantile over all tokens."""
     sizes = [7, 0, 4]
     arguments = (str(tmp_path / "store"), sizes, tmp_path)
     multiprocessing.start_processes(_rank, arguments, nprocs=len(sizes), start_method="fork")
