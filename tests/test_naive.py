@@ -1,4 +1,4 @@
-"""The idea in plain PyTorch beside the library that does the same: loss, dX and dW in float64."""
+"""`naive.py` agrees with the library in loss, dX and dW, in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import headloss as hl
 from headloss import naive
 
 LENGTHS = torch.tensor([5, 1, 9, 8])
-SEQUENCES = torch.arange(4).repeat_interleave(LENGTHS)  # of each of T = 23 tokens
+SEQUENCES = torch.arange(4).repeat_interleave(LENGTHS)  # sequence of each of T = 23 tokens
 T, H, V = 23, 7, 29
 
 
@@ -59,7 +59,8 @@ SEGMENT_SCOPED = ("gspo", "sum")
 
 
 def inputs() -> tuple[Tensor, Tensor, naive.Batch]:
-    """Logits that reach 20; ratios on both sides of the clips of GRPO and, by 1e-4, of GSPO."""
+    """Return inputs with logits up to 20, and ratios on both sides of the clips of GRPO and (by
+    1e-4) GSPO."""
     x = torch.randn(T, H, dtype=torch.float64) * 2
     weight = torch.randn(V, H, dtype=torch.float64)
     targets = torch.randint(V, (T,))
@@ -104,7 +105,7 @@ def test_recompute(name: str, slab: int) -> None:
     close(naive.recompute(x, weight, batch, plain, slab), library)
 
 
-WHOLE = [(name, chunk) for name in CASES for chunk in (T, 15)]  # chunks that cut no sequence
+WHOLE = [(name, chunk) for name in CASES for chunk in (T, 15)]  # chunks of whole sequences
 CUT = [(name, 4) for name in CASES if name not in SEGMENT_SCOPED]
 
 
@@ -120,7 +121,7 @@ def test_one_pass(name: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("loss", [naive.grpo, naive.gspo])
 def test_clips_on_both_sides(loss: Callable[..., Tensor]) -> None:
-    """What the cases compare: some tokens are clipped, for either sign, and others are not."""
+    """The cases contain clipped and unclipped tokens for advantages of both signs."""
     x, weight, batch = inputs()
     columns = torch.arange(V)
     stats = naive.finish(naive.measure(x @ weight.T, columns, batch["targets"]), V)
@@ -130,7 +131,7 @@ def test_clips_on_both_sides(loss: Callable[..., Tensor]) -> None:
 
 
 def test_merging_keeps_large_logits() -> None:
-    """An entropy of logits near 1e6, from slices whose largest lie far apart."""
+    """Merging slices with very different maxima gives the entropy of logits near 1e6."""
     z = torch.randn(5, 12, dtype=torch.float64) + 1e6
     z[:, :4] -= 700
     columns, targets = torch.arange(12), torch.tensor([0, 3, 4, 8, 11])

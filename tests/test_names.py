@@ -1,4 +1,4 @@
-"""What a user sees of the package at a prompt: its names, and their help."""
+"""The package shows only public names at a prompt, with helpful docstrings."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def test_dir_is_the_public_names() -> None:
 
 def test_public_names_are_no_modules() -> None:
     assert [n for n in dir(hl) if type(getattr(hl, n)) is type(hl)] == []
-    assert hl.batch.batch.Batch is hl.Batch  # still there for who names one
+    assert hl.batch.batch.Batch is hl.Batch  # submodules stay importable
 
 
 @pytest.mark.parametrize("name", ["Batch", "Head", *VERBS])
 def test_help_gives_shapes_and_examples_that_run(name: str) -> None:
-    """Shapes before arguments, examples that show what they gave."""
+    """Help texts give shapes before arguments, and examples with their output."""
     shown = pydoc.plain(pydoc.render_doc(getattr(hl, name)))
     first = "Attributes:" if name == "Head" else "Args:"
     shapes, arguments = shown.find("Shapes: "), shown.find(first)

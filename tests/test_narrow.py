@@ -1,4 +1,5 @@
-"""Whole calls under the narrow schedule, through the twins of its kernels: any objective and scope.
+"""Whole calls under the narrow schedule are correct through kernel twins, for any objective and
+scope.
 
 T tokens, V vocabulary, H hidden width.
 """
@@ -34,7 +35,8 @@ def through_twins(monkeypatch):
 
 
 def problem(dtype: torch.dtype, **options):
-    """Hidden states, a head with padded rows and a bias, a batch with rows of no gradient."""
+    """Return hidden states, a head with padded rows and a bias, and a batch with rows without
+    gradient."""
     hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
     weight = torch.cat([weight, torch.full((4, H), torch.nan, dtype=dtype)])
     bias = torch.cat([torch.randn(V), torch.full((4,), torch.nan)]).to(dtype).requires_grad_()
@@ -74,7 +76,7 @@ def test_any_objective(dtype, form, name):
 
 @pytest.mark.parametrize("more", [{"static": True}, {"metrics": False}, {"frozen": True}])
 def test_options(more):
-    """Static shapes; no metrics; a frozen weight beside a bias."""
+    """Static shapes, disabled metrics, and a frozen weight with a trained bias are supported."""
     hidden, head, batch = problem(torch.float64)
     if more.pop("frozen", False):
         head = hl.Head(head.weight.detach(), bias=head.bias, vocab_size=V)
@@ -130,8 +132,10 @@ def test_what_it_cannot_serve():
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
-    """The kernel of a token's statistics follows from the head alone, also where no product writes
-    exp logits (float16), or none takes the rows (an unaligned width)."""
+    """Candidates work with any narrow head, and the statistics' kernel depends on the head alone.
+
+    This holds for float16 (no exp tiles) and for an unaligned width (no Triton product).
+    """
     monkeypatch.setattr(kernels, "can_sweep", lambda *_: (True, True))
     monkeypatch.setattr(twins, "can_fuse", lambda *_: aligned)
     hidden, head, batch = problem(torch.float64)
@@ -155,7 +159,11 @@ def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
 
 
 def test_the_planner_takes_it_by_the_head_alone():
-    """Whatever the number of tokens and the budget; what it cannot serve has its statistics."""
+    """The planner chooses narrow kernels by the head alone, for any number of tokens and any
+    budget.
+
+    Calls unsupported by the narrow schedule still use its statistics.
+    """
     of = {"width": 64, "vocabulary": 1 << 20, "on_chip": True, "by_sweeps": True, "on_gpu": True}
     of |= {"exp_tiles": True, "row_bytes": 2, "element_size": 2, "weight_size": 2}
     for tokens, scope in ((1, "token"), (1 << 17, "batch"), (4096, "external")):

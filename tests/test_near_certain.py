@@ -1,7 +1,7 @@
-"""Two models that are nearly certain of the same token: a divergence and its gradient, in float32
-against float64.
+"""Divergences of two models nearly certain of one token, and gradients, agree with float64 in
+float32.
 
-T tokens, V columns. A head of ones and zeros makes the logits, which no product then rounds.
+T tokens, V columns. A head of ones and zeros makes the logits without rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headloss.testing import error, plain, within_budget
 
 T, V = 12, 64
 KINDS = ("forward_kl", "reverse_kl", "js")
-GAPS = (12, 18, 24, 30)  # of the likeliest logit from the next one
+GAPS = (12, 18, 24, 30)  # between the largest and the next logit
 
 
 @pytest.mark.covering
@@ -24,7 +24,8 @@ GAPS = (12, 18, 24, 30)  # of the likeliest logit from the next one
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_that_agree(kind, gap, apart, backend):
-    """A forward KL's gradient, p - q, has the digits of p alone."""
+    """Divergences keep their digits; the gradient p - q of a forward KL has only the digits of
+    p."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(T, V, generator=generator)
     likely = torch.randint(V, (T, 1), generator=generator)
@@ -39,6 +40,6 @@ def test_models_that_agree(kind, gap, apart, backend):
     want, theirs = oracle.gradients["hidden"], coarse.gradients["hidden"]
     assert within_budget(out.loss, oracle.loss, coarse.loss)
     assert within_budget(hidden.grad, want, theirs)
-    if gap < 30:  # where float32 logits still say how sure a model is
-        assert error(out.loss, oracle.loss) <= 1e-6 / apart**2  # a sum of second order
+    if gap < 30:  # float32 logits still resolve the certainty
+        assert error(out.loss, oracle.loss) <= 1e-6 / apart**2  # the loss is of second order
         assert kind == "forward_kl" or error(hidden.grad, want) <= 1e-6 / apart

@@ -1,4 +1,5 @@
-"""A small step is bound by its host: no operation comes in addition without being seen."""
+"""The number of operations of a small step, which is limited by host time, does not grow
+unnoticed."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def segmented(targets: Tensor) -> hl.Batch:
     return hl.Batch(targets, segments, advantages=ADVANTAGES, old_logps=OLD_LOGPS)
 
 
-# Of autograd: the gradient of the loss, and two that are added to.
+# Autograd runs the gradient of the loss and two accumulations.
 CE = {"autograd": 3, "engine": 1, "head_loss": 1, "losses": 1, "objective": 2, "statistics": 10}
 GRPO = CE | {"losses": 16, "objective": 3, "statistics": 16}
 STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
@@ -38,10 +39,12 @@ STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, gradients added to those that are there; no output but the loss is
-    read. Operations of kernels and products do not count."""
+    """Forward and backward with accumulated gradients stay within the allowed number of operations.
+
+    Only the loss is read; operations of kernels and matrix products are not counted.
+    """
     (make, objective, most), generator = STEPS[step], torch.Generator().manual_seed(0)
-    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)  # small products leave no rows out
+    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)  # small products keep all rows
     shapes = (N, H), (V, H)
     hidden, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
 
@@ -50,19 +53,22 @@ def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> Non
         x = hidden.view(*batch.targets.shape, H)
         hl.head_loss(x, hl.Head(weight), batch, objective).loss.backward()
 
-    run()  # what terms read is found once
+    run()  # runs the trial of the terms
     with Operations() as found:
         run()
     assert not found.beyond(most), "\n" + found.beyond(most)
 
 
-HEAD_OF_STOCK = 6  # its product, shift, copy, log-softmax, loss and division
+HEAD_OF_STOCK = 6  # product, shift, copy, log-softmax, loss and division
 FORWARD = {"engine": 1, "head_loss": 1, "losses": 1, "objective": 3, "statistics": 11, "batch": 18}
 
 
 def test_operations_of_apply() -> None:
-    """The forward of a model by `apply`, prompts masked, with `num_items_in_batch`: at most 29
-    operations beyond the stock forward; no metric is found."""
+    """A forward under `apply` has at most 29 operations more than the stock forward, without
+    metrics.
+
+    Prompts are masked, and `num_items_in_batch` is given.
+    """
     pytest.importorskip("transformers")
     from test_head_models import tiny
 

@@ -1,4 +1,4 @@
-"""The head outside of what DDP or FSDP2 wraps: right, refused or wrong, as the page says."""
+"""A head outside DDP's or FSDP2's forward is correct, refused or wrong as documented."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards of the vocabulary, segments across ranks and sequence parallel, against one rank."""
+"""Vocabulary shards, segments across ranks and sequence parallelism agree with one rank."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ def test_what_the_host_knows_waits_for_no_gpu_if_it_can(monkeypatch, backends, d
 
 
 def fits(row: dict[str, str], cut: Cut) -> bool:
-    """Whether a case can be cut in this way at all."""
+    """Return True if a case supports the partition."""
     case, schedule = CASES[row["case"]], row["schedule"]
     objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
     if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
         return False
     if cut.data > 1:
-        # A batch-scoped term of a user sees its rank's tokens alone; fipo and D-PACE have an order.
+        # A user's batch-scoped term sees only its rank's tokens; fipo and D-PACE need the token
+        # order.
         if objective.scope == "batch" or row["case"] in ("fipo", "draft_blocks"):
             return False
         if objective.scope != "token" and schedule in ("one_pass", "static"):
@@ -67,7 +68,7 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
 
 
 def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
-    """Every case once, with the other axes going round."""
+    """Return every case once, with rotating values of the remaining axes."""
     others = [itertools.cycle(AXES[name][turn % 2 :] + AXES[name][: turn % 2]) for name in AXES]
     found = []
     for number, case in enumerate(CASES):
@@ -87,7 +88,7 @@ def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
 
 
 def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs: Any) -> Any:
-    """The whole of what the ranks hold parts of."""
+    """Join the ranks' parts of an array."""
     grid = [results[i * cut.vocabulary : (i + 1) * cut.vocabulary] for i in range(cut.data)]
     if name in ("logps", "entropies"):
         full = numpy.zeros(total)
@@ -102,7 +103,7 @@ def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs:
             for rank in row:
                 full[rank["positions"]] = rank[name]
         return full.reshape(inputs.hidden.shape)
-    if name.startswith("gradient") and not name.endswith(".a"):  # rows of the vocabulary
+    if name.startswith("gradient") and not name.endswith(".a"):  # vocabulary rows
         return sum(numpy.concatenate([rank[name] for rank in row]) for row in grid)
     return sum(row[0][name] for row in grid)
 
@@ -115,7 +116,7 @@ def compare(row: Row, cut: Cut, results: list[dict[str, Any]]) -> None:
 def compare_inputs(
     inputs: Inputs, options: hl.Options, cut: Cut, results: list[dict[str, Any]]
 ) -> None:
-    """In the budget of one rank, and the same bits on all ranks of a vocabulary group."""
+    """Check results against one rank's error budget, with identical bits in a vocabulary group."""
     total = inputs.batch.targets.numel()
     for i in range(cut.data):
         line = results[i * cut.vocabulary : (i + 1) * cut.vocabulary]
@@ -153,9 +154,12 @@ def compare_inputs(
 
 
 def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
-    """Each case with its tokens cut on two ranks, and with the vocabulary cut on two, three and
-    four where its tokens cannot be. The others take turns, in threes, at hidden states that are
-    spread and not, one way on two ranks and the other on three or, in sixes, on four."""
+    """Return the partitioned cases for worlds of `size` ranks.
+
+    Each case has its tokens partitioned on two ranks, or else the vocabulary on two, three and four
+    ranks. The remaining combinations (spread or unspread hidden states on two, three or four ranks)
+    alternate over the cases.
+    """
     cuttable = {row[0] for row, _ in rows_of(Cut(data=2), 0)}
     chosen = []
     for turn, cut in enumerate(CUTS[size]):
@@ -172,8 +176,8 @@ def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_term(world: World, every: bool) -> None:
-    """Uneven shards, segments cut anywhere, hidden states spread over the ranks: one rank's loss,
-    metrics and gradients."""
+    """Every term has one rank's loss, metrics and gradients under uneven shards, arbitrarily cut
+    segments and spread hidden states."""
     size = world.size
     full = (rows_of(cut, turn + size) for turn, cut in enumerate(CUTS[size]))
     for rows in full if every else in_turns(size):
@@ -188,7 +192,8 @@ def test_every_term(world: World, every: bool) -> None:
 
 
 def test_answers_to_prompts_that_run_across_ranks(world: World) -> None:
-    """A batch-scoped term of sums over segments alone sees all of them on each rank."""
+    """A batch-scoped term of segment sums sees all segments on each rank, even for prompts across
+    ranks."""
     rows = [
         ((case, layout, schedule, "float64", "plain", "plain", "near"), replace(cut, seed=seed))
         for case in ("real", "over_prompt_mean")
@@ -210,7 +215,8 @@ def test_an_order_of_tokens_that_run_across_ranks(world: World) -> None:
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_cuts(world: World, data: st.DataObject) -> None:
-    """Any grid, any cut of rows, tokens and segments, any schedule."""
+    """Random grids and partitions of rows, tokens and segments agree with one rank in any
+    schedule."""
     cut = data.draw(st.sampled_from([*CUTS[world.size], Cut(vocabulary=world.size)]))
     seed = data.draw(st.integers(0, 10_000))
     cut = replace(cut, seed=seed)

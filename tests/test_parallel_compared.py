@@ -1,4 +1,4 @@
-"""Ranks compare what they were given, and only what has to be the same."""
+"""Ranks compare their inputs, and only inputs that must be equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 def test_all_ranks_say_what_differs(world: World) -> None:
     for name, (_, _, match) in parallel_compared.CASES.items():
-        if "head_stats" in name and world.size > 2:  # its first call imports the compiler
+        if "head_stats" in name and world.size > 2:  # its first call imports the slow compiler
             continue
         for message in world.run(parallel_compared.compared, name, seconds=SECONDS):
             assert (match in message) if match else not message, (name, message)

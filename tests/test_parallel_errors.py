@@ -1,4 +1,5 @@
-"""What is wrong on one rank is raised on all of them, within a time limit; and what is gathered."""
+"""An error on one rank is raised on all ranks within a time limit, and each call gathers one
+record."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ def test_errors_cross_a_grid(world: World) -> None:
 
 @pytest.mark.parametrize("world", [4], indirect=True)
 def test_a_grid_makes_two_records(world: World) -> None:
-    """What is wrong anywhere is raised everywhere, and the groups stay usable."""
+    """On a grid each call gathers two records; errors are raised on all ranks, and groups stay
+    usable."""
     for found in world.run(grid_errors.on_a_grid, seconds=SECONDS):
         for match, message in zip(grid_errors.GRID_ERRORS, found, strict=True):
             assert match in message, (match, message)
@@ -53,7 +55,8 @@ def test_a_grid_makes_two_records(world: World) -> None:
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_call_makes_one_record(world: World) -> None:
-    """Values are compared in a group's first call, and where they are asked to be."""
+    """A call gathers one record; values are compared in a group's first call and under
+    check_ranks."""
     for found in world.run(parallel_agreement.one_record, seconds=SECONDS):
         more = [["record", "product", n] for n in ("2", "1", "2")]
         assert found == [*more, ["record", "1"]], found

@@ -1,4 +1,4 @@
-"""Ranks compare the tensors among a term's options whole, and leave out the same rows."""
+"""Ranks compare tensors in a term's options completely, and leave out equal rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_tensors_among_options(world: World, over: str, form: str) -> None:
 
 @pytest.mark.parametrize(("gradients", "share"), [("sum", 1.0), ("mean", 0.5)])
 def test_totals_of_restricted_fields(world: World, gradients: str, share: float) -> None:
-    """(tokens, segments) that each field keeps, of both ranks together; names in any order."""
+    """Totals over two ranks count the (tokens, segments) kept by each boolean field, in any order
+    of names."""
     kept = {"zeta": (8, 4), "alpha": (1, 1), "middle": (3 + 2 + 3 + 1, 4)}
     want = {name: (share * tokens, share * count) for name, (tokens, count) in kept.items()}
     for found in world.run(parallel_options.restricted_totals, gradients):
@@ -40,7 +41,7 @@ def test_totals_of_restricted_fields(world: World, gradients: str, share: float)
 
 
 def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World) -> None:
-    """Law 7, of the hidden gradient under recompute: 64 tokens of width 8."""
+    """Ranks send hidden gradients independent of which rows have a gradient (law 7)."""
     for sparse in (False, True):
         for shapes in world.run(parallel_options.sent, "recompute", sparse):
             assert shapes == [(64, 8)]
@@ -48,7 +49,7 @@ def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
-    """Masses come from merged statistics, which are the same bits on all ranks."""
+    """Ranks leave out equal rows, since gradient masses have identical bits on all ranks."""
     (whole, mine), (_, theirs) = world.run(parallel_options.left_out, schedule)
     assert mine == theirs
     assert mine[0] == whole[0]

@@ -1,5 +1,5 @@
-"""A support over shards of the vocabulary, spread tokens and segments across ranks, against one
-rank and plain masked logits."""
+"""A support on vocabulary shards, spread tokens and segments across ranks agrees with one rank and
+with masked logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def world() -> Iterator[World]:
 
 
 def calls() -> list[Call]:
-    """Every kind, options and cut; heads go round."""
+    """Return every combination of kind, options and partition, with rotating heads."""
     heads, found = itertools.cycle(HEADS), []
     for number, (cut, kind, name) in enumerate(itertools.product(CUTS, KINDS, OPTIONS)):
         if "flat" in kind and (cut.data > 1 or name == "static"):

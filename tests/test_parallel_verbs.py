@@ -1,4 +1,5 @@
-"""head_stats, head_topk, logits_loss, DTensor, DDP and FSDP2 on several ranks, against one."""
+"""head_stats, head_topk, logits_loss, DTensor, DDP and FSDP2 on several ranks agree with one
+rank."""
 
 from __future__ import annotations
 

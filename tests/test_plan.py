@@ -1,4 +1,4 @@
-"""The planner: which schedule, in what pieces, in how many bytes, and why."""
+"""The planner chooses the documented schedule, chunks and bytes, and gives reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def planned(changes: dict | None = None, **options) -> Plan:
 
 
 def row(tokens: int, vocabulary: int = 5000) -> int:
-    """Bytes of the logits of so many tokens."""
+    """Return the bytes of the logits of `tokens` tokens."""
     return tokens * vocabulary * 4
 
 
@@ -59,7 +59,7 @@ def test_chunks_have_as_many_tokens_as_asked_for(asked, rows):
     [(4096, 128256, 1200, 4096), (4096, 128256, 2200, 8192), (2048, 151936, 2200, 6144)],
 )
 def test_chunks_fill_the_waves_of_a_gpu(width, vocabulary, budget, rows):
-    """132 multiprocessors, tiles of 128 x 256: 2 waves for 4096 x 2048, 4 for 8192 x 2048."""
+    """Chunks fill whole waves of a GPU with 132 multiprocessors and tiles of 128 x 256."""
     plan = planned(
         {
             "tokens": 16384,
@@ -84,7 +84,7 @@ lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
 def check_cover(plan: Plan, lengths: list[int]) -> None:
-    """Chunks follow one another, cover all tokens, and know the segments that they lie in."""
+    """Check that chunks are consecutive, cover all tokens, and know their segments."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -109,7 +109,7 @@ def test_token_scoped_chunks_cut_anywhere(lengths, chunk):
 
 @given(lengths_of, st.integers(1, 60), st.sampled_from([1, 2]))
 def test_segment_scoped_chunks_cut_between_units(lengths, chunk, unit):
-    """Every segment (or pair) lies in one chunk, which is no larger than it must be."""
+    """Every segment (or pair) lies in one chunk of minimal size."""
     lengths = lengths[: len(lengths) // unit * unit]
     if not sum(lengths):
         return
@@ -138,8 +138,8 @@ def test_a_chunk_grows_to_hold_its_longest_segment_within_the_budget():
 
 
 def test_segments_are_cut_into_the_fewest_chunks_of_the_budget():
-    """Equal halves of 10240 tokens would be three chunks here; the budget allows two that differ. A
-    number of tokens that is asked for is kept to."""
+    """Segments are cut into the fewest chunks within the budget, even of unequal size; a requested
+    number of tokens is respected."""
     lengths = [5000, 4900, 300, 280, 5000, 5000]
     changes = {"tokens": 20480, "scope": "segment", "lengths": lengths}
     sizes = [c.stop - c.start for c in planned(changes, memory_budget=row(10560)).chunks]
@@ -149,7 +149,7 @@ def test_segments_are_cut_into_the_fewest_chunks_of_the_budget():
 
 
 def test_chunks_are_of_equal_size():
-    """1000 tokens under a budget of 600 are two chunks of about 500, not 600 and 400."""
+    """Chunks have equal sizes: 1000 tokens under a budget of 600 give two chunks of about 500."""
     plan = planned(memory_budget=row(600))
     sizes = [c.stop - c.start for c in plan.chunks]
     assert len(sizes) == 2 and sizes[0] % GRAIN == 0 and sizes[0] == 512
@@ -197,7 +197,7 @@ def test_static_shapes_know_no_lengths():
         ({}, {"schedule": "recompute"}, "recompute"),
         ({"weight_gradient": False, "logp_only": True}, {}, "one_pass"),
         ({"weight_gradient": False, "logp_only": True}, {"schedule": "frozen"}, "frozen"),
-        # No dW, and segments that do not fit: 4NHV all the same.
+        # Without dW, segments beyond the budget still cost 4NHV.
         (
             {"weight_gradient": False, "logp_only": True, "scope": "segment"},
             {"memory_budget": row(10)},
@@ -245,7 +245,8 @@ def test_what_cannot_be_served(changes, schedule, match):
 
 
 def test_held_says_its_bytes():
-    """Those of all tokens, whatever the blocks; a budget that is given is kept to."""
+    """The held schedule counts the bytes of all tokens for any blocks, and respects a given
+    budget."""
     plan = planned(schedule="held", chunk_tokens=300)
     assert plan.bytes["logits"] == row(1000) and len(plan.chunks) == 4 and not plan.single_block
     whole = planned({"scope": "external"}, memory_budget=row(1000))
@@ -259,7 +260,8 @@ def test_held_says_its_bytes():
 
 
 def test_teachers_are_held_in_one_block():
-    """They measure all tokens of a block before they differentiate any."""
+    """Teachers are held in one block, since all tokens of a block are measured before any
+    gradient."""
     plan = planned({"teachers": True}, schedule="held", chunk_tokens=300)
     assert len(plan.chunks) == 1
 
@@ -278,7 +280,8 @@ GPU |= {"multiprocessors": 132, "memory": 80 << 30}
 
 @pytest.mark.parametrize(("gib", "mib"), [(0, 1200), (16, 256), (80, 1280), (140, 2240)])
 def test_the_budget_of_a_gpu(gib, mib):
-    """A 64th of all its memory, of which the plan tells; 1200 MiB where that is not known."""
+    """A GPU's budget is a 64th of its memory, stated in the plan; 1200 MiB if the memory is
+    unknown."""
     changes = {**GPU, "tokens": 16384, "width": 2048, "vocabulary": 151936, "memory": gib << 30}
     plan = planned(changes)
     source = f"one part in 64 of the GPU's memory, {gib << 10} MiB" if gib else "by default"
@@ -286,7 +289,7 @@ def test_the_budget_of_a_gpu(gib, mib):
     assert f"budget     {mib:8}.0 MiB  {source}" in str(plan)
     asked = planned(changes, memory_budget=5 << 30)
     assert asked.budget == (5 << 30, "asked for")
-    assert asked.single_block and len(asked.chunks) == 1  # whose weight gradient is rounded at once
+    assert asked.single_block and len(asked.chunks) == 1  # a single block rounds dW directly
 
 
 HEADS = [(2048, 151936), (4096, 128256)]
@@ -294,8 +297,11 @@ HEADS = [(2048, 151936), (4096, 128256)]
 
 @pytest.mark.parametrize(("width", "vocabulary"), HEADS)
 def test_memory_on_a_gpu_grows_by_numbers_and_rows_of_hidden_width(width, vocabulary):
-    """One pass: the budget, a float32 sum of the weight gradient, 64 bytes per token. Recompute: a
-    float32 sum of the hidden gradient, and a slab of logits no wider than H. None: statistics."""
+    """Memory on a GPU grows only by numbers and rows of hidden width per token.
+
+    One pass needs the budget, a float32 sum of dW and 64 bytes per token. Recompute needs a float32
+    sum of dX and a slab of logits no wider than H.
+    """
     none = {"input_gradient": False, "weight_gradient": False}
     for tokens in (1 << 14, 1 << 16, 1 << 18):
         sizes = {**GPU, "width": width, "vocabulary": vocabulary, "tokens": tokens}
@@ -336,7 +342,7 @@ MEASURED: dict[str, dict[str, Any]] = {
 
 
 def test_the_planned_peak_is_the_measured_one():
-    """Of the calls whose peaks were read from a GPU's allocator, gradients included."""
+    """Planned peaks equal peaks measured by a GPU's allocator, including gradients."""
     rows = json.loads((RESULTS / "table.json").read_text())["rows"]
     works = ("cross-entropy", "GRPO", "log-prob and entropy, no gradient")
     rows = [r for r in rows if r["row"] in works and r["contestant"] in MEASURED and "ms" in r]
@@ -360,7 +366,7 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     arguments = Arguments.of_head("plan", *arguments)
     call = call_of(arguments)
     monkeypatch.setattr(kernels, "memory", lambda device: 140 << 30)
-    for places, gib in ((call.shard, 140), (found, 79)):  # 64 times a plan's budget
+    for places, gib in ((call.shard, 140), (found, 79)):  # 64 times the planned budget
         inputs = dataclasses.replace(inputs_of(arguments, call.requirements, places), on_gpu=True)
         plan = make_plan(inputs, hl.Options(), "reference")
         assert plan.budget[0] == gib << 24
@@ -370,7 +376,7 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
 
 
 @given(st.integers(1, 5000), st.sampled_from([10, 1000, 20_000]))
-@example(793, 1000)  # one chunk, where 1793 tokens are three of 640
+@example(793, 1000)  # one chunk; 1793 tokens are three chunks of 640
 def test_a_smaller_budget_never_takes_more(tokens, budget_rows):
     changes = {"tokens": tokens}
     for schedule in ("one_pass", "recompute"):
@@ -379,7 +385,7 @@ def test_a_smaller_budget_never_takes_more(tokens, budget_rows):
         assert small.bytes["logits"] <= large.bytes["logits"]
         assert small.bytes["logits"] <= row(budget_rows)
         more = planned({"tokens": tokens + 1000}, schedule=schedule, memory_budget=row(budget_rows))
-        # Chunks of equal size are at least half as large as the budget allows.
+        # Equal chunks have at least half of the size that the budget allows.
         assert small.bytes["logits"] <= 2 * more.bytes["logits"] + row(GRAIN)
 
 
@@ -387,10 +393,10 @@ def test_bytes_by_part():
     plan = planned({"tokens": 512, "element_size": 2, "weight_size": 2}, chunk_tokens=128)
     assert plan.bytes["logits"] == row(128)
     assert plan.bytes["weight gradient accumulator"] == 5000 * 64 * 4
-    # Three blocks of logits in float32, and one of the weight.
+    # Three float32 blocks of logits, and one block of the weight.
     assert plan.bytes["working blocks"] == 4 * (3 * 128 * 5000 + 5000 * 64)
     assert plan.total_bytes == sum(plan.bytes.values())
-    # When the float32 sum becomes the gradient, the logits have gone.
+    # The logits are freed before the float32 sum becomes the gradient.
     returned = 2 * 64 * 5000
     parts = plan.total_bytes - plan.bytes["logits"]
     assert plan.peak_bytes == 2 * 64 * 512 + parts + max(plan.bytes["logits"], returned)
@@ -432,7 +438,7 @@ def test_str():
     sizes = {"total": plan.total_bytes, "peak": plan.peak_bytes, "plain": plan.plain_bytes}
     want = [f"{name} {size / MIB:.1f} MiB" for name, size in sizes.items()]
     assert [" ".join(line.split()[:3]) for line in lines[-3:]] == want
-    assert "chunks=" not in repr(planned(chunk_tokens=1))  # of a long call there are many
+    assert "chunks=" not in repr(planned(chunk_tokens=1))  # repr omits the long list of chunks
     sweep = str(planned(schedule="recompute"))
     assert "tiles of" in sweep and "asked for" in sweep
 
@@ -474,7 +480,8 @@ def test_softmax_terms_are_of_one_product_that_nothing_rounds(monkeypatch, adapt
 
 
 def test_plan_of_shipped_objectives():
-    """Scope and inputs of the gradient decide: a policy term alone on a frozen head is frozen."""
+    """Plans of built-in objectives follow from scope and gradient inputs: a policy term on a frozen
+    head is frozen."""
     targets = torch.randint(30, (60,))
     fields = {
         "advantages": torch.zeros(3),
@@ -509,7 +516,8 @@ def test_plan_of_shipped_objectives():
     ],
 )
 def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objective, options, skips):
-    """A constant slope at every token leaves none: then a GPU is not waited for."""
+    """Rows without gradient are searched only if terms can produce some; a constant slope needs no
+    GPU wait."""
     some = {"advantages": torch.ones(4), "old_logps": -torch.ones(4)}
     batch = hl.Batch(torch.arange(4), **some, some=torch.arange(4) > 0)
     head = hl.Head(torch.randn(8, 3, requires_grad=True))
@@ -518,7 +526,8 @@ def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objectiv
 
 
 def test_slabs_beside_a_teacher_are_whole_waves():
-    """One sweep's logits take no more than the other's slab and sums of dX."""
+    """With a teacher, slabs are whole waves, and the first sweep's logits need no more memory than
+    the second's slab and dX sums."""
     sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
     gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}
     teacher = {"teachers": True, "row_bytes": 8, "weight_size": 2}
@@ -526,19 +535,22 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     p = PlanInputs(**sizes, **gpu, **teacher)  # type: ignore[arg-type]
     plan = make_plan(p, options, "triton")
     assert plan.tile == (16384, 33 * 256) and 16384 // PARTS // 128 * 33 % 132 == 0
-    assert plan.bytes["logits"] == 16384 * 33 * 256 * 3  # a gradient, and two logits of an eighth
+    # A gradient, and two models' logits of an eighth of the tokens.
+    assert plan.bytes["logits"] == 16384 * 33 * 256 * 3
     assert plan.total_bytes <= 660 << 20
     rows = {block.stop - block.start for block in plan.blocks}
     assert rows == {640, 16384 % 640}
     assert max(rows) * 128256 * 8 <= plan.total_bytes
     long = make_plan(dataclasses.replace(p, tokens=32768, lengths=None), options, "triton")
-    assert long.tile.columns == 4096  # of fewer, adding to dX takes as long as the product
+    # With fewer columns, adding to dX would take as long as the product.
+    assert long.tile.columns == 4096
     small = dataclasses.replace(p, tokens=1024, vocabulary=8192, lengths=[1024])
-    assert make_plan(small, options, "triton").tile == (1024, 8192)  # less than half a wave
+    assert make_plan(small, options, "triton").tile == (1024, 8192)  # smaller than half a wave
 
 
 def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeypatch):
-    """Reading which they are costs more than it saves, unless they are asked for."""
+    """A small CPU call does not search for rows without gradient unless requested, since the search
+    costs more than it saves."""
     monkeypatch.setattr("headloss.engine.plan.CPU_SKIP_WORTH", 1 << 24)
     p = PlanInputs(tokens=64, width=32, vocabulary=128, lengths=[64])
     assert not make_plan(p, hl.Options(), "reference").skip_rows

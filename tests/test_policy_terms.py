@@ -1,4 +1,4 @@
-"""Policy terms against their papers' formulas, written with plain loops in float64."""
+"""Policy terms agree with their papers' formulas, written as plain float64 loops."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def test_vespo_without_a_sampler() -> None:
 
 
 def test_vespo_takes_the_ratio_of_the_sampler_from_the_caller() -> None:
-    """In place of the sampler's log-probs; a masked one, of 0, counts as 1e-8."""
+    """VESPO accepts the sampler's ratio in place of the sampler's log-probs; a masked ratio of 0
+    counts as 1e-8."""
     case = make(scale=0.1)
     ratio = (case.fields["old_logps"] - case.fields["sampling_logps"]).exp()
     ratio[4], masked = 1e-8, ratio.clone()
@@ -168,7 +169,7 @@ def test_gspo_token_with_one_advantage_per_sequence_is_gspo(epsilons) -> None:
 
 
 def test_on_policy_every_gradient_is_reinforce() -> None:
-    """At ratio 1 the surrogates have the policy gradient A (SAPO's gate has slope 1 there)."""
+    """On policy every surrogate has REINFORCE's gradient A (SAPO's gate has slope 1 at ratio 1)."""
     case = make(per_token=False)
     case = case.with_fields(
         old_logps=case.logp.detach().clone(), sampling_logps=case.logp.detach().clone()
@@ -177,7 +178,7 @@ def test_on_policy_every_gradient_is_reinforce() -> None:
     for name in POLICY:
         term = getattr(h, name)().over("token_mean")
         got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)[1]
-        # A segment's gradient is spread evenly over its tokens: with one advantage it is the same.
+        # A segment's gradient is spread evenly over its tokens, and all tokens share an advantage.
         torch.testing.assert_close(got, want, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -305,7 +306,7 @@ CLIP = {"clip_low", "clip_high", "clip_region"}
 
 
 def term_metrics(term: Term, case) -> dict[str, float]:
-    """Folded over the scored tokens, or over the segments that have one."""
+    """Return a term's metrics, folded over scored tokens or over segments with a scored token."""
     scored = torch.tensor(case.lengths) > 0
     found = {}
     for name, observed in term.observe(case.stats.map(Tensor.detach), case.batch).items():
@@ -392,7 +393,7 @@ def test_only_declared_statistics_are_read(name: str) -> None:
 
 
 def test_advantages_may_be_given_either_way() -> None:
-    """[S] advantages are the same as the same number at each token of the segment."""
+    """[S] advantages equal per-token advantages with the segment's value."""
     targets = torch.zeros(4, dtype=torch.int64)
     segments = Segments.from_lengths([1, 3])
     stats = Statistics(logp=torch.tensor([-1.0, -2.0, -0.5, -1.5]))

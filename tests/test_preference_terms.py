@@ -1,4 +1,4 @@
-"""Preference terms against their papers' formulas, pair by pair in float64."""
+"""Preference terms agree with their papers' formulas, pair by pair in float64."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_paper(name: str, eps: float) -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_empty_sides(name: str) -> None:
-    """A side without tokens has the empty sum; a pair without any has loss 0 and counts."""
+    """A side without tokens has an empty sum; a pair without tokens has loss 0 and counts."""
     make_term, paper = PAPERS[name]
     case = make(lengths=(3, 0, 0, 2, 0, 0, 1, 4))
     rows = case.sequences()
@@ -99,7 +99,7 @@ def test_odd_number_of_segments(name: str) -> None:
     ids=repr,
 )
 def test_unscored_tokens_in_a_segment_of_their_own(term: Term) -> None:
-    """Static shapes put them last, after whole groups of segments."""
+    """Unscored tokens in a segment of their own (static shapes) change nothing."""
     case = make(lengths=(3, 1, 2, 2, 4))
     live = torch.arange(12) < 8
     whole = case.batch
@@ -204,7 +204,8 @@ def test_a_token_s_place_is_unknown_where_segments_run_across_ranks() -> None:
 
 
 def group_paper(rows: list[Sequence], how: str) -> Tensor:
-    """A chosen answer and three others, those without tokens left out."""
+    """Return the paper's loss of a chosen and three rejected answers, without answers that have no
+    tokens."""
     scores = [0.3 * total(log_ratios(s)) for s in rows]
     others = [r for r, s in zip(scores[1:], rows[1:], strict=True) if len(s)] or scores[1:]
     if how == "softmax":
@@ -220,7 +221,7 @@ def test_several_rejected_answers(loss_type: str) -> None:
     rows = case.sequences()
     term = h.dpo(beta=0.3, loss_type=loss_type, rejected=3)
     groups = [group_paper(rows[i : i + 4], loss_type) for i in (0, 4, 8)]
-    want = value_and_gradient(total(groups) / 4, case.logp)  # one group has no token at all
+    want = value_and_gradient(total(groups) / 4, case.logp)  # one group has no tokens
     assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
     assert term.observe is not None
     found = term.observe(case.stats.map(Tensor.detach), case.batch)
@@ -232,7 +233,7 @@ def test_several_rejected_answers(loss_type: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "simpo", "cpo", "orpo"])
 def test_one_rejected_answer_of_a_group_of_two(name: str) -> None:
-    """The mean over two equal rejected answers is the loss of one."""
+    """Two equal rejected answers give the loss of one rejected answer."""
     factory = getattr(h, name)
     pair, group = make(lengths=(3, 2)), make(lengths=(3, 2, 2))
     again = torch.tensor([0, 1, 2, 3, 4, 3, 4])
@@ -265,7 +266,8 @@ def batch_of(segments: int) -> hl.Batch:
 
 
 def test_answers_without_pairs_on_one_token() -> None:
-    """KTO by hand: log-ratios 0.5 and -1, a reference point of 0.2, beta 2, weights 1 and 3."""
+    """KTO agrees with a hand computation: log-ratios 0.5 and -1, reference point 0.2, beta 2,
+    weights 1 and 3."""
     case = make(lengths=(1, 1))
     case.logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     case = case.with_fields(
@@ -281,7 +283,7 @@ def test_answers_without_pairs_on_one_token() -> None:
 @pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport(paired: bool, eps: float) -> None:
-    """Equation of section 3 of the paper, sorted lists of the pairs' numbers."""
+    """AOT agrees with the equation of section 3 of the paper, on sorted lists of pairs."""
     case = make(lengths=LENGTHS)
     chosen, rejected = case.sequences()[::2], case.sequences()[1::2]
     if paired:
@@ -300,7 +302,7 @@ def test_optimal_transport(paired: bool, eps: float) -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None:
-    """And what static shapes put after the last pair."""
+    """AOT leaves out pairs without tokens, and static shapes' tokens after the last pair."""
     whole, term = make(lengths=(3, 1, 0, 0, 2, 5, 4, 2)), h.aot(paired=paired)
     advantages = whole.fields["advantages"][:6]
     short = replace(whole.with_fields(advantages=advantages), lengths=(3, 1, 2, 5, 4, 2))
@@ -312,7 +314,7 @@ def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None
     plain = hl.head_loss(hidden, head, batch, term).loss
     static = hl.head_loss(hidden, head, batch, term, hl.Options(static=True)).loss
     torch.testing.assert_close(static, plain)
-    for place in range(17):  # which is sorted behind what has no part
+    for place in range(17):  # moves each pair in the sorted order
         ref_logps = whole.fields["ref_logps"].clone()
         ref_logps[place] = torch.nan
         case = whole.with_fields(ref_logps=ref_logps)
@@ -365,9 +367,9 @@ def test_bad_option(make_term, message: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
 def test_odds_of_nearly_certain_answers(schedule: str) -> None:
-    """1 - p down to 4e-27 on either side, against float64 from the same logits."""
+    """Odds of nearly certain answers are correct for 1 - p down to 4e-27 on both sides."""
     gaps = torch.tensor([9.0, 20, 1, 30, 40, 15, 60, 62, 0.5, 58])
-    hidden = (gaps[:, None] * torch.eye(6)[0]).requires_grad_()  # the logits themselves
+    hidden = (gaps[:, None] * torch.eye(6)[0]).requires_grad_()  # hidden states equal logits
     weight = torch.eye(6, requires_grad=schedule != "frozen")
     lengths = torch.tensor([1, 2, 2, 1, 1, 1, 1, 1])
     batch = hl.Batch(torch.zeros(10).long(), segments=Segments.from_lengths(lengths))
@@ -383,4 +385,4 @@ def test_odds_of_nearly_certain_answers(schedule: str) -> None:
     assert hidden.grad is not None and z.grad is not None
     assert out.loss.item() == pytest.approx(want.item(), rel=1e-6)
     torch.testing.assert_close(hidden.grad.double(), z.grad, rtol=2e-5, atol=1e-12)
-    assert z.grad[[7, 9]].norm(dim=1).min() > 0.05  # of rejected answers at 1 - p = 4e-27, 3e-25
+    assert z.grad[[7, 9]].norm(dim=1).min() > 0.05  # rejected answers at 1 - p = 4e-27, 3e-25

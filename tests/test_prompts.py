@@ -1,4 +1,4 @@
-"""Means over prompts, and losses of the answers to one prompt, in plain loops of float64."""
+"""Prompt means, and losses over the answers to a prompt, agree with plain float64 loops."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import headloss as hl
 from headloss.batch.segments import numbered
 from headloss.testing import trained_looking
 
-LENGTHS = (3, 1, 4, 0, 2, 5)  # the second one is left unscored, the fourth has no token
-PROMPTS = (9, -7, 9, 2**62, -7, 2**62)  # the third has one answer without a token
+LENGTHS = (3, 1, 4, 0, 2, 5)  # the second is unscored, the fourth has no tokens
+PROMPTS = (9, -7, 9, 2**62, -7, 2**62)  # the third prompt has an answer without tokens
 T, H, V = sum(LENGTHS), 6, 17
-TRAINED = [name for name in SCHEDULES if name != "frozen"]  # those with a gradient of the weight
+TRAINED = [name for name in SCHEDULES if name != "frozen"]  # schedules with a weight gradient
 
 
 class Step:
-    """Tokens in segments, of which some are unscored, as tensors and as a list for each segment."""
+    """Tokens in segments, some unscored, as tensors and as one list per segment."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -38,7 +38,7 @@ class Step:
         self.prompts = torch.tensor(PROMPTS)
 
     def batch(self, order: list[int] | None = None, **fields: Any) -> hl.Batch:
-        """Some segments, in an order, one after another."""
+        """Return a batch of segments in the given order."""
         order = list(range(len(LENGTHS))) if order is None else order
         at = self.at(order)
         given: dict[str, Any] = {
@@ -49,14 +49,14 @@ class Step:
         return hl.Batch(self.targets[at], lengths, **given)
 
     def at(self, order: list[int]) -> Tensor:
-        """The positions of some segments."""
+        """Return the positions of the segments in `order`."""
         none = torch.arange(0)
         return torch.cat([none, *((self.segments == i).nonzero()[:, 0] for i in order)])
 
     def run(
         self, objective: Any, order: list[int] | None = None, options: Any = None, **fields: Any
     ) -> list[Tensor]:
-        """Loss and both gradients, the hidden one in the order of all tokens."""
+        """Return the loss and both gradients, the hidden gradient in original token order."""
         order = list(range(len(LENGTHS))) if order is None else order
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         batch, head = self.batch(order, **fields), hl.Head(leaves[1])
@@ -64,7 +64,8 @@ class Step:
         return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
 
     def plain(self, loss: Any) -> list[Tensor]:
-        """The same of a loss of the log-probs and old log-probs of each segment's scored tokens."""
+        """Return loss and gradients of a plain loss on log-probs and old log-probs of each
+        segment's scored tokens."""
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         log_p = (leaves[0] @ leaves[1].t()).log_softmax(-1)
         rows = [[] for _ in LENGTHS]
@@ -88,7 +89,8 @@ def groups(prompts: Any = PROMPTS) -> list[list[int]]:
 
 
 def mean_over_prompts(rows: list[list[Any]], of: Any, prompts: Any = PROMPTS) -> Tensor:
-    """The mean over prompts of that over their tokens, of a value of (segment, log-prob, old)."""
+    """Return the mean over prompts of token means of a value of (segment, log-prob, old
+    log-prob)."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups(prompts):
         values = [of(i, n, o) for i in group for n, o in rows[i]]
@@ -124,7 +126,8 @@ def test_prompt_mean_of_a_segments_value() -> None:
 
 @pytest.mark.parametrize("field", ["token", "segment"])
 def test_prompt_mean_of_what_is_kept(field: str) -> None:
-    """The denominators count what is kept, and a prompt of which nothing is kept does not count."""
+    """Denominators of a prompt mean count kept tokens, and prompts without kept tokens do not
+    count."""
     step = Step()
     even = step.segments if field == "token" else torch.arange(len(LENGTHS))
     kept, objective = even % 2 == 0, hl.reinforce().over("prompt_mean").where("kept")
@@ -150,7 +153,8 @@ def test_a_prompt_with_one_segment_each_is_the_sequence_mean() -> None:
 
 
 def test_micro_batches_of_whole_prompts_add_up() -> None:
-    """In any order, with totals of the step; a prompt without a scored token counts."""
+    """Micro-batches of whole prompts add up in any order with step totals; unscored prompts
+    count."""
     step = Step()
     objective = hl.dapo().over("prompt_mean") + 0.3 * hl.real().over("prompt_mean")
     want = step.run(objective)
@@ -204,7 +208,7 @@ def test_bad_prompts(error: type, prompts: Any, says: str) -> None:
 
 
 def test_as_many_segments_as_positions() -> None:
-    """[S] prompts are of segments, also where the targets have this shape."""
+    """Prompts [S] are per segment, even if the targets have shape [S]."""
     segments = hl.Segments.from_ids(torch.tensor([2, 2, 0]), 3)
     batch = hl.Batch(torch.zeros(3).long(), segments, prompts=torch.tensor([4, 5, 4]))
     logits = torch.randn(3, 5, dtype=torch.float64)
@@ -229,7 +233,7 @@ def test_what_a_mean_over_prompts_lacks() -> None:
 
 
 def real_loss(step: Step, rows: list[list[Any]], tau: float, prompts: Any = PROMPTS) -> Tensor:
-    """The sum of each group's value over those of its segments that have a token, over S."""
+    """Return the sum of group losses, over segments with a token, divided by S."""
     zero = torch.zeros((), dtype=torch.float64)
     scores = [sum((n - o for n, o in row), zero) / max(len(row), 1) for row in rows]
     right = [bool(rows[i]) and float(step.advantages[i]) > 0 for i in range(len(rows))]
@@ -247,7 +251,8 @@ def real_loss(step: Step, rows: list[list[Any]], tau: float, prompts: Any = PROM
 @pytest.mark.parametrize("schedule", TRAINED)
 @pytest.mark.parametrize("tau", [0.5, 0.05])
 def test_real(schedule: str, tau: float) -> None:
-    """Groups in any order; an answer without a token is a wrong one of score 0."""
+    """REAL agrees with loops for groups in any order; an answer without tokens is wrong with score
+    0."""
     step = Step()
     want = step.plain(lambda rows: real_loss(step, rows, tau))
     assert float(want[0]) > 0 and want[1][step.segments == 5].any()
@@ -257,10 +262,10 @@ def test_real(schedule: str, tau: float) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
 def test_real_of_groups_on_one_side(sign: float) -> None:
-    """All right, all wrong, and 0, which is wrong: no loss and no gradient."""
+    """Groups of only right or only wrong answers (0 is wrong) have no loss and no gradient."""
     step = Step()
     step.advantages = torch.full((6,), sign, dtype=torch.float64)
-    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the answer without a token is by itself
+    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the answer without tokens has its own prompt
     value, *gradients = step.run(hl.real())
     assert value == 0 and not any(gradient.any() for gradient in gradients)
 
@@ -278,7 +283,7 @@ def test_real_reads_the_sign_of_advantages_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("far", [90.0, 1e4, math.inf])
 def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
-    """Scores are not clamped, and their exponentials do not overflow."""
+    """REAL does not clamp scores, and exponentials do not overflow."""
     logits = torch.zeros(4, 3, dtype=dtype, requires_grad=True)
     old = torch.tensor([far, -far, far, -far], dtype=dtype)
     batch = hl.Batch(
@@ -292,7 +297,7 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # s / tau is 2 (-log 3 -+ far): of the first group both are on the wrong side.
+        # s / tau is 2 (-log 3 -+ far): both answers of the first group are on the wrong side.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 
@@ -308,7 +313,7 @@ def test_metrics_of_real() -> None:
     found = out.metrics.compute()
     assert found["real/positive_score"] == pytest.approx((score[0] + score[3]) / 2)
     assert found["real/negative_score"] == pytest.approx((score[1] + score[2]) / 2)
-    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # -7 has wrong answers alone
+    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # prompt -7 has only wrong answers
     ratios = [math.exp(s) for s in score]
     assert found["real/ratio"] == pytest.approx(sum(ratios) / 4)
     assert found["real/ratio_max"] == pytest.approx(max(ratios))

@@ -1,7 +1,7 @@
-"""Law 3: the same tokens give the same loss, gradients and metrics however they are cut up.
+"""Law 3: loss, gradients and metrics do not depend on the partition of tokens into calls.
 
-N positions, S segments. A batch is described once, position by position; a `Piece` of it says
-which positions a call gets, in which shape and order. Float64, so that nothing hides in rounding.
+N positions, S segments. A `Base` describes a batch position by position; a `Piece` lists the
+positions of one call with shape and order. All calls use float64 to keep rounding small.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("skip_small_rows")
 
 V, H = 19, 6
 TOLERANCE = 1e-11
-FEW = settings(max_examples=max(2, settings().max_examples // 4))  # of every case
-ONE = settings(max_examples=FEW.max_examples - 1)  # another batch for each case
+FEW = settings(max_examples=max(2, settings().max_examples // 4))  # examples per case
+ONE = settings(max_examples=FEW.max_examples - 1)  # a new batch for each case
 SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != "batch"]
 
 # ---------------------------------------------------------------------- batches and their pieces
@@ -37,7 +37,7 @@ SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """N positions in S segments, some of them unscored, with every field."""
+    """N positions in S segments, some unscored, with every field."""
 
     lengths: tuple[int, ...]
     hidden: Tensor  # [N, H]
@@ -49,15 +49,15 @@ class Base:
     current: bool
 
     def places(self, segment: int) -> Tensor:
-        """The positions of one segment, in order."""
+        """Return the positions of one segment, in order."""
         start = sum(self.lengths[:segment])
         return torch.arange(start, start + self.lengths[segment])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one call gets: the position in the base of each of its own ([..], -1: padding), and
-    the base's segments that its own stand for."""
+    """The part of one call: its positions in the base ([..], -1 for padding), and its segments in
+    the base."""
 
     places: Tensor
     segments: hl.Segments
@@ -66,7 +66,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Result:
-    """Everything that calls on all pieces gave, back in the base's order."""
+    """The joined results of the calls on all pieces, in the base's order."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -119,7 +119,7 @@ def make_base(case: Case, lengths: Sequence[int], seed: int) -> Base:
 
 
 def batch_of(base: Base, piece: Piece, totals: hl.Totals | None = None) -> hl.Batch:
-    """The piece's batch; padding holds NaN wherever a field can."""
+    """Make the piece's batch, with NaN padding in floating fields."""
     padding, places = piece.places < 0, piece.places.clamp_min(0)
     fields = {}
     for name, values in base.per_token.items():
@@ -138,7 +138,7 @@ def batch_of(base: Base, piece: Piece, totals: hl.Totals | None = None) -> hl.Ba
 
 
 def run(base: Base, pieces: Sequence[Piece], options: hl.Options | None = None) -> Result:
-    """One call per piece, under the totals of all of them."""
+    """Run one call per piece, with the totals of all pieces."""
     n = len(base.targets)
     totals = sum(hl.Totals.of(batch_of(base, piece)) for piece in pieces)
     result = Result(
@@ -190,14 +190,15 @@ def padded(base: Base) -> Piece:
 
 
 def packed(base: Base, order: Sequence[int]) -> Piece:
-    """Some segments, in some order, one after another."""
+    """Return a piece with packed segments in the given order."""
     ids = [i for i, segment in enumerate(order) for _ in range(base.lengths[segment])]
     places = torch.cat([base.places(i) for i in order] or [torch.arange(0)])
     return _from_ids(places, torch.tensor(ids, dtype=torch.int64), order)
 
 
 def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
-    """As many tokens as segments would make [S] fields ambiguous: one more then pads the last."""
+    """Return a piece from segment ids; one padding token avoids ambiguous [S] fields of length
+    T."""
     if len(places) == len(order) > 0:
         places = torch.cat([places, torch.tensor([-1])])
         ids = torch.cat([ids, torch.tensor([len(order) - 1])])
@@ -206,18 +207,18 @@ def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
 
 
 def interleaved(base: Base, seed: int) -> Piece:
-    """All segments at once: tokens in any order that keeps each segment's own."""
+    """Return a piece with interleaved segments; each segment's tokens stay in order."""
     ids = torch.arange(len(base.lengths)).repeat_interleave(torch.tensor(base.lengths))
     shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     places = shuffled.argsort(stable=True).argsort()
     return _from_ids(places, shuffled, range(len(base.lengths)))
 
 
-UNIT = 4  # segments that may belong together: a chosen one and up to three that were rejected
+UNIT = 4  # segments per unit: a chosen answer and up to three rejected
 
 
 def cuts(base: Base, seed: int) -> dict[str, list[Piece]]:
-    """Ways to cut a batch of units of segments into calls that must all agree."""
+    """Return several partitions of a batch into calls, with equal results required."""
     segments = len(base.lengths)
     units = list(range(0, segments, UNIT))
     flipped = [s for unit in reversed(units) for s in range(unit, unit + UNIT)]
@@ -251,7 +252,7 @@ def same(got: Result, want: Result, tolerance: float = TOLERANCE) -> None:
 
 
 def random_lengths(seed: int) -> list[int]:
-    """Tokens in each of four to twelve segments, some of them empty."""
+    """Return token counts of four to twelve segments, some empty."""
     generator = torch.Generator().manual_seed(seed)
     units = int(torch.randint(1, 4, (), generator=generator))
     return torch.randint(0, 7, (UNIT * units,), generator=generator).tolist()
@@ -291,13 +292,14 @@ def test_batch_scope_does_not_care_for_layout(name, lengths, seed):
 @ONE
 @given(seed=SEEDS)
 def test_every_chunk_size_and_schedule_gives_the_same(name, seed):
-    """One token, fewer than a segment has, more than the batch has."""
+    """Every chunk size and schedule gives equal results: one token, fewer than a segment, more than
+    the batch."""
     seed += list(CASES).index(name)
     base = make_base(CASES[name], random_lengths(seed), seed)
     pieces = [whole(base)]
     want = run(base, pieces)
     for options in (
-        hl.Options(memory_budget=1),  # one token
+        hl.Options(memory_budget=1),  # one token per chunk
         hl.Options(chunk_tokens=3),
         hl.Options(schedule="recompute"),
         hl.Options(schedule="recompute", chunk_tokens=1),
@@ -311,7 +313,8 @@ def test_every_chunk_size_and_schedule_gives_the_same(name, seed):
 @FEW
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_lower_precision_agrees_to_its_own_rounding(dtype, lengths, seed):
-    """Log-probs and losses to float32 whatever the inputs' dtype; gradients to the inputs' own."""
+    """Log-probs and losses agree to float32 precision in any input dtype, gradients to the inputs'
+    precision."""
     base = make_base(CASES["mix"], lengths, seed)
     low = Base(
         **{
@@ -353,9 +356,9 @@ def test_interleaved_segments_equal_sorted_ones(lengths, seed):
 
 @pytest.mark.parametrize("name", ["gspo", "grpo_sequence", "sapo_sequence", "gmpo", "vespo"])
 def test_empty_segments_do_not_count_in_metrics(name):
-    """A segment without a scored token has no ratio; the mean is over those that have one."""
+    """Segments without scored tokens do not count in metrics, since they have no ratio."""
     base = make_base(CASES[name], (5, 0, 3, 4), seed=1)
-    base.targets[5:8] = IGNORE  # the third one is there, and wholly unscored
+    base.targets[5:8] = IGNORE  # the third segment is wholly unscored
     term = name if "_" not in name else name.partition("_")[0]
     found = run(base, [whole(base)]).metrics
     full = make_base(CASES[name], (5, 0, 3, 4), seed=1)
@@ -370,7 +373,7 @@ def test_empty_segments_do_not_count_in_metrics(name):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "vespo", "dpo", "sequence_truncate", "kl_k3"])
 def test_metrics_of_a_restricted_term_count_what_is_kept(name, static):
-    """With `.where(kept)` per segment, as if the others were not there."""
+    """Metrics of a term under `.where(kept)` count only kept segments."""
     base = make_base(CASES[name], (5, 2, 3, 4), seed=2)
     base.per_segment["segment_kept"][:] = torch.tensor([True, True, False, False])
     ((coefficient, term),) = base.objective.parts
@@ -388,7 +391,8 @@ def test_metrics_of_a_restricted_term_count_what_is_kept(name, static):
 @FEW
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_where_equals_leaving_the_others_unscored(name, lengths, seed):
-    """For a token-scoped term; segments count where they keep a token."""
+    """`.where` on a token-scoped term equals leaving all other tokens unscored; segments with a
+    kept token count."""
     base = make_base(CASES[name], lengths, seed)
     ((_, term),) = base.objective.parts
     kept = base.per_token["kept"]
@@ -417,7 +421,7 @@ def test_poison_in_tokens_that_where_leaves_out(name, poison):
     base = make_base(CASES[name], (5, 2, 0, 4), seed=3)
     ((_, term),) = base.objective.parts
     objective = hl.Objective.of(term.where("kept"))
-    # What is left out of a segment-scoped term counts as 0 in its sums; so it does on both sides.
+    # Excluded tokens count as 0 in the sums of a segment-scoped term, in both computations.
     left_out = ~base.per_token["kept"]
     names = ["advantages", "old_logps", "ref_logps", "sampling_logps"]
     if term.scope != "token":
@@ -542,7 +546,7 @@ def test_poison_in_given_logits(inplace):
 @pytest.mark.parametrize("lengths", [(0, 0, 0, 0), (3, 2, 0, 1)])
 @pytest.mark.parametrize("options", [hl.Options(), hl.Options(schedule="recompute")])
 def test_nothing_scored(name, lengths, options):
-    """A loss of 0, and gradients that are zero, not missing."""
+    """Without scored tokens the loss is 0 and all gradients exist and are zero."""
     base = make_base(CASES[name], lengths, seed=5)
     base.targets[:] = IGNORE
     result = run(base, [whole(base)], options)

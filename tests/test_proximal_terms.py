@@ -1,4 +1,4 @@
-"""Policy terms of 2025 and 2026 against their formulas, in plain loops of float64."""
+"""Policy terms of 2025 and 2026 agree with their formulas, as plain float64 loops."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def topr_rows(level="sequence_product", pos=1.0, neg=1.0) -> Rows:
         w = [sum(d) / {"sequence_product": 1, "sequence": max(len(s), 1)}.get(level, 1)] * len(s)
         w = d if level == "token" else w
         rows = zip(w, s.advantages, s.logp, strict=True)
-        # Its reduction is a sum over tokens by sequences, here a mean over tokens.
+        # TOPR sums over tokens and divides by sequences; this test computes a mean over tokens.
         return [-(pos if a >= 0 else neg * min(math.exp(x), 1)) * a * n for x, a, n in rows]
 
     return of
@@ -163,7 +163,8 @@ def test_paper(name: str, per_token: bool) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
-    """Ratios overflow, the sequence has one token, another none: all is finite."""
+    """All terms are finite far from the old policy, with overflowing ratios, one-token and empty
+    sequences."""
     term, _ = PAPERS[name]
     case = make(dtype=dtype, lengths=(1, 0, 3))
     for by in (-90.0, 90.0):
@@ -174,7 +175,8 @@ def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINED)
 def test_topr_through_the_head(schedule: str) -> None:
-    """Loss and both gradients under its own reduction, segments without a token counted."""
+    """TOPR through the head is correct in loss and gradients, and counts segments without
+    tokens."""
     step = Step()
 
     def loss(rows: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
@@ -190,7 +192,7 @@ def test_topr_through_the_head(schedule: str) -> None:
 
 
 def test_topr_by_other_terms() -> None:
-    """As the sum of a REINFORCE of one side and a capped one of the other."""
+    """TOPR equals REINFORCE on one side plus a capped REINFORCE on the other side."""
     for seed, level in enumerate(("sequence_product", "sequence", "token")):
         case = make(per_token=True, seed=seed)
         up = case.fields["advantages"] >= 0
@@ -205,7 +207,8 @@ def test_topr_by_other_terms() -> None:
 
 
 def test_topr_far_below_and_its_metrics() -> None:
-    """A small ratio leaves what is to be lowered without a gradient, and not what is to rise."""
+    """A small ratio removes TOPR's gradient for negative advantages, but not for positive
+    advantages."""
     case = make(lengths=(2, 2), scale=0.2)
     advantages = torch.tensor([-1.0, 1.0], dtype=torch.float64)
     far = case.with_fields(old_logps=case.fields["old_logps"] + 50, advantages=advantages)
@@ -229,7 +232,7 @@ def test_topr_far_below_and_its_metrics() -> None:
 
 
 def covariances(case: Case) -> tuple[list[float], list[float], list[float]]:
-    """c, A and r of each token."""
+    """Return the covariance c, advantage A and ratio r of each token."""
     s = case.sequences()
     a = [float(x) for q in s for x in q.advantages]
     n = [fixed(x) for q in s for x in q.logp]
@@ -316,7 +319,7 @@ def kl_case(seed: int = 0, scale: float = 0.4) -> Case:
 
 
 def rows_of_kl(case: Case, of: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-    """(log-prob, reference, ratio) to a value, averaged over tokens, with its gradient."""
+    """Return the token mean of a function of (log-prob, reference, ratio), with its gradient."""
     loss = over_tokens(
         case.sequences(),
         lambda s: [of(*x) for x in zip(s.logp, s.ref, ratios(s), strict=True)],
@@ -346,7 +349,8 @@ def test_kl_against(against: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_straight_through(estimator: str, corrected: bool) -> None:
-    """The value of the estimator, the gradient (logp - ref) grad logp, times r if corrected."""
+    """Straight-through KL has the estimator's value and the gradient (logp - ref) grad logp, times
+    r if corrected."""
     case = kl_case()
     options = {"estimator": estimator, "bias_corrected": corrected, "straight_through": True}
     value, gradient = ours(hl.kl(**options), case)  # type: ignore[arg-type]
@@ -360,8 +364,11 @@ def test_kl_straight_through(estimator: str, corrected: bool) -> None:
 
 
 def test_kl_is_unbiased_in_the_mean() -> None:
-    """Over all tokens of a softmax, weighted by p: the straight-through gradient, and that of a
-    corrected estimate with its own ratio, are the gradient of the divergence; k3's own is not."""
+    """The straight-through gradient and the corrected estimate's gradient are unbiased, k3's plain
+    gradient is not.
+
+    The mean runs over all tokens of a softmax, weighted by p.
+    """
     torch.manual_seed(0)
     z = torch.randn(6, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(6, dtype=torch.float64).log_softmax(0)
@@ -455,9 +462,10 @@ def test_clip_cov_asks_for_draws() -> None:
 
 
 def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
-    """A nearly certain token has log-probs finer than 1 - epsilon; r is below 1, and A too."""
+    """VACO knows the side of a ratio that rounds to 1, for a nearly certain token with r < 1 and A
+    < 0."""
     logp = torch.tensor([-1e-12, -5.0])
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
     packed = pack(batch, vocabulary=1, dtype=torch.float32)
     values = hl.vaco(delta=0.3)(Statistics(logp=logp), packed)
-    assert values.tolist() == [0, 0]  # the sequence is far, and both would move further
+    assert values.tolist() == [0, 0]  # far from the old policy, and moving away
