@@ -1,8 +1,8 @@
-"""The generated parts of README.md and the pages: `python docs readme` rewrites them in place.
+"""Rewrite the generated parts of README.md and of the pages in place: `python docs readme`.
 
-`PLACES` says which file holds which parts. A part stands between `<!-- name -->` and
-`<!-- /name -->`. Tables of terms come from docstrings, bytes from the planner, and measurements
-from benchmarks/results; none is typed by hand.
+`PLACES` lists the parts of each file. A part stands between `<!-- name -->` and `<!-- /name -->`.
+Tables of terms come from docstrings, bytes from the planner, and measurements from
+benchmarks/results; no part is typed by hand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPES = ((8192, 2304, 256000), (16384, 2048, 151936), (16384, 4096, 128256), (6
 
 
 def logits() -> str:
-    """Peaks of two plans for a GPU in bfloat16, beside the logits that they do without."""
+    """Return planned peaks on a GPU in bfloat16, next to the size of the float32 logits."""
     head = ("T tokens", "H", "V", "logits, float32", "headloss", "headloss, recompute")
     rows = [head, ("---:",) * len(head)]
     for tokens, width, vocabulary in SHAPES:
@@ -65,7 +65,7 @@ def _plan(tokens: int, width: int, vocabulary: int, schedule: str):
 
 
 def cpu_memory() -> str:
-    """The results of benchmarks/studies/cpu_memory.py."""
+    """Return the table of benchmarks/studies/cpu_memory.py."""
     found = json.loads(MEMORY.read_text())
     rows = [
         ("contestant", "peak extra memory", "of which returned gradients", "loss"),
@@ -79,14 +79,14 @@ def cpu_memory() -> str:
 
 
 def speed() -> str:
-    """The rows of the table of goals, from `benchmarks/run.py --table`."""
+    """Return the table of goals, from the results of `benchmarks/run.py --table`."""
     from report import goals
 
     return goals(json.loads((RESULTS / "table.json").read_text()))
 
 
 def problem() -> str:
-    """The numbers of the README's picture."""
+    """Return the numbers of the README's picture as a table."""
     from report import PROBLEM
 
     found = json.loads((RESULTS / "full.json").read_text())["rows"]
@@ -106,90 +106,91 @@ def _time_and_memory(row: dict) -> str:
 
 
 def few() -> str:
-    """Four of these rows, beside each peer's best."""
+    """Return four rows of the table of goals, with the best result of each library."""
     from report import few
 
     return few(json.loads((RESULTS / "table.json").read_text()))
 
 
 def errors() -> str:
-    """How far log-probs are off in these rows."""
+    """Return the errors of log-probs in the table of goals."""
     from report import log_prob_errors
 
     return log_prob_errors(json.loads((RESULTS / "table.json").read_text()))
 
 
 def behind() -> str:
-    """Who is ahead in these rows."""
+    """Return the libraries ahead of headloss in the table of goals."""
     from report import behind
 
     return behind(json.loads((RESULTS / "table.json").read_text()))
 
 
 def losing() -> str:
-    """The same in a paragraph."""
+    """Return the libraries ahead of headloss as a list, including small calls."""
     from report import losing
 
     return losing(json.loads((RESULTS / "table.json").read_text()))
 
 
 def losing_large() -> str:
-    """The same in four lines, whose last speaks of all small calls."""
+    """Return the list of `losing()` in four lines; the last line covers all small calls."""
     lines = [line.removeprefix("- ") for line in losing().splitlines()]
     memory = "less memory than any setting in some row: "
     ahead = [line for line in lines if not line.startswith(("small calls", memory))]
     alone = "no gradient, "
     shares = [x.partition(alone)[2].replace("; ", ", ") for x in ahead if alone in x]
     others = [line.replace(", H", " at H") for line in ahead if alone not in line]
-    said = [f"*Shares of the limit*: {'. '.join(others)}."] if others else []
+    said = [f"*Faster, by share of the limit*: {'. '.join(others)}."] if others else []
     if shares:
-        said.append(f"*Log-probs without a gradient*, shares of one limit: {'; '.join(shares)}.")
+        said.append(f"*Log-probs without a gradient*, shares of the limit: {'; '.join(shares)}.")
     for line in lines:
         if line.startswith(memory):
-            said.append(f"*The least memory*, in some row: {line.removeprefix(memory)}.")
+            said.append(f"*Less memory in some row*: {line.removeprefix(memory)}.")
     if any(line.startswith("small calls") for line in lines):
         page = "benchmarks/README.md#where-we-lose"
-        small = "torch.compile or eager PyTorch is faster in some"
-        said.append(f"*Calls of few tokens*: {small} ([which]({page})).")
+        small = "torch.compile or eager PyTorch is faster in some calls"
+        said.append(f"*Few tokens*: {small} ([list]({page})).")
     return "\n".join(f"- {line}" for line in said)
 
 
 def small() -> str:
-    """Calls of few tokens, from the same file."""
+    """Return the table of calls with few tokens."""
     from report import small
 
     return small(json.loads((RESULTS / "table.json").read_text()))
 
 
 def claim() -> str:
-    """What benchmarks/studies/gradient_truth.py found, in a sentence."""
+    """Return the main result of benchmarks/studies/gradient_truth.py as a paragraph."""
     from gradient_truth import claim
 
     return claim(json.loads(TRUTH.read_text()))
 
 
 def truth() -> str:
-    """The error of each contestant's gradient, GRPO."""
+    """Return the table of the gradient error of each contestant, for GRPO."""
     from gradient_truth import summary
 
     return summary(json.loads(TRUTH.read_text()))
 
 
 def support() -> str:
-    """What benchmarks/studies/support.py found, in a sentence."""
+    """Return the results of benchmarks/studies/support.py as a paragraph."""
     found = json.loads((RESULTS / "support.json").read_text())
     sizes, row, dense = found["sizes"], found["uniform"], found["dense"]
     return (
-        f"On an {found['device']}, {sizes['tokens']} tokens of {sizes['ids']} ids (H = "
-        f"{sizes['hidden']}, V = {sizes['vocabulary']}, bfloat16),\nforward and backward: "
-        f"{row['ms']:.1f} ms in {row['peak MiB']:.0f} MiB, and {dense['ms']:.1f} ms in "
-        f"{dense['peak MiB']:.0f} MiB over the whole vocabulary;\n{row['ms with a new batch']:.1f} "
-        f"ms where the batch is made anew each time. Log-probs within {row['errors']['logp']:.0e}."
+        f"On an {found['device']}, forward and backward of {sizes['tokens']} tokens with "
+        f"{sizes['ids']} ids each (H = {sizes['hidden']}, V = {sizes['vocabulary']}, bfloat16)\n"
+        f"need {row['ms']:.1f} ms and {row['peak MiB']:.0f} MiB, compared with {dense['ms']:.1f} "
+        f"ms and {dense['peak MiB']:.0f} MiB over the whole vocabulary.\nWith a new batch in each "
+        f"call the time is {row['ms with a new batch']:.1f} ms. The error of log-probs is at most "
+        f"{row['errors']['logp']:.0e}."
     )
 
 
 def invariance() -> str:
-    """The table of benchmarks/studies/invariance.py."""
+    """Return the table of benchmarks/studies/invariance.py."""
     from report import invariance
 
     found = json.loads((RESULTS / "invariance.json").read_text())
@@ -200,20 +201,20 @@ def invariance() -> str:
 
 
 def invariance_cost() -> str:
-    """Its ratios, in a sentence."""
+    """Return the time ratios of benchmarks/studies/invariance.py as a sentence."""
     found = json.loads((RESULTS / "invariance.json").read_text())
     named = {"bias": "with a bias", "adapter": "with an adapter", "bfloat16": "in bfloat16"}
     ratios = {row["kind"]: row["ms"][1] / row["ms"][0] for row in found["rows"]}
     said = [f"{ratio:.2f} {named.get(kind, f'in {kind}')}" for kind, ratio in ratios.items()]
     name = found["about"]["machine"].split(",")[0]
     return (
-        f"On an {name}, forward and backward, the option takes the time of a call times\n"
+        f"On an {name}, `batch_invariant=True` multiplies the time of forward and backward by\n"
         f"{', '.join(said[:-1])} and {said[-1]}."
     )
 
 
 def candidates() -> str:
-    """What 64 candidates cost GRPO, in a sentence."""
+    """Return the time that 64 candidates add to GRPO, as a paragraph."""
     found = json.loads((RESULTS / "table.json").read_text())
     rows = [r for r in found["rows"] if r["row"] == "GRPO and 64 candidates" and "ms" in r]
     ms = {(row["work"], row["contestant"]): row["ms"] for row in rows}
@@ -221,33 +222,34 @@ def candidates() -> str:
     chosen, rest = "grpo+candidates", "grpo+candidates+rest"
     name = found["runs"][0]["machine"].split(",")[0]
     return (
-        f"On an {name}, 16384 tokens (H = 4096, V = 128256, bfloat16), GRPO forward and backward "
-        f"takes\n{ms['grpo', one]:.1f} ms, with a term over 64 candidates {ms[chosen, one]:.1f}, "
-        f"over these and the rest {ms[rest, one]:.1f} ms;\nin recompute {ms['grpo', two]:.1f}, "
+        f"On an {name}, forward and backward of GRPO with 16384 tokens (H = 4096, V = 128256, "
+        f"bfloat16) need {ms['grpo', one]:.1f} ms.\nThe time is {ms[chosen, one]:.1f} ms with a "
+        f"term over 64 candidates, and {ms[rest, one]:.1f} ms with a term over the candidates and "
+        f"the rest of the\nvocabulary. With recompute the three times are {ms['grpo', two]:.1f}, "
         f"{ms[chosen, two]:.1f} and {ms[rest, two]:.1f} ms."
     )
 
 
 def steps() -> str:
-    """Training steps, and how far their gradients are off."""
+    """Return the table of training steps, and the errors of the gradients."""
     return _of_steps(lambda bench, found: f"{bench.errors(found)}\n\n{bench.table(found)}")
 
 
 def few_steps() -> str:
-    """Those of the largest batch by default settings, and how headloss compares in all."""
+    """Return the training steps of the largest batch by default settings, with a comparison."""
     return _of_steps(_few_steps)
 
 
 DEFAULTS = ("headloss", "headloss, recompute", "Transformers", "Liger", "TRL")
-FEW_WORKS = ("SFT", "GRPO")  # DPO takes what these take, to 2 ms
+FEW_WORKS = ("SFT", "GRPO")  # DPO needs the same time within 2 ms
 
 
 def _few_steps(bench: Any, found: dict) -> str:
     named = [row for row in found["rows"] if row["contestant"] in DEFAULTS and "ms" in row]
     most = max(row["tokens"] for row in named)
     rows = [(f"a step of {most} tokens", *DEFAULTS), ("---", *("---:",) * len(DEFAULTS))]
-    change: dict[int, list[float]] = {}  # of the time, in percent of stock's
-    less = []  # GiB, of the largest batch
+    change: dict[int, list[float]] = {}  # of the step's time, in percent of Transformers'
+    less = []  # GiB of memory saved, at the largest batch
     for (model, work, tokens), group in _grouped(named, "model", "work", "tokens"):
         of = {row["contestant"]: row for row in group}
         if {"Transformers", "headloss"} <= of.keys():
@@ -262,14 +264,14 @@ def _few_steps(bench: Any, found: dict) -> str:
     rows.append(study_tables.replay_row(DEFAULTS))
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
-        f"{_markdown(rows)}\n\nBeside *Transformers* headloss takes {min(less):.0f} to "
-        f"{max(less):.0f} GiB less at {most} tokens. The time is {', '.join(said)}.\n"
+        f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
+        f"{max(less):.0f} GiB less memory at {most} tokens. The time is {', '.join(said)} tokens.\n"
         f"{bench.report.machine(found)}"
     )
 
 
 def _range(low: float, high: float) -> str:
-    """Changes in percent, in words."""
+    """Return a range of changes in percent in words, such as "10 % less to 13 % more"."""
     if high <= 0:
         return f"{-high:.0f} to {-low:.0f} % less"
     start = f"{-low:.0f} % less to" if low < 0 else f"{low:.0f} to"
@@ -294,7 +296,7 @@ def _of_steps(show: Callable[[Any, dict], str]) -> str:
 
 
 def scaling() -> str:
-    """The table of benchmarks/studies/parallel.py, times alone."""
+    """Return the table of times of benchmarks/studies/parallel.py."""
     import parallel
 
     results = json.loads((RESULTS / "parallel.json").read_text())
@@ -359,7 +361,11 @@ PLACES: dict[str, tuple[str, ...]] = {
 
 
 def fill(text: str, names: Iterable[str] = PARTS, file: str = "README.md") -> str:
-    """The text with these parts made anew; ValueError where one has no place in it."""
+    """Return the text with the named parts regenerated.
+
+    Raises:
+        ValueError: the text has no place for a named part.
+    """
     for name in names:
         place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not place.search(text):

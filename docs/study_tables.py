@@ -1,4 +1,4 @@
-"""What the training studies found, as tables: parts of the pages that `readme.py` fills in."""
+"""Tables of the results of the training studies, which `readme.py` writes into the pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 STACKS = {"stock": "TRL, bf16", "cast": "TRL, float32 cast", "headloss": "headloss"}
 SAMPLING = {"sets": "replayed sets", "whole": "whole vocabulary"}
-RATES = {"grpo": 1e-5, "gspo": 1e-6}  # of the moves that are shown
+RATES = {"grpo": 1e-5, "gspo": 1e-6}  # learning rates of the shown rows
 GIB = 1 << 30
 
 
 def clip_sides() -> str:
-    """Wrong sides of the clip and the gradient's error, at one rate for each loss."""
+    """Return the shares on the clip's wrong side and the gradient errors, at one rate per loss."""
     found = _read("clip_sides")
     heads = ("loss", "largest logit", "steps", "clipped", *STACKS.values())
     rows = [heads, ("---", *("---:",) * (len(heads) - 1))]
@@ -36,7 +36,7 @@ def clip_sides() -> str:
 
 
 def training() -> str:
-    """What the three stacks have learned at the end, and on the way there."""
+    """Return the results and the mean curves of training runs with the three stacks."""
     heads = ("loss, rate", "stack", "solved", "reward at the end", "wrong side", "clipped")
     heads = (*heads, "gradient's norm")
     rows = [heads, ("---", "---", *("---:",) * (len(heads) - 2))]
@@ -55,7 +55,7 @@ def training() -> str:
 
 
 def sampling() -> str:
-    """With the sampler's sets and without."""
+    """Return the results of training runs with and without the sampler's sets of ids."""
     heads = ("loss", "log-probs over", "solved", "reward at the end", "first ratio", "mean ratio")
     heads = (*heads, "mismatch KL")
     rows = [heads, ("---", "---", *("---:",) * (len(heads) - 2))]
@@ -71,7 +71,7 @@ def sampling() -> str:
 
 
 def replay() -> str:
-    """A GRPO step over sets and beside them, generation, and where the whole softmax is as fast."""
+    """Return the times of a GRPO step over sampled sets of ids, of generation and of the loss."""
     found = _read("replay")
     names = list(dict.fromkeys(row["contestant"] for row in found["step"]))
     rows = [("mean number of ids", *names), ("---:",) * (1 + len(names))]
@@ -80,22 +80,26 @@ def replay() -> str:
         rows.append((str(mean), *(_cell(of[name]) for name in names)))
     said = [
         f"under {row['filter']} (a mean of {row['kept']:.0f} ids) {row['on_ms_a_token']:.1f} ms "
-        f"with the recorder and {row['off_ms_a_token']:.1f} ms without"
+        f"with the recorder and {row['off_ms_a_token']:.1f} ms without the recorder"
         for row in found["generation"]
     ]
     count, crossing = found["generation"][0]["rows"], found["crossing"]
     return (
         f"{_markdown(rows)}\n\n"
-        f"Generation of {count} rows takes, for each token, {'; '.join(said)}. The loss alone "
-        f"takes {crossing['whole_ms']:.1f} ms over the whole vocabulary, "
-        f"{crossing['points'][0]['ms']:.1f} ms over sets of 8 ids, and as long over sets of "
-        f"{crossing['level_at']:.0f}.\n{found['model']}, 16384 tokens, bfloat16. {_machine(found)}"
+        f"Generation of {count} rows needs these times per token: {'; '.join(said)}. The loss "
+        f"alone needs {crossing['whole_ms']:.1f} ms over the whole vocabulary and "
+        f"{crossing['points'][0]['ms']:.1f} ms over sets of 8 ids. Sets of "
+        f"{crossing['level_at']:.0f} ids need as much time as the whole vocabulary.\n"
+        f"{found['model']}, 16384 tokens, bfloat16. {_machine(found)}"
     )
 
 
 def replay_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
-    """A GRPO step over a sampler's sets of a mean of 8 ids, for a table of steps; plain
-    Transformers masks its logits, and no other contestant has it."""
+    """Return the row of a GRPO step over a sampler's sets with a mean of 8 ids.
+
+    Plain Transformers masks the logits; contestants other than Transformers and headloss have no
+    such step, shown as "-".
+    """
     found = _read("replay")
     names = {"masked logits": "Transformers", "headloss, the sets": "headloss"}
     of = {names.get(row["contestant"]): row for row in found["step"] if row["mean"] == 8}
@@ -140,7 +144,7 @@ def _mean(
     runs: list[dict], value: Callable[[dict], float], scale: int = 1, unit: str = "",
     digits: int | None = None
 ) -> str:  # fmt: skip
-    """With the standard error of the mean over seeds."""
+    """Return the mean of a value over seeds, with the standard error of the mean."""
     values = [scale * value(run) for run in runs]
     error = statistics.stdev(values) / math.sqrt(len(values))
     digits = digits or (1 if scale > 1 else 3)
@@ -148,7 +152,7 @@ def _mean(
 
 
 def _percent(value: float | None) -> str:
-    """None: nothing has a gradient there."""
+    """Return the value in percent; "-" for None, the value of a row without any gradient."""
     return "-" if value is None else f"{100 * value:.2g} %" if value < 1 else f"{100 * value:.0f} %"
 
 

@@ -231,7 +231,7 @@ def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
     before, after = made([]), made([*rows, longest | {"model": same["model"], "case": "longest"}])
     for old, new in zip(before, after, strict=True):
-        assert set(old.splitlines()) - set(new.splitlines()) <= set(re.findall("Beside .*", old))
+        assert set(old.splitlines()) - set(new.splitlines()) <= set(re.findall("Compared .*", old))
     assert before[1].count("| DPO |") == 0 and after[1].count("| DPO |") == 3
     assert "DPO" not in after[0] and "54272" not in after[0]
     assert f"| {same['model']} | SFT | - | - | - | 54272 | - | - |" in after[1]

@@ -455,10 +455,10 @@ def claim(results: dict) -> str:
     )
     return (
         "**Nearer to the true gradient, because log-probs are exact.** Plain PyTorch and TRL round "
-        "logits to bfloat16,\nwhich moves tokens across GRPO's clip. Where the largest logit of a "
-        "model is 27, the gradient of all weights differs\nfrom that of a float64 head by "
-        f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss; where it is "
-        f"40, by\n{large[0]}, {large[1]} and {large[2]} "
+        "logits to bfloat16,\nwhich moves tokens across GRPO's clip. If a model's largest logit is "
+        "27, the gradient of all weights differs from a\nfloat64 head's gradient by "
+        f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss. If the largest "
+        f"logit is 40,\nthe gradients differ by {large[0]}, {large[1]} and {large[2]} "
         "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
