@@ -457,8 +457,8 @@ def claim(results: dict) -> str:
         "**Nearer to the true gradient, because log-probs are exact.** Plain PyTorch and TRL round "
         "logits to bfloat16,\nwhich moves tokens across GRPO's clip. If a model's largest logit is "
         "27, the gradient of all weights differs from a\nfloat64 head's gradient by "
-        f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss. If the largest "
-        f"logit is 40,\nthe gradients differ by {large[0]}, {large[1]} and {large[2]} "
+        f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss. If the "
+        f"largest logit is 40,\nthe gradients differ by {large[0]}, {large[1]} and {large[2]} "
         "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
