@@ -33,7 +33,7 @@ def gather_logprobs_entropy(
 
 
 def check() -> str:
-    """What holds. RuntimeError where AReaL's function of logits takes other arguments."""
+    """Name the check that holds. RuntimeError where AReaL's function takes other arguments."""
     name = "gather_logprobs_entropy"
     theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
     require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")

@@ -27,7 +27,7 @@ OTHERS += ("reward_model", "process_reward_model", "label_smoothing_factor")
 
 
 class HeadlossArgs(BaseModel):
-    """What a configuration may say.
+    """Keys that a configuration may have.
 
     Attributes:
         headloss: whether the loss comes from headloss.
@@ -70,8 +70,8 @@ class HeadlossPlugin(BasePlugin):
 
 
 def check() -> str:
-    """What holds, and the line that a configuration needs before Axolotl 0.21. RuntimeError where
-    Axolotl's plugins take other arguments."""
+    """Name the check that holds, and the line that a configuration needs before Axolotl 0.21.
+    RuntimeError where Axolotl's plugins take other arguments."""
     for name in ("get_input_args", "post_model_load"):
         theirs = part("axolotl", "axolotl.integrations.base:BasePlugin", name)
         check_signature(theirs, getattr(HeadlossPlugin, name), f"BasePlugin.{name}", "axolotl")

@@ -52,7 +52,7 @@ class Shards:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """What lies beside the tokens, sharded along dimension 1."""
+        """Tensors beside the tokens, sharded along dimension 1."""
         shape = self.targets.shape
         beside = [x for x in self.fields.values() if isinstance(x, Tensor) and x.shape[:2] == shape]
         return [self.targets, self.ids, *beside]

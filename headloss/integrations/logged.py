@@ -86,7 +86,7 @@ class Logged:
 
 
 def in_log(args: Any, state: Any) -> bool:
-    """Whether `Trainer` logs the optimizer step that is under way, by its arguments: metrics of
+    """Tell by `Trainer`'s arguments whether it logs the optimizer step under way: metrics of
     other steps are not measured. By epochs any step may be the last."""
     step = state.global_step + 1
     if args.logging_strategy == "steps":

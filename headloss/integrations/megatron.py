@@ -35,7 +35,7 @@ from .shared import needs_segments
 
 
 def check() -> str:
-    """What holds. RuntimeError where Megatron-Core does not ask a processor."""
+    """Name the check that holds. RuntimeError where Megatron-Core does not ask a processor."""
     model = part("megatron-core", "megatron.core.models.gpt.gpt_model", "GPTModel")
     names = ("output_processor", "output_processor_context")
     require_arguments(model.forward, names, "GPTModel.forward", "megatron-core")
@@ -44,7 +44,7 @@ def check() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What `GPTModel.forward(output_processor=...)` calls on the last stage.
+    """The callable of `GPTModel.forward(output_processor=...)` on the last stage.
 
     Positions are scored where the loss mask is not 0 and the label is not -100. With
     `gradient_accumulation_fusion` the weight's gradient is added to its `main_grad`.

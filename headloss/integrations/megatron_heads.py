@@ -126,7 +126,7 @@ LARGEST = 100.0  # logit of the comparison, beyond the soft caps of the field
 
 
 def _is_known(linear: Any) -> bool:
-    """Whether the forward is Megatron's, or of a name that `head_of` knows."""
+    """Tell whether the forward is Megatron's, or of a name that `head_of` knows."""
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
     replaced = vars(linear).get("forward")
     if replaced is not None and not hasattr(replaced, HANDS_ON):
@@ -183,7 +183,7 @@ def _has_lora(layer: Any) -> bool:
 
 
 def _is_fused(linear: Any) -> bool:
-    """Whether the weight's gradient is added to `main_grad`; Transformer Engine's name is other."""
+    """Tell whether the weight's gradient is added to `main_grad`, by Megatron's name or TE's."""
     name = "fuse_wgrad_accumulation"
     return bool(getattr(linear, name, getattr(linear, "gradient_accumulation_fusion", False)))
 

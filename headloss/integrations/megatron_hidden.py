@@ -34,7 +34,7 @@ MODULE = "megatron.core.models.common.language_module.language_module:LanguageMo
 
 
 def check() -> str:
-    """What holds. RuntimeError where the output layer or the loss takes other arguments."""
+    """Name the checks that hold. RuntimeError where layer or loss take other arguments."""
     layer, model = part(PACKAGE, LAYER), part(PACKAGE, MODULE)
     names = ("input_", "weight", "runtime_gather_output")
     require_arguments(layer.forward, names, "ColumnParallelLinear.forward", PACKAGE)
@@ -120,7 +120,7 @@ class Door:
 
     @property
     def ranks(self) -> int:
-        """That share the rows of a sequence, under sequence parallelism."""
+        """Number of ranks that share the rows of a sequence, under sequence parallelism."""
         linear = linear_of(self.layer)
         return linear.tp_group.size() if linear.sequence_parallel else 1
 

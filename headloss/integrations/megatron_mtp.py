@@ -64,7 +64,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """What holds. RuntimeError where `install` raises it."""
+    """Name the check that holds. RuntimeError where `install` raises it."""
     return (INSTALLED[0] if INSTALLED else _seams(Options())).check()
 
 
@@ -264,7 +264,7 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Those of the main rows, for the terms on their block; the depths' weights need none."""
+    """Totals of the main rows, for the terms on their block; the depths' weights need none."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
@@ -323,7 +323,7 @@ def handed_on() -> Depths | None:
 
 
 def _is_alike(config: Any) -> bool:
-    """Whether a step scales the loss of the depths as it scales the main one, so that one gradient
+    """Tell whether a step scales the loss of the depths as the main one, so that one gradient
     serves both; detached heads want two in any case."""
     return not (
         config.calculate_per_token_loss
@@ -354,7 +354,7 @@ def with_depths(
 
 
 def _is_of_tokens(head: Head, batch: Batch, objective: Objective) -> bool:
-    """Whether the depths' rows can stand beside the main ones, under the same head."""
+    """Tell whether the depths' rows can stand beside the main ones, under the same head."""
     shape, heat = batch.targets.shape, head.temperature
     return (
         not isinstance(heat, Tensor)

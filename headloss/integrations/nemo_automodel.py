@@ -94,7 +94,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
 
 
 def check() -> str:
-    """What holds. RuntimeError where Automodel's own losses take other arguments."""
+    """Name the check that holds. RuntimeError where Automodel's own losses take other arguments."""
     theirs = part(PACKAGE, f"{HOME}.linear_ce", "FusedLinearCrossEntropy").forward
     seam = "FusedLinearCrossEntropy.forward"
     check_signature(theirs, HeadLossCrossEntropy.forward, seam, PACKAGE, by_name=True)

@@ -105,7 +105,7 @@ class _Hooked(torch.autograd.Function):
 
 
 def externals(module: nn.Module) -> bool:
-    """Whether ZeRO-3 shards the module; what is below it is gathered around its own forward."""
+    """Tell whether ZeRO-3 shards the module; its submodules are gathered around its own forward."""
     parts = _zero3(module)
     for part in parts:
         _deepspeed().register_external_parameter(module, part)
@@ -128,14 +128,14 @@ def _zero3(module: Any) -> list[nn.Parameter]:
 
 
 def is_unit(module: Any) -> bool:
-    """Whether FSDP2 shards the module by itself."""
+    """Tell whether FSDP2 shards the module by itself."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
 def is_fsdp2(model: nn.Module) -> bool:
-    """Whether FSDP2 shards a part of it: its root may be PEFT's model, around this one."""
+    """Tell whether FSDP2 shards a part of it: its root may be PEFT's model, around this one."""
     return any(is_unit(module) for module in model.modules())
 
 

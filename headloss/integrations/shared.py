@@ -1,4 +1,4 @@
-"""What several adapters need: versions that are known, and a framework's own denominators."""
+"""Helpers of several adapters: refusals, names of a function, a framework's own denominators."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def raw_cispo(cap: float, level: Any = "token") -> Term:
 
 
 def needs_segments(objective: Objective) -> bool:
-    """Whether some term is of segments, or its mean over them."""
+    """Tell whether some term is of segments, or its mean over them."""
     return any(
         term.scope != "token" or term.reduction is not token_mean for _, term in objective.parts
     )
@@ -109,7 +109,7 @@ def _is_token_mean(term: Term) -> bool:
 
 
 def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
-    """Whether its weights depend on totals: a user's reduction is tried with others."""
+    """Tell whether a reduction's weights depend on totals: a user's is tried with several."""
     if isinstance(reduction.weigh, StandardWeight):
         return reduction.weigh.of != "none"
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)

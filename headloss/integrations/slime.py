@@ -38,7 +38,7 @@ ARGUMENTS = ("logits", "args", "unconcat_tokens", "total_lengths", "response_len
 
 
 def init(args: Any) -> None:
-    """What `--custom-megatron-init-path` calls.
+    """The function for `--custom-megatron-init-path`.
 
     Raises:
         ValueError: a setting whose code reads logits, by its name.

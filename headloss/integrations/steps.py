@@ -59,7 +59,7 @@ class CountsSteps:
         return enter, inputs
 
     def of_call(self, inputs: dict[str, Any]) -> tuple[Any, Totals | None]:
-        """What a call of `compute_loss` has: this rank's tokens under context parallelism, else
+        """Batch of a call of `compute_loss`: this rank's tokens under context parallelism, else
         None; and the totals, of the step in training and of the call in an evaluation."""
         shards, self.shards = self.shards, None
         batch = None if shards is None else shards.batch(self.accelerator.device)
@@ -98,7 +98,7 @@ class CountsSteps:
 
     @property
     def ranks(self) -> int:
-        """That are counted together; their gradients are averaged."""
+        """Ranks that are counted together; their gradients are averaged."""
         if not self.args.average_tokens_across_devices:
             return self.get_cp_size()  # type: ignore[attr-defined]
         return self.accelerator.num_processes // self.get_tp_size()  # type: ignore[attr-defined]
@@ -110,8 +110,8 @@ class CountsSteps:
         return self.current_gradient_accumulation_steps if training else 1  # type: ignore[attr-defined]
 
     def divides(self, count: int | Tensor | None) -> bool:
-        """Whether `Trainer` will divide a loss by the micro-batches of a step, as it does where it
-        has passed no count of tokens."""
+        """Tell whether `Trainer` will divide a loss by the micro-batches of a step, which happens
+        without a count of tokens."""
         trainer: Any = self
         heeded = hasattr(super(), "loss_is_scaled_for_ga")  # by this release of Transformers
         scaled = trainer.loss_is_scaled_for_ga if heeded else None

@@ -277,7 +277,7 @@ def _local(value: Any) -> Any:
 
 
 def _is_cut(hidden: Tensor) -> bool:
-    """Whether context parallelism gives this rank a part of the sequences."""
+    """Tell whether context parallelism gives this rank a part of the sequences."""
     if not isinstance(hidden, DTensor):
         return spmd_mesh_size("cp") > 1
     along, placements = hidden.dim() - 2, hidden.placements
@@ -299,7 +299,7 @@ def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
 
 
 def check() -> str:
-    """What holds. RuntimeError where torchtitan's own wrapper takes other arguments."""
+    """Name the check that holds. RuntimeError where torchtitan's wrapper takes other arguments."""
     theirs, ours = ChunkedLossWrapper, HeadLossWrapper
     seam = "ChunkedLossWrapper.__call__"
     require_arguments(theirs.__call__, ("global_valid_tokens",), seam, "torchtitan")

@@ -53,7 +53,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """What holds. RuntimeError where `install` raises it."""
+    """Name the check that holds. RuntimeError where `install` raises it."""
     from . import seams
 
     return seams.check()

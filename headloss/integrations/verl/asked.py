@@ -8,7 +8,7 @@ DIVERGENCE = "headloss_"  # before a kind of divergence: `distillation_loss.loss
 
 
 def asks(config: Any) -> bool:
-    """Whether a model's configuration asks for headloss."""
+    """Tell whether a model's configuration asks for headloss."""
     options = getattr(config, "fused_kernel_options", None) or {}
     fused = getattr(config, "use_fused_kernels", False)
     return bool(fused) and options.get("impl_backend") == "headloss"

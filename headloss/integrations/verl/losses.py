@@ -95,7 +95,7 @@ def reduction(config: Any, responses: int, ranks: float) -> Reduction:
 
 
 def objective(config: Any, over: Reduction, fields: Any, entropy: bool) -> tuple[Objective, int]:
-    """What verl's `ppo_loss` computes, and how many of its parts are the policy loss."""
+    """The objective of verl's `ppo_loss`, and the number of its parts that are the policy loss."""
     factory, of_verl = _factories[config.policy_loss.loss_mode]
     policy = factory(config)
     if of_verl is not None and isinstance(policy, Term):
@@ -119,5 +119,5 @@ def _kl(kind: str) -> Term:
 
 
 def known(name: str) -> bool:
-    """Whether a `loss_mode` is one of headloss's."""
+    """Tell whether a `loss_mode` is one of headloss's."""
     return name in _factories

@@ -1,4 +1,4 @@
-"""Which positions of a micro-batch are scored on this rank, and what their tokens were drawn from.
+"""Scored positions of a micro-batch on this rank, and the sets that their tokens were drawn from.
 
 B sequences of at most R response tokens, N flattened positions of this rank, T of them scored, P
 pairs of a token and an id.

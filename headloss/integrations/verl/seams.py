@@ -1,4 +1,4 @@
-"""Where headloss goes into verl, and out of it."""
+"""Installation of headloss in verl, and its removal."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
