@@ -143,3 +143,55 @@ def log_probs(
     assert torch.equal(lengths, our_lengths)
     values = max(off(a, b) for a, b in zip(got, want, strict=True) if b.numel())
     return {"values": values, "gradient": worst(our_grads, grads)}
+
+
+def losses(size: int, layout: str, estimator: str) -> dict[str, float]:
+    """slime's own losses and metrics of them: "sft", or a policy loss of an `estimator`. The second
+    sample has one response token, so that a rank of context parallelism has none of it."""
+    from headloss.integrations import slime as adapter
+
+    cp, responses = 1 if layout == "packed" else 2, (4, 1, 6)
+    parallel(size, context_parallel_size=cp)
+    home, provider = modules("slime")
+    model = model_of(config_of(size), attention=False, length=64)
+    args = Namespace(
+        rollout_temperature=0.7, log_probs_chunk_size=-1, entropy_coef=0.01, model=model,
+        allgather_cp=layout == "contiguous", qkv_format="thd", true_on_policy_mode=False,
+        loss_type="policy_loss", advantage_estimator=estimator, use_rollout_logprobs=False,
+        use_opsm=False, eps_clip=0.2, eps_clip_high=0.28, eps_clip_c=None, use_tis=False,
+        get_mismatch_metrics=False, use_kl_loss=True, use_unbiased_kl=False, kl_loss_coef=0.1,
+        kl_loss_type="low_var_kl", calculate_per_token_loss=False, rollout_top_p=1.0,
+        use_rollout_top_p_replay=False,
+    )  # fmt: skip
+    tokens, generator = samples(), torch.Generator().manual_seed(6)
+    rank = torch.distributed.get_rank() % cp if cp == 2 else 0
+    ids = rows_of(tokens, cp, args.allgather_cp, rank)
+
+    def local(shift: float) -> list[Tensor]:
+        rows = [shift + torch.randn(n, generator=generator) for n in responses]
+        lengths = zip(rows, TOTALS, responses, strict=True)
+        return [home.slice_log_prob_with_cp(*each) for each in lengths] if cp == 2 else rows
+
+    masks = [torch.ones(n) for n in responses]
+    masks[0][1] = 0
+    batch = {
+        "unconcat_tokens": tokens, "total_lengths": list(TOTALS), "loss_masks": masks,
+        "response_lengths": list(responses), "advantages": local(0), "log_probs": local(-4),
+        "ref_log_probs": local(-4),
+    }  # fmt: skip
+    mean = home.get_sum_of_sample_mean(list(TOTALS), list(responses), masks)
+    function = home.sft_loss_function if estimator == "sft" else home.policy_loss_function
+    found = []
+    for ours in (False, True):
+        if ours:
+            adapter.init(args)
+            provider.get_model_provider_func(args)()
+        output = model(ids, torch.arange(ids.shape[1])[None], None)
+        loss, metrics = function(args, batch, output.float(), mean)
+        (loss + 0 * output.sum()).backward()
+        found.append(({**metrics, "total": loss.detach()}, gradients(model)))
+    adapter.uninstall()
+    (want, grads), (got, our_grads) = found
+    assert got.keys() == want.keys() and (estimator == "sft" or len(want) > 5)
+    apart = {name: float((got[name] - x).abs() / x.abs().clamp_min(1)) for name, x in want.items()}
+    return apart | {"gradient": worst(our_grads, grads)}

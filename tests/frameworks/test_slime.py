@@ -46,6 +46,15 @@ def test_log_probs(
         assert found["gradient"] < (1e-6 if package == "slime" else 4e-3), found
 
 
+@pytest.mark.parametrize("estimator", ["sft", "gspo", "grpo"])
+@pytest.mark.parametrize(("size", "layout"), [(2, "packed"), (1, "zigzag"), (1, "contiguous")])
+def test_losses(world: World, size: int, layout: str, estimator: str) -> None:
+    """slime's own, with each metric: GSPO gathers log-probs of whole sequences, SFT reads no
+    entropies, and a rank may have no response token of a sample."""
+    for found in world.run(ranks.losses, size, layout, estimator, seconds=300):
+        assert max(found.values()) < 1e-6, found
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="custom_loss: is not supported here, only by logits"):
         adapter.init(ranks.Namespace(loss_type="custom_loss"))
