@@ -184,3 +184,22 @@ def test_policies_log_their_terms() -> None:
     terms = entry[policy] + 0.1 * entry["headloss/z_loss"]
     assert entry["loss"] == pytest.approx(terms, rel=1e-5, abs=1e-6)
     assert entry["headloss/z_loss"] > 1
+
+
+@pytest.mark.slow
+def test_ranks_log_what_one_process_logs() -> None:
+    """Two ranks under DDP: terms and metrics are means over the tokens of both, as the loss is."""
+    pytest.importorskip("transformers")
+    import logged_ranks
+    from worlds import world_of
+
+    want = logged_ranks.trained(per_rank=4)
+    with world_of(2) as world:
+        found = world.run(logged_ranks.trained, 2, seconds=120)
+    for entries in found:
+        assert len(entries) == len(want) == 4
+        for got, whole in zip(entries, want, strict=True):
+            names = [name for name in whole if "loss" in name and name != "train_loss"]
+            assert "train_loss" in whole or sum("z_loss" in name for name in names) == 1
+            for name in names:
+                assert got[name] == pytest.approx(whole[name], rel=1e-5), name
