@@ -1,6 +1,6 @@
-"""The Triton backend: every act as kernels, on a GPU or in Triton's interpreter.
+"""The Triton backend: every act of `interface.Kernels`, on a GPU or in Triton's interpreter.
 
-float64 is left to the reference.
+float64 tensors run on the reference backend.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Chosen columns of each token in Triton: their logits, and their gradient over a tile's. One is
-chosen by a product itself: the one whose logit is the token's shift.
+"""Triton kernels for chosen columns of each token: their logits, and their elements in the gradient
+of a tile. The product kernels use a chosen column too: the column whose logit is the token's shift.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
 token.
@@ -30,16 +30,17 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
-ROWS = 128  # of a program that sets targets
+ROWS = 128  # Tokens of a program that writes targets.
 COLUMNS = 8
-TOKENS = 8  # chosen columns of one token, or tokens, of a program
+TOKENS = 8  # Chosen columns of one token, or tokens, that a program handles.
 
 
 class Shifts(NamedTuple):
-    """Operands of the kernel that finds shifts; the last three as of `merge.Epilogue`."""
+    """Operands of the kernel that finds shifts; `shift`, `more` and `pitch` are those of
+    `merge.Epilogue`."""
 
-    x: Matrix  # [n, H]
-    w: Matrix  # [v, H]
+    x: Matrix  # Shape [n, H].
+    w: Matrix  # Shape [v, H].
     z: LogitScaling
     shift: Tensor  # [n]
     more: Tensor
@@ -48,7 +49,9 @@ class Shifts(NamedTuple):
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
-    """The column whose logit is a token's shift, its target or a stand-in, and that logit."""
+    """Store each token's shift, which is the logit of one column, and the number of that column.
+    The column is the target or, for a target outside of this slice of the vocabulary, an arbitrary
+    column."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
@@ -65,7 +68,8 @@ def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
 
 @triton.jit
 def shift_column(to, rows, inside):
-    """The column's number in this slice, -1 beyond the last token."""
+    """Return the number of the shift's column in this slice of the vocabulary, -1 beyond the last
+    token."""
     bits = tl.load(to.more + to.pitch + rows, mask=inside, other=0.0)
     return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
 
@@ -74,12 +78,12 @@ def shift_column(to, rows, inside):
 def logits_kernel(
     x,
     w,
-    columns,  # Matrix [n, H], [v, H] and [n, K]
-    z,  # LogitScaling
-    out,  # [n, K]
+    columns,  # `x` [n, H], `w` [v, H] and `columns` [n, K] are a `Matrix` each.
+    z,  # A `LogitScaling`.
+    out,  # Logits [n, K].
     v,
     h,
-    count,  # K
+    count,  # The number K of chosen columns.
     COLUMNS: tl.constexpr,
 ):
     blocks = tl.cdiv(count, COLUMNS)
@@ -96,8 +100,8 @@ def logits_kernel(
 
 @triton.jit(do_not_specialize=["from_column", "first", "n"])
 def gradient_kernel(
-    a,  # GradientInputs
-    from_column,  # the number of the first column
+    a,  # A `GradientInputs` record.
+    from_column,  # Offset that is subtracted from every column number.
     first,
     n,
     v,
@@ -178,13 +182,13 @@ def chosen_gradient_(
 def target_gradient_(
     tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
 ) -> None:
-    """The targets' own gradient, to the digits of their log-probs; into a tile of x @ w.T, or into
-    these columns [n] of any tile."""
+    """Write the gradient at each target, to the digits of the target's log-prob: into a tile of x @
+    w.T, or at the given `columns` [n] of any tile."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first
     raw = None
-    if a.z.inner is not None:  # a log-prob does not tell how far a soft cap is saturated
+    if a.z.inner is not None:  # A log-prob does not tell how far a soft cap is saturated.
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)
     places, from_column = (a.targets, first) if columns is None else (columns, 0)

@@ -1,6 +1,8 @@
-"""A product whose rows are their own: the same tile and the same order of k whatever n is.
+"""Matrix product in Triton whose tile and summation order over k are the same for every number of
+rows.
 
-A vendor's library chooses its kernel by the number of rows, and with it the order of each sum.
+A vendor's library chooses its kernel, and with the kernel the order of each sum, by the number of
+rows.
 """
 
 from __future__ import annotations
@@ -16,22 +18,22 @@ from .tiles import place_of
 
 ROWS = 128
 COLUMNS = 128
-BYTES = 128  # a tile, and bytes of a row that are multiplied at once
-GROUP = tl.constexpr(8)  # tiles of rows that share one of columns
+BYTES = 128  # Bytes of a row that are multiplied at once.
+GROUP = tl.constexpr(8)  # Tiles of rows that share a tile of columns in the L2 cache.
 
 
 @triton.jit(do_not_specialize=["n"])
 def fixed_product_kernel(
-    a,  # Matrix [n, k]
-    b,  # Strided [k, m]
-    out,  # Matrix [n, m]
+    a,  # Matrix [n, k].
+    b,  # Strided [k, m].
+    out,  # Matrix [n, m].
     n,
     m,
     k,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    WIDE: tl.constexpr,  # the operands' dtypes differ
+    WIDE: tl.constexpr,  # True if the operands differ in dtype.
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -67,7 +69,8 @@ def fixed_product(
     n, k = a.shape
     m = b.shape[1]
     add = out is not None
-    if a.stride(1) != 1 or a.data_ptr() % 16:  # kernels are compiled for addresses
+    # Triton compiles a kernel for the alignment of an address.
+    if a.stride(1) != 1 or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out
     if n and m:
@@ -75,7 +78,8 @@ def fixed_product(
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         rows = ROWS
         columns = COLUMNS
-        # An adapter's rank needs no wide tile. (In tensor cores a tile decides the order of k.)
+        # The rank of a LoRA adapter needs no wide tile. (On tensor cores a tile decides the order
+        # of k.)
         if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
             rows = ROWS // 4
             columns = max(16, triton.next_power_of_2(m))

@@ -1,6 +1,5 @@
-"""The formulas that kernels share: from raw logits to z and log p, and from there to the gradient,
-as `interface` writes it. Records are those of `records`.
-"""
+"""Formulas that the Triton kernels share: from raw logits to z and log p, and from log p to the
+gradient of the equation in `interface`. Record types are defined in `records`."""
 
 from __future__ import annotations
 
@@ -14,33 +13,34 @@ FLOOR = tl.constexpr(softmax.FLOOR)
 SURE = tl.constexpr(softmax.SURE)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # what float32 leaves of it
+LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # The part of log2(e) that float32 rounds off.
 
 
 @triton.jit
 def tanh_and_slope(x):
-    """tanh(x) in float32, and its slope 1 - tanh(x)^2, also where tanh is 1: with e = exp(2|x|)
-    they are +-(1 - 2/(1 + e)), a series where that would cancel, and 4e/(1 + e)^2. (As x and -x
-    are rounded alike, errors cancel in a mean.)"""
+    """Return tanh(x) in float32 and its slope 1 - tanh(x)^2, which is accurate also where tanh(x)
+    rounds to 1. With e = exp(2|x|), tanh is +-(1 - 2/(1 + e)), or a Taylor series where the
+    difference would cancel, and the slope is 4e/(1 + e)^2. (x and -x are rounded alike, so errors
+    cancel in a mean.)"""
     s = x * x
     near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
     e = tl.exp2(tl.abs(x) * (2 * LOG2E))
     share = 1 + e
-    if PTX:  # a division would take several instructions
+    if PTX:  # A division would cost several instructions.
         share = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [share], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         share = 1 / share
     far = 1 - 2 * share
-    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # e may be inf, share is then 0
+    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # For e = inf, `share` is 0.
     return tl.where(s < 0.0625, x * near, tl.where(x < 0, -far, far)), slope
 
 
 @triton.jit
 def log2(x):
-    """Logarithm to 22 bits, by NVIDIA's own instruction: a library's would take ten times as
-    long, and outlast the memory."""
+    """Return log2(x) to 22 bits, by NVIDIA's `lg2.approx` instruction. A library's logarithm would
+    take ten times as long, and longer than the loads from memory."""
     if not PTX:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
@@ -50,13 +50,13 @@ def log2(x):
 
 @triton.jit
 def log(x):
-    """The natural logarithm, likewise."""
+    """Return the natural logarithm of x to 22 bits."""
     return log2(x) * LN2
 
 
 @triton.jit
 def exp(x):
-    """exp with all digits of float32: the GPU's own loses some where x is large."""
+    """Return exp(x) with all digits of float32; the GPU's own exp loses digits where x is large."""
     high = x * LOG2E
     low = tl.fma(x, tl.zeros_like(x) + LOG2E, -high) + x * LOG2E_LOW
     return tl.exp2(high) * (1 + low * LN2)
@@ -64,7 +64,7 @@ def exp(x):
 
 @triton.jit
 def expm1(x):
-    """exp(x) - 1; Taylor's series where the two would cancel."""
+    """Return exp(x) - 1, by Taylor's series where the difference would cancel."""
     tail = 1 + x * 0.125
     tail = 1 + x * 0.14285714 * tail
     tail = 1 + x * 0.16666667 * tail
@@ -77,7 +77,7 @@ def expm1(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x), to the last digits of x where it is small."""
+    """Return log(1 + x), to the last digits of x where x is small."""
     u = 1 + x
     near = tl.log(u) * (x / tl.where(u == 1, 1.0, u - 1))
     return tl.where(u == 1, x, tl.where(x < 1, near, tl.log(u)))
@@ -85,7 +85,8 @@ def log1p(x):
 
 @triton.jit
 def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
-    """[ROWS] sums of a tile [2 ** HALVES, ROWS], the same tree whatever the layout."""
+    """Return the [ROWS] sums of a tile [2 ** HALVES, ROWS] over dimension 0, added in the same
+    binary tree for every layout."""
     for i in tl.static_range(HALVES):
         tile = tl.sum(tl.reshape(tile, (2, 1 << (HALVES - 1 - i), ROWS)), 0)
     return tl.reshape(tile, (ROWS,))
@@ -93,8 +94,8 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def per_row(value, z, row, inside=None):
-    """`outer` or `factor` of a scaling, over the token's own temperature if tokens have their own;
-    of several rows, which are there."""
+    """Return `value`, the `outer` or `factor` of a `LogitScaling`, divided by each token's
+    temperature where temperatures are per token. `inside` masks the rows that exist."""
     if z.temperature is not None:
         value = value / tl.load(z.temperature + row, inside, None if inside is None else 1.0)
     return value
@@ -102,7 +103,7 @@ def per_row(value, z, row, inside=None):
 
 @triton.jit
 def transformed(raw, z, outer):
-    """z of raw logits; `outer` is `per_row(z.outer, ..)`."""
+    """Return z of raw logits; `outer` is the result of `per_row(z.outer, ..)`."""
     x = raw.to(tl.float32)
     if z.inner is not None:
         x, _ = tanh_and_slope(x * z.inner)
@@ -113,9 +114,10 @@ def transformed(raw, z, outer):
 
 @triton.jit
 def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
-    """[WIDTH] products of rows of x and w [H], from pointers to them (of x, one may serve all), and
-    the bias of each column; 0 where not `inside`. Exact to float32, and summed in one order,
-    2 ** HALVES of H at once, so that they depend on the two rows alone."""
+    """Return [WIDTH] dot products of rows of x and w [H] plus the bias of each column, 0 where not
+    `inside`. `x` and `w` are pointers to rows; one pointer `x` may serve every row of w. The
+    products are exact in float32 and summed in one order, 2 ** HALVES elements of H at once, so
+    that each result depends on the two rows alone."""
     DEPTH: tl.constexpr = 1 << HALVES
     total = tl.zeros((DEPTH, WIDTH), tl.float32)
     for start in range(0, h, DEPTH):
@@ -131,14 +133,16 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr =
 
 @triton.jit
 def log_softmax(raw, z, outer, max_logit, log_sum):
-    """log p of raw logits, at least FLOOR; its plain twin says why it is -log_sum near 1."""
+    """Return log p of raw logits, at least FLOOR. A log p above SURE becomes -log_sum, the log p of
+    the largest logit: recomputed logits may be rounded differently from the logits of the
+    statistics."""
     log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 
 
 @triton.jit
 def coefficient(pointer, row, inside=None):
-    """A token's coefficient, 0 where no token has it."""
+    """Return a token's coefficient, or 0 where `pointer` is None."""
     value = 0.0
     if pointer is not None:
         value = tl.load(pointer + row, inside, None if inside is None else 0.0).to(tl.float32)
@@ -147,8 +151,8 @@ def coefficient(pointer, row, inside=None):
 
 @triton.jit
 def grad_z(p, log_p, at, c):
-    """dL/dz but for the target's own term; `at` is (c_prob, c_entropy, c_uniform), of which `c`, a
-    `SoftmaxCoefficients`, says what there is."""
+    """Return dL/dz without the target's own term. `at` is (c_prob, c_entropy, c_uniform); a None
+    field of `c`, a `SoftmaxCoefficients`, says that the coefficient is absent."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
@@ -160,7 +164,7 @@ def grad_z(p, log_p, at, c):
 
 @triton.jit
 def under_cap(g, raw, z):
-    """A gradient times the soft cap's own slope at raw logits."""
+    """Return the gradient `g` times the slope of the soft cap at raw logits."""
     if z.inner is not None:
         _, slope = tanh_and_slope(raw.to(tl.float32) * z.inner)
         g *= slope
@@ -169,14 +173,16 @@ def under_cap(g, raw, z):
 
 @triton.jit
 def under_cap_at(g, z, cap):
-    """The same at capped logits, where these are all there is: to the digits of cap - |z|."""
+    """Return the gradient `g` times the slope of the soft cap, computed from capped logits z where
+    raw logits are not available. The slope is accurate to the digits of cap - |z|."""
     size = tl.abs(z)
     return g * (tl.maximum(cap - size, 0.0) * (cap + size) / (cap * cap))
 
 
 @triton.jit
 def gradient_from_logp(log_p, slope, at, c):
-    """dL/dz of a column that has a slope of its own, to the last digit of p, or of 1 - p near 1."""
+    """Return dL/dz of a column with a slope of its own, to the last digit of p, or of 1 - p near p
+    = 1."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
     g = tl.where(log_p > SURE, at[0] * expm1(log_p) + (at[0] + slope), at[0] * p + slope)
@@ -189,21 +195,23 @@ def gradient_from_logp(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row):
-    """(c_prob, c_entropy, c_uniform) of a token, for `grad_z`."""
+    """Return (c_prob, c_entropy, c_uniform) of a token, for `grad_z`."""
     return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
 
 
 @triton.jit
 def normalizer_of(normalizer, row, inside=None):
-    """(max_logit, log_sum) of a token, or of several, of which those `inside` exist."""
+    """Return (max_logit, log_sum) of one or several tokens; `inside` masks the tokens that
+    exist."""
     max_logit = tl.load(normalizer.max_logit + row, inside, None if inside is None else 0.0)
     return max_logit, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
 
 @triton.jit
 def token_of(a, row):
-    """What the gradient needs of a token: `outer` and `factor` of its scaling, its normalizer, its
-    coefficients for `grad_z`, and the target's own gradient, 0 where it is as others."""
+    """Return the gradient's inputs of one token: `outer` and `factor` of the scaling, the
+    normalizer, the coefficients for `grad_z`, and the gradient at the target (0 where `a.logps` is
+    None)."""
     outer = per_row(a.z.outer, a.z, row)
     factor = per_row(a.z.factor, a.z, row)
     at = coefficients(a.c, row)
@@ -217,12 +225,12 @@ def token_of(a, row):
 
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
-    """max_logit, sumexp_m1 and entropy_sum of a block. Where all is -inf there is no mass."""
+    """Return max_logit, sumexp_m1 and entropy_sum of a block. A block of -inf alone has no mass."""
     max_logit = tl.max(z, 0)
     shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
     top = (z == max_logit) & inside
-    # The largest term is left out, once: its equals, if any, count one each.
+    # Leave the largest term out of the sum once; columns with an equal logit count 1 each.
     sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
     sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
     entropy_sum = 0.0
@@ -233,8 +241,8 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merged(a, b):
-    """`softmax.merge` of (max_logit, sumexp_m1, entropy_sum): the side that holds the largest logit
-    is not scaled, also where both are -inf."""
+    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). The state that
+    holds the largest logit is not scaled, also where the largest logit of both states is -inf."""
     max_a, sumexp_m1_a, entropy_a = a
     max_b, sumexp_m1_b, entropy_b = b
     max_logit = tl.maximum(max_a, max_b)
@@ -254,7 +262,8 @@ def merged(a, b):
 
 @triton.jit
 def store_partials(to, row, partials, mask=None):
-    """(max_logit, sumexp_m1, entropy_sum, logit_sum) of a token, of which `to` has some."""
+    """Store (max_logit, sumexp_m1, entropy_sum, logit_sum) of a token; None fields of `to` are
+    skipped."""
     tl.store(to.max_logit + row, partials[0], mask)
     tl.store(to.sumexp_m1 + row, partials[1], mask)
     if to.entropy_sum is not None:

@@ -1,12 +1,13 @@
-"""Statistics and gradient in Triton of logits that exist, where they lie and in their own dtype.
+"""Triton kernel for statistics and gradient of existing logits, read in place and in their own
+dtype.
 
 T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
 t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts
-need no copy; rows that are not named are never read.
+need no copy. Rows without an offset are never read.
 
-A block walks along a row once for its statistics and, where the coefficients are there, a second
-time for its gradient. In one launch the second walk starts with the columns that were read last:
-they are still in the L2 cache.
+A program walks along a row once for the statistics and, where coefficients are given, a second time
+for the gradient. In a launch with two walks, the second walk starts with the columns that the first
+walk read last: these columns are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -27,44 +28,45 @@ from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
 class Shape(NamedTuple):
-    """How a launch is cut: the numbers to tune on a device (benchmarks/studies/given.py)."""
+    """Launch configuration: the numbers to tune on a device (benchmarks/studies/given.py)."""
 
-    warps: int  # of a block
-    turns: int = 16  # rows of a block, one after another
-    registers: int | None = None  # of a thread, at most
+    warps: int  # Warps of a program.
+    turns: int = 16  # Rows that a program handles one after another.
+    registers: int | None = None  # Most registers of a thread.
 
 
-# By columns: the first row that is wide enough.
+# Configurations by number of columns: the first key that is at most v applies.
 SHAPES = {
     98304: Shape(warps=32, turns=4, registers=64),
     16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4),
 }
-ONE_WALK = Shape(warps=16, turns=1)  # of one walk alone
-VECTOR = 16  # bytes that a thread loads at once
+ONE_WALK = Shape(warps=16, turns=1)  # For statistics alone, or the gradient alone.
+VECTOR = 16  # Bytes that a thread loads at once.
 
 
 # ---------------------------------------------------------------------- the kernel
 
 
 class Given(NamedTuple):
-    """What the kernel takes; [T] each."""
+    """Operands of `given_kernel`; vectors are [T]."""
 
-    offsets: Tensor  # of rows in the logits
-    out_offsets: Tensor | None  # of rows where the gradient goes
-    live: Tensor | None  # bool: other rows are not read, and their gradient is 0
+    offsets: Tensor  # Start of each row in the logits.
+    out_offsets: Tensor | None  # Start of each row in the gradient.
+    live: Tensor | None  # Bool; rows with False are not read, and their gradient is 0.
     targets: Tensor
     z: LogitScaling
     normalizer: Normalizer | None
-    to: SoftmaxState | None  # the statistics, where there is no normalizer
-    c: SoftmaxCoefficients  # with statistics: at an entropy of 0
-    slopes: Tensor | None  # [SLOPES, 5, T]
-    out: Tensor | None  # where the gradient goes
+    to: SoftmaxState | None  # Output statistics; None where `normalizer` is given.
+    c: SoftmaxCoefficients  # Where the kernel takes statistics: coefficients at an entropy of 0.
+    slopes: Tensor | None  # Shape [SLOPES, 5, T].
+    out: Tensor | None  # Output gradient.
 
 
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """A token's `softmax.Slope` parts, (rate, anchor, low, high, sign) each."""
+    """Return the parts of a token's `softmax.Slope`: (rate, anchor, low, high, sign) for each
+    part."""
     numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
@@ -75,7 +77,7 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
-    """dL/dlogp of a token from its `slope_parts`."""
+    """Return dL/dlogp of a token from the result of `slope_parts`."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
         rate = parts[5 * i]
@@ -90,7 +92,8 @@ def closed_slope(parts, logp, SLOPES: tl.constexpr):
 
 @triton.jit
 def settled(partials, length):
-    """Numbers that no objective stumbles over where nothing was read."""
+    """Return partial statistics with 0 for rows that were not read, so that no objective computes a
+    NaN."""
     max_logit, sumexp_m1, entropy_sum, logit_sum = partials
     max_logit = tl.where(length > 0, max_logit, 0.0)
     sumexp_m1 = tl.where(length > 0, sumexp_m1, 0.0)
@@ -103,7 +106,7 @@ def given_kernel(
     raw,
     of,
     first,
-    count,  # T
+    count,  # The number T of rows.
     v,
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -111,18 +114,20 @@ def given_kernel(
 ):
     STATISTICS: tl.constexpr = of.normalizer is None
     GRADIENT: tl.constexpr = of.out_offsets is not None
-    # Blocks at work at once have rows close to one another.
+    # Programs that run at the same time read rows close to one another.
     for row in range(tl.program_id(0), count, tl.num_programs(0)):
         offset = tl.load(of.offsets + row)
-        x = raw + offset // ALIGNED * ALIGNED  # a loop's variable takes no hint
+        # Triton accepts no alignment hint for a loop variable.
+        x = raw + offset // ALIGNED * ALIGNED
         length = v
         if of.live is not None:
-            length = v * tl.load(of.live + row).to(tl.int32)  # a multiple of what v is one of
+            # The product keeps the divisors of v that Triton knows.
+            length = v * tl.load(of.live + row).to(tl.int32)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        if GRADIENT:  # loaded here, so that they are there when they are needed
+        if GRADIENT:  # Load early, so that the values have arrived when the gradient needs them.
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)
             at_prob, at_entropy, at_uniform = coefficients(of.c, row)
@@ -130,7 +135,7 @@ def given_kernel(
 
         if STATISTICS:
             partials = row_partials(x, length, of.z, outer, of.to, WIDTH, GRADIENT)
-        if GRADIENT:  # in place: all threads have read, the target too, before any of them writes
+        if GRADIENT:  # In place: all threads read the row and the target before any thread writes.
             tl.debug_barrier()
         if STATISTICS:
             target_logit = logits_of(target, mine, of.z, outer)
@@ -155,7 +160,7 @@ def given_kernel(
             at = at_prob * factor, at_entropy * factor, at_uniform * factor
             normalizer = max_logit, log_sum
             write_gradient(x, y, v, length, of.z, outer, normalizer, at, of.c, WIDTH, STATISTICS)
-            # Another thread wrote the target's element.
+            # Wait: another thread wrote the target's element.
             tl.debug_barrier()
             if of.c.target is not None or SLOPES > 0:
                 g, bend = logit_gradient(target, mine, of.z, outer, normalizer, at, of.c)
@@ -181,7 +186,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     c = in_rows(c or SoftmaxCoefficients())
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
-    lanes = 32 * shape.warps * VECTOR // x.element_size()  # fewer where a row is short
+    lanes = 32 * shape.warps * VECTOR // x.element_size()  # Fewer lanes for a short row.
     options = {"maxnreg": shape.registers} if shape.registers else {}
     launch(
         cdiv(count, shape.turns),
@@ -200,6 +205,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
 
 
 def shape_of(v: int, both: bool) -> Shape:
-    """For rows of v columns; `both`: two walks. Only NVIDIA's compilers take `maxnreg`."""
+    """Return the configuration for rows of v columns; `both`: the launch has two walks. Only
+    NVIDIA's compilers accept `maxnreg`."""
     shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape

@@ -1,11 +1,12 @@
-"""The products of product.py for Hopper, in Gluon, with epilogues that overlap.
+"""Hopper kernels in Gluon for the products of product.py, with epilogues that overlap products.
 
-One warp brings slices of x and w into a ring in shared memory. Two groups of four warps read the
-same slices of w, and each multiplies half of the rows. Only the ring ties them together: while one
-group is in its epilogue the other multiplies what the ring still holds, so that the tensor cores do
-not wait. Triton's own kernel, whose warps do all steps together, runs everywhere.
+One warp loads slices of x and w into a ring buffer in shared memory. Two groups of four warps read
+the same slices of w, and each group multiplies half of the rows. Only the ring buffer synchronises
+the groups: while one group runs its epilogue, the other group multiplies slices that the ring still
+holds, so that the tensor cores do not wait. product.py has the portable Triton kernel, whose warps
+do all steps together.
 
-x [n, H], w [v, H] and what is written [n, v] are descriptors.
+x [n, H], w [v, H] and the output [n, v] are tensor descriptors.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from .launch import Launcher, TileShape
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
-HALF = gl.constexpr(tiles.ROWS // 2)  # rows of one group
-PART = gl.constexpr(tiles.WIDTH // 4)  # columns that leave together
-BUFFERS = gl.constexpr(2)  # of each group, for parts on their way out
-LOWEST = gl.constexpr(-1e20)  # for what is left out: below all logits, finite under any scale
-AT_START = gl.constexpr(168)  # registers of a thread: 3 x 128 threads start with all there are
-LOADING = gl.constexpr(24)  # of one that loads
-MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)  # 128 of them hold z
+HALF = gl.constexpr(tiles.ROWS // 2)  # Rows of one group.
+PART = gl.constexpr(tiles.WIDTH // 4)  # Columns of one store.
+BUFFERS = gl.constexpr(2)  # Store buffers of each group.
+LOWEST = gl.constexpr(-1e20)  # Replaces masked logits: below all logits, finite under any scale.
+# Registers of a thread at launch; 3 x 128 threads start with all registers.
+AT_START = gl.constexpr(168)
+LOADING = gl.constexpr(24)  # Registers of a loading thread.
+# Registers of a multiplying thread, 128 of them for z.
+MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
 tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formulas.grad_z.fn)
 coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, shift_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.shift_column.fn)
-bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # as 3.7 names it
+# Triton releases name this copy differently.
+bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
@@ -45,15 +49,16 @@ def accumulator_layout(width):
 
 @gluon.jit
 def following(stage, phase):
-    """Where the ring goes on; the phase of its barriers flips with each turn."""
+    """Return the next stage of the ring and its phase; the phase flips with each turn of the
+    ring."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def new_ring(x, w):
-    """Slices of x and w in shared memory, and the barriers that say which are there and which are
-    done with."""
+    """Allocate the ring: slices of x and w in shared memory, and two barriers per slice. `full`
+    says that the slice is loaded, `empty` that the slice may be overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
@@ -61,14 +66,14 @@ def new_ring(x, w):
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)  # the groups
+        mbarrier.init(empty.index(i), count=2)  # Both groups must arrive.
     hopper.fence_async_shared()
     return xs, ws, full, empty
 
 
 @gluon.jit
 def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
-    """One warp: the slices of all tiles of this program."""
+    """Load the slices of all tiles of this program, by one warp."""
     xs, ws, full, empty = ring
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 1
@@ -85,7 +90,8 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
 
 @gluon.jit
 def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
-    """x @ w.T of half a tile [64, 256]. A slice is given back when the next one is under way."""
+    """Return x @ w.T of half a tile [64, 256]. A slice is released once the next slice's product
+    runs."""
     xs, ws, full, empty = ring
     z = gl.zeros((HALF, WIDTH), gl.float32, accumulator_layout(WIDTH))
     for k in range(0, h, DEPTH):
@@ -103,7 +109,7 @@ def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
 
 @gluon.jit
 def halves(z):
-    """Left and right: the registers of a thread, split in two."""
+    """Return the left and the right half of z: each thread splits its registers in two."""
     width: gl.constexpr = z.shape[1] // 2
     layout: gl.constexpr = accumulator_layout(width)
     left, right = gl.split(gl.permute(gl.reshape(z, (HALF, 2, width)), (0, 2, 1)))
@@ -113,7 +119,7 @@ def halves(z):
 
 @gluon.jit
 def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
-    """A share of the columns, by way of the next of this group's buffers."""
+    """Store a part of the columns, through the next shared-memory buffer of this group."""
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     buffer.store(part.to(to.dtype))
@@ -135,8 +141,9 @@ def each_half(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """Four warps: the upper or lower half of the program's tiles. What `LOAD` loads before a tile's
-    product is there when `END` takes the product, and writes it to `to` by way of buffers `out`."""
+    """Run four warps over the upper or lower half of each tile of the program. `LOAD` loads the
+    inputs of the epilogue before a tile's product. `END`, the epilogue, receives the product and
+    the loaded inputs, and writes to `to` through the buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -161,7 +168,8 @@ def each_tile(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """All warps of a program. `to` is a descriptor of what END writes in parts, or None."""
+    """Run all warps of a program. `to` is a descriptor of the matrix that `END` writes in parts, or
+    None."""
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
@@ -180,14 +188,14 @@ def each_tile(
 
 @gluon.jit
 def rows_of(first, n, PART: gl.constexpr):
-    """Of half a tile, and which of them there are."""
+    """Return the rows of half a tile, and the mask of the rows that exist."""
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, accumulator_layout(PART)))
     return rows, rows < n
 
 
 @gluon.jit
 def load_for_sums(pointers, first, block, n):
-    """Each row's factor, its shift, and the column of the block whose logit that is."""
+    """Load each row's factor and shift, and the column of the block whose logit is the shift."""
     of, _ = pointers
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
@@ -197,7 +205,8 @@ def load_for_sums(pointers, first, block, n):
 
 @gluon.jit
 def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.constexpr):
-    """Statistics: sums over a tile's columns; exp logits are written."""
+    """Store the sums over a tile's columns for the statistics and, with `exp_tile`, the exp
+    logits."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, shift, column = loaded
@@ -208,7 +217,7 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
     z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
         z, _ = tanh_and_slope(z * of.z.inner)
-    if logit_sums is not None:  # columns beyond the last were read as 0
+    if logit_sums is not None:  # Columns beyond v hold 0 and do not change the sum.
         logit_sum = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
         gl.store(logit_sums + place, logit_sum * factor, mask=inside)
     if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
@@ -239,9 +248,9 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
 
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constexpr):
-    """As product_kernel."""
-    # Told apart here: on their way into a group of warps flags cease to be constants.
-    parts = parts_of(of)  # [blocks, pitch] each
+    """Store statistics and exp logits of the product, as `product_kernel` does without overlap."""
+    # Select pointers here: a flag that enters a group of warps is no longer a constant.
+    parts = parts_of(of)  # Each [blocks, pitch].
     entropy_sums, logit_sums, max_logits = None, None, None
     if of.flags.entropy:
         entropy_sums = parts[1]
@@ -255,7 +264,8 @@ def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constex
 
 @gluon.jit
 def load_for_gradient(a, first, block, n):
-    """Each row's scale and shift of log p in units of log 2, and its coefficients."""
+    """Load for each row the scale and the shift of log p in units of log 2, and the
+    coefficients."""
     rows, inside = rows_of(first, n, PART)
     none = gl.zeros_like(rows, dtype=gl.float32)
     outer = per_row(none + a.z.outer, a.z, rows, inside)
@@ -271,7 +281,7 @@ def load_for_gradient(a, first, block, n):
 
 @gluon.jit
 def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """The gradient, but for the targets' slopes."""
+    """Store the gradient of a tile without the targets' slopes."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)
@@ -281,7 +291,7 @@ def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
         capped = parts[i]
         if a.z.inner is not None:
             capped, slope = tanh_and_slope(capped * a.z.inner)
-        below = capped * scale - log2_sumexp  # log p in units of log 2
+        below = capped * scale - log2_sumexp  # Log p in units of log 2.
         g = grad_z(gl.exp2(below), below, at, a.c)
         if a.z.inner is not None:
             g *= slope

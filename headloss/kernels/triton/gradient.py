@@ -1,11 +1,12 @@
-"""The gradient in Triton: from a tile of logits, or of e = exp(z - shift) in bf16, [n, v].
+"""Triton kernels for the gradient, from a tile [n, v] of logits or of e = exp(z - shift) in bf16.
 
-Programs go through memory in its order. With an `Order` the i-th row is written from row
-order.rows[i], so that later products see dense rows; this is safe in the tile's own memory.
+Programs go through memory in ascending order. With an `Order`, row i of the gradient is written
+from row order.rows[i] of the tile, so that later products read dense rows. Reordering in the tile's
+own memory is safe.
 
-Where there are but the first two coefficients and no soft cap, p_j c_prob is a multiple s of e_j
-for all columns of a token. Then nothing is done to e but to set that of the target, and the
-products take the multiples: dX = s (E @ W), dW = E.T @ (s X).
+With c_target and c_prob alone and no soft cap, p_j c_prob is a multiple s of e_j for all columns of
+a token. Then the kernel replaces only the target's e, and the matrix products include the
+multiples: dX = s (E @ W), dW = E.T @ (s X).
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import Matrix, gradient_inputs, matrix_of
 
-LEAST = tl.constexpr(1e-37)  # a normal number, whose logarithm is finite
+LEAST = tl.constexpr(1e-37)  # A normal number, whose logarithm is finite.
 
 
 @triton.jit(do_not_specialize=["first"])
 def gradient_kernel(
-    a,  # GradientInputs
+    a,  # A `GradientInputs` record.
     first,
     v,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    programs = tl.cdiv(v, SPAN)  # of a row; one of each takes a tenth longer
+    programs = tl.cdiv(v, SPAN)  # Programs per row; a single program per row takes a tenth longer.
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
     end = tl.minimum(v, begin + SPAN)
@@ -67,7 +68,7 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # e (level + slope log2 e); the target's element is written afterwards.
+        # The gradient is e (level + slope log2 e); the target's element is written afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2
@@ -83,7 +84,7 @@ def gradient_kernel(
                 g += at[2] * factor
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
-            tl.debug_barrier()  # another thread wrote this element
+            tl.debug_barrier()  # Wait: another thread wrote the target's element.
             in_span = (target >= begin) & (target < end)
             g = target_gradient * factor
             tl.store(out + target, g.to(out.dtype.element_ty), mask=in_span)
@@ -103,13 +104,15 @@ def gradient_kernel(
                 g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
                 if a.shifts is not None:
-                    if a.logps is not None:  # its term may be 0, which no longer tells its z
+                    # The target's exp logit may be 0, from which z cannot be computed.
+                    if a.logps is not None:
                         log_p = tl.where(columns == target, target_log_p, log_p)
                     g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
                 else:
                     g = under_cap(g, value, a.z)
             g *= factor
-            if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
+            # Rows narrow in place: all threads read a block before any thread overwrites the block.
+            if OVERLAP:
                 tl.debug_barrier()
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
 
@@ -120,7 +123,8 @@ launch_gradient = Launcher(gradient_kernel, num_warps=4)
 def logit_gradient_(
     raw: Tensor, backward: Backward, *, order: Order | None = None, shifts: Tensor | None = None
 ) -> Tensor:
-    """With `shifts`, from exp logits in place of logits."""
+    """Return dL/draw of the tile `raw`; with `shifts`, `raw` holds exp logits in place of
+    logits."""
     records.check_tile("raw", raw)
     n, v = raw.shape
     out = records.narrowed(raw, backward)
@@ -129,13 +133,14 @@ def logit_gradient_(
         a = a._replace(tile=matrix_of(raw), to=matrix_of(out), order=order, shifts=shifts)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
-        span = 1 << 30 if overlap else 2 * block  # rows that narrow in place stay whole
+        span = 1 << 30 if overlap else 2 * block  # Rows that narrow in place are not split.
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), a, backward.first, v, **options)
     return out
 
 
-SMALLEST = tl.constexpr(2.0**-90)  # of |c_target|, for s: what else is in the row weighs nothing
+# Least |s| / |c_target|, at which the row's other elements are negligible.
+SMALLEST = tl.constexpr(2.0**-90)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -167,7 +172,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # from a place that nobody writes to but to set this same target
+    else:  # Copy from a row that no other program overwrites.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -1,9 +1,9 @@
-"""Launching kernels: by Triton's own `kernel[grid](...)`, over one row of programs.
+"""Launches of Triton kernels by `kernel[grid](...)`, over a one-dimensional grid of programs.
 
-Triton compiles a kernel anew where a number becomes 1 or a multiple of 16, or a vector's address
-one of 16 bytes. Kernels therefore name what varies with the number of tokens in
-`do_not_specialize`, and vectors of tokens begin at whole 16 bytes: no number of tokens compiles a
-kernel again.
+Triton recompiles a kernel when an integer argument becomes 1 or a multiple of 16, or when a
+tensor's address becomes a multiple of 16 bytes. Kernels therefore name arguments that vary with the
+number of tokens in `do_not_specialize`, and vectors of tokens begin at multiples of 16 bytes: no
+number of tokens recompiles a kernel.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def cdiv(n: int, step: int) -> int:
-    """n / step, rounded up. (Triton's own also runs in kernels, and takes ten microseconds.)"""
+    """Return n / step, rounded up. (`triton.cdiv` also runs in kernels, and takes ten
+    microseconds.)"""
     return -(-n // step)
 
 
 class TileShape(NamedTuple):
-    """How a kernel cuts a matrix [n, v] that it reads or writes through the tensor memory
+    """Blocks in which a kernel reads or writes a matrix [n, v] through the tensor memory
     accelerator."""
 
     block: tuple[int, int]
-    layout: object = None  # in shared memory, for Gluon
+    layout: object = None  # Layout in shared memory, for Gluon.
 
     def descriptor(self, tensor: Tensor) -> object:
-        """What Triton takes."""
+        """Return the tensor descriptor for Triton or, with a layout, for Gluon."""
         if self.layout is None:
             return TensorDescriptor.from_tensor(tensor, list(self.block))
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OfGluon
@@ -42,16 +43,17 @@ class Launcher:
 
     launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants) on
     the device of the first tensor and that device's current stream. Arguments are tensors, numbers
-    and records (`records`); the first one is a tensor, or begins with one.
+    and records (`records`); the first argument is a tensor, or a record that begins with a tensor.
 
     Args:
-        tiles: which arguments are given as tensors and reach the kernel as descriptors.
+        tiles: block shapes by argument name: these tensors reach the kernel as descriptors.
     """
 
     def __init__(self, kernel: Any, *, tiles: dict[str, TileShape] | None = None, **options: Any):
         self.kernel = kernel
         self.options = options
-        if isinstance(kernel, JITFunction):  # a multiplication and an addition are one instruction
+        # Fuse a multiplication and an addition into one instruction.
+        if isinstance(kernel, JITFunction):
             options["enable_fp_fusion"] = True
         names = tiles or {}
         self.tiles = {i: names[name] for i, name in enumerate(kernel.arg_names) if name in names}

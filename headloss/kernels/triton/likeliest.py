@@ -1,4 +1,5 @@
-"""The likeliest column of each row of a tile, with the row's softmax, in one reading."""
+"""Triton kernel for the likeliest column of each row and the row's softmax, in one read of a
+tile."""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
-"""Statistics from sums that a product wrote block by block, or from the partials of several ranks.
+"""Triton kernels that merge sums into statistics: a product's sums by block, or the ranks'
+partials.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
-blocks, sums tokens again whose shift is far below their largest logit, sets the shifts' own exp
-logits, 1, and applies the formulas of `softmax.finish`.
+blocks, recomputes tokens whose shift is far below their largest logit, sets the exp logit of each
+shift's own column to 1, and applies the formulas of `softmax.finish`.
 
-A token's numbers depend neither on n nor on its place. A reduction in Triton takes its order from
-the layout, and that from what divides the addresses, so sums are folded in halves; and n is nothing
-that kernels are compiled for, so that all sizes run the same instructions.
+A token's numbers depend neither on n nor on the token's position. The order of a Triton reduction
+depends on the layout, and the layout depends on the divisors of addresses; therefore sums are
+folded in halves. No kernel is compiled for a value of n, so that all sizes run the same
+instructions.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, p
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 
-FAR = tl.constexpr(2.0**80)  # sum of exp logits beyond which the shift is too far below
-ROWS = 16  # tokens of a program
+FAR = tl.constexpr(2.0**80)  # Sums of exp logits beyond FAR mean a shift that is too far below.
+ROWS = 16  # Tokens of a program.
 
 
 class Flags(NamedTuple):
-    """The statistics, in their order: 1 for those that are wanted."""
+    """Flags of the statistics, in their order: 1 for a wanted statistic, else None."""
 
     logp: int | None
     lse: int | None
@@ -40,33 +42,34 @@ class Flags(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operands of a product's epilogue, which sums the columns of a tile."""
+    """Operands of a product's epilogue, which sums over the columns of a tile."""
 
-    shift: Tensor  # [n] the logit that is subtracted before exp, that of one column
-    more: Tensor  # [2, pitch]: z_y, -inf where it is in another slice; bits of that column's number
-    parts: Tensor  # [.., blocks, pitch] of n tokens, see `parts_of`
-    pitch: int  # of these and `more`; a multiple of 16: all vectors begin alike for any n
-    stride: int  # from one of the parts to the next: blocks * pitch
+    shift: Tensor  # Logit of one column, subtracted before exp, [n].
+    # Shape [2, pitch]: z_y (-inf in another slice), bits of the shift's column number.
+    more: Tensor
+    parts: Tensor  # Shape [.., blocks, pitch], of n tokens, see `parts_of`.
+    pitch: int  # Row length of `parts` and `more`; a multiple of 16 aligns every row for any n.
+    stride: int  # Elements from one of the parts to the next: blocks * pitch.
     z: LogitScaling | None
     flags: Flags
 
 
 class Merge(NamedTuple):
-    """Operands of the kernel that merges a product's blocks. Its results follow `epilogue.more`:
-    the rows of `measured`, or of `partials_of`."""
+    """Operands of the kernel that merges a product's blocks. The results follow `epilogue.more` in
+    memory, as the rows that `measured` or `partials_of` reads."""
 
-    x: Matrix  # [n, H]
-    w: Matrix  # [v, H]
-    exp_tile: Matrix | None  # [n, v] exp logits
+    x: Matrix  # Shape [n, H].
+    w: Matrix  # Shape [v, H].
+    exp_tile: Matrix | None  # Exp logits [n, v].
     z: LogitScaling
-    partials: int | None  # 1: the results are partials
+    partials: int | None  # Is 1 if the results are partials.
     epilogue: Epilogue
 
 
 @triton.jit
 def parts_of(of):
-    """Pointers to the sums of exp, the entropy sums, the logit sums and the largest logits of all
-    blocks, where they are wanted."""
+    """Return pointers to each block's sums of exp, entropy sums, logit sums and largest logits;
+    pointers of statistics that are not wanted are meaningless."""
     entropy_sums = of.parts + of.stride
     logit_sums = entropy_sums + of.stride if of.flags.entropy else entropy_sums
     max_logits = logit_sums + of.stride if of.flags.mean else logit_sums
@@ -77,8 +80,9 @@ def parts_of(of):
 def summed_again(
     x, w, w_stride, exp_tile, v, h, z, outer, ENTROPY: tl.constexpr, WRITES: tl.constexpr
 ):
-    """max_logit, sumexp_m1 and entropy_sum of one token; `exp_tile` takes its exp logits."""
-    COLUMNS: tl.constexpr = 64  # whose logits are made again at once, of 2 ** 7 of H at once
+    """Return max_logit, sumexp_m1 and entropy_sum of one token from recomputed logits. With
+    `WRITES`, store the token's exp logits in `exp_tile`."""
+    COLUMNS: tl.constexpr = 64  # Logits recomputed at once, from 2 ** 7 elements of H at once.
     x += tl.zeros((1,), tl.int64)
     max_logit = float("-inf")
     sumexp_m1 = -1.0
@@ -103,10 +107,11 @@ def summed_again(
 
 @triton.jit
 def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
-    """`softmax.finish`, to rows of out: the normalizer and the statistics in their order.
+    """Write `softmax.finish` to rows of out: the normalizer and the statistics in their order.
 
-    `highest` is the normalizer's largest logit, and sumexp_m1 for it; statistics are of `sums`, so
-    that they are the same bits whether or not top1 is wanted."""
+    `highest` is the normalizer's largest logit and the sumexp_m1 for that logit. Statistics come
+    from `sums`, so that their bits do not depend on whether top1 is wanted.
+    """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
     log_sum = log1p(sumexp_m1)
@@ -131,9 +136,9 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
-    """From a `Merge`; `vocabulary` has all ranks' columns."""
+    """Merge the blocks of a `Merge`; `vocabulary` is the number of columns of all ranks."""
     HALVES: tl.constexpr = 6
-    BLOCKS: tl.constexpr = 1 << HALVES  # that are added at once
+    BLOCKS: tl.constexpr = 1 << HALVES  # Blocks that are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     more = of.epilogue.more
@@ -199,7 +204,7 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
 
     max_logit = shift
     above = sumexp_m1
-    if TOP1:  # the same sums for the largest logit; untouched where the shift is it
+    if TOP1:  # Rescale to the largest logit; a shift that is the largest logit changes nothing.
         max_logit = tl.maximum(tl.max(max_tile, 0), shift)
         log_scale = shift - max_logit
         scale = exp(log_scale)
@@ -223,13 +228,13 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
-    slices,  # [W, fields, n], as `partials_of` names them
+    slices,  # Shape [W, fields, n], fields as in `partials_of`.
     rank_stride,
     ranks,
     n,
     vocabulary,
-    flags,  # Flags
-    out,  # [.., n]
+    flags,  # A `Flags` record.
+    out,  # Shape [.., n].
     ROWS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -253,7 +258,8 @@ def merge_kernel(
         log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
         scale = exp(log_scale)
         mass = 1 + sumexp_m1_of_rank
-        # The largest term stays out of one slice's sum alone, also where several hold its equal.
+        # Leave the largest term out of one slice's sum alone, also where several slices hold an
+        # equal.
         sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top
         if flags.entropy:
@@ -278,12 +284,12 @@ def flags_of(needs: frozenset[str]) -> Flags:
 
 
 def names(needs: frozenset[str]) -> list[str]:
-    """Of the statistics, in their order."""
+    """Return the names of the wanted statistics, in their order."""
     return [name for name in STATISTICS if name in needs]
 
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
-    """The rows that `write_statistics` wrote, by name."""
+    """Return the rows that `write_statistics` wrote as a `Measured`."""
     max_logit, log_sum, *statistics = rows
     by_name: Any = dict(zip(names(needs), statistics, strict=True))
     return Measured(Statistics(**by_name), Normalizer(max_logit, log_sum))

@@ -1,23 +1,25 @@
-"""A narrow head is attention whose keys and values are the weight: sweeps over tiles of logits that
-never leave the chip.
+"""Triton kernels for a narrow head: attention whose keys and values are the weight, with tiles of
+logits that never leave the chip.
 
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
-the kernel. Each program of a sweep owns rows of one matrix and goes through the rows of another.
-The forward sweep gives a token's statistics, and on request
+the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
+loops over the rows of the other matrix. The forward sweep gives a token's statistics, and on
+request
 
-    sums = sum_j exp(z_j - shift) dz_j/draw_j w_j    over all columns but the shift's own,
+    sums = sum_j exp(z_j - shift) dz_j/draw_j w_j    over all columns but the shift's own.
 
-of which the hidden gradient is made where only c_target and c_prob are there. The gradient's sweep
-makes each tile again, as its gradient, and multiplies it on the spot: by hidden states for the
-weight's gradient, by the weight for the hidden gradient of any coefficients.
+The hidden gradient follows from these sums if c_target and c_prob are the only coefficients. The
+gradient's sweep recomputes each tile as its gradient and multiplies the tile on the spot: by hidden
+states for the weight's gradient, by the weight for the hidden gradient of any coefficients.
 
-The shift is the logit of one column per token, as in product.py. The vocabulary has PARTS, whose
-sums are added in one order: few tokens fill a GPU, and a token's bits depend on no other token. A
-table says which tiles hold a column treated apart, or the end: no other tile needs a mask.
+The shift is the logit of one column per token, as in product.py. The vocabulary has PARTS parts,
+whose sums are added in one order: few tokens fill a GPU, and a token's bits depend on no other
+token. A table marks the tiles that need a mask: tiles with the column of a shift or target, and
+tiles that contain the end of the vocabulary.
 
 In the weight's sweep a vector of tokens lies along the columns of a tile, and a thread reads many
-of its numbers. Of c_target and c_prob alone one vector is left: |c_prob| p = exp2(z log2 e + log2
-|c_prob| - log2 sum exp z), with tokens of c_prob < 0 before the others.
+elements of the vector. With c_target and c_prob alone a single vector is enough: |c_prob| p =
+exp2(z log2 e + log2 |c_prob| - log2 sum exp z), with tokens of c_prob < 0 before all other tokens.
 """
 
 from __future__ import annotations
@@ -38,44 +40,44 @@ from .merge import Epilogue, parts_of
 from .product import LOWEST, accelerated, bias_of, can_fuse, statistics_of
 from .records import LogitScaling, matrix_of, scaling
 
-WIDEST = 256  # hidden width
-PARTS = 16  # of the vocabulary
-BLOCK = 128  # tokens: a multiple of every tile's
-NOTHING = 1e30  # log2 sum exp z of padding, whose p is 0
+WIDEST = 256  # Largest hidden width.
+PARTS = 16  # Parts of the vocabulary.
+BLOCK = 128  # A number of tokens, divisible by the tokens of every tile.
+NOTHING = 1e30  # The log2 sum exp z of padding, whose p is 0.
 
 
-# Rows and columns of a tile, warps and stages of a sweep whose programs own tokens, or columns, by
-# the padded hidden width: the numbers to tune on a device (benchmarks/studies/narrow.py).
+# Numbers to tune on a device (benchmarks/studies/narrow.py), by padded hidden width: rows and
+# columns of a tile, warps and stages of a sweep whose programs own tokens, or columns.
 TOKENS = {64: (128, 64, 4, 3), 128: (64, 128, 4, 3), 256: (128, 64, 8, 3)}
 COLUMNS = {64: (64, 128, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
-SMALL = (32, 32, 4, 1)  # of float32
+SMALL = (32, 32, 4, 1)  # For float32.
 
 
 class Cut(NamedTuple):
     """Geometry of a sweep, known at compile time."""
 
     h: int
-    depth: int  # h, padded
+    depth: int  # Padded hidden width.
     own: int
     theirs: int
     parts: int
-    described: bool  # matrices are descriptors, for the tensor memory accelerator
+    described: bool  # Matrices are descriptors, for the tensor memory accelerator.
 
 
 class Tokens(NamedTuple):
     """Inputs of the gradient by token, padded to whole tiles."""
 
-    column: Tensor  # [n] of its target in this slice, -1: none
-    target: Tensor  # [n] dL/draw of it
-    log2_sumexp: Tensor  # [n], and with a border less log2 |c_prob|
-    c: SoftmaxCoefficients  # times dz/draw
+    column: Tensor  # Target's column in this slice or -1, [n].
+    target: Tensor  # Gradient dL/draw at the target, [n].
+    log2_sumexp: Tensor  # Shape [n]; with a `border`, less log2 |c_prob|.
+    c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    border: Tensor | None  # [] first token with c_prob >= 0; None: c has coefficients
+    border: Tensor | None  # First token with c_prob >= 0, []; None: `c` has coefficients.
 
 
 @triton.jit
 def pointers_of(of, first, rows, inside, cut: tl.constexpr):
-    """Pointers to rows of a Matrix [.., h], padded, and the mask of existing elements."""
+    """Return pointers to rows of a Matrix [.., h], padded, and the mask of existing elements."""
     k = tl.arange(0, cut.depth)[None, :]
     pointers = of.data + (first + rows).to(tl.int64)[:, None] * of.stride + k
     return pointers, inside[:, None] & (k < cut.h)
@@ -83,7 +85,7 @@ def pointers_of(of, first, rows, inside, cut: tl.constexpr):
 
 @triton.jit
 def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
-    """[SIZE, depth] rows of a matrix [count, h], 0 beyond."""
+    """Return [SIZE, depth] rows of a matrix [count, h], 0 beyond the last row."""
     if cut.described:
         return of.load([first, 0])
     else:
@@ -94,7 +96,8 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def place_of(marks, count, length, cut: tl.constexpr):
-    """First row of a program; number, first and last tile of its part; marks of its tiles."""
+    """Return a program's first row; the number, first and last tile of its part; and marks of its
+    tiles."""
     blocks, tiles = tl.cdiv(count, cut.own), tl.cdiv(length, cut.theirs)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block = tl.program_id(0) % blocks
@@ -104,7 +107,7 @@ def place_of(marks, count, length, cut: tl.constexpr):
 
 @triton.jit
 def capped(raw, columns, z, v):
-    """Raw logits with their bias, under the soft cap, and the cap's slope."""
+    """Return raw logits with bias and soft cap applied, and the slope of the soft cap."""
     if z.restore is not None:
         raw *= z.restore
     if z.bias is not None:
@@ -117,18 +120,18 @@ def capped(raw, columns, z, v):
 
 @triton.jit(do_not_specialize=["n"])
 def narrow_sums_kernel(
-    own,  # x [n, H], as `lines` takes it
-    theirs,  # w [v, H]
-    marks,  # Matrix [blocks of rows, tiles + 1]
-    of,  # Epilogue, whose blocks are the vocabulary's parts
-    sums,  # Matrix [parts * n, H] float32, or None
+    own,  # Hidden states x [n, H], as `lines` reads a matrix.
+    theirs,  # Weight w [v, H].
+    marks,  # Matrix [blocks of rows, tiles + 1].
+    of,  # An `Epilogue`, whose blocks are the vocabulary's parts.
+    sums,  # Matrix [parts * n, H] float32, or None.
     n,
     v,
     cut: tl.constexpr,
 ):
     ROWS: tl.constexpr = cut.own
     DEPTH: tl.constexpr = cut.depth
-    LANES: tl.constexpr = 8  # neighbours of a tile that no sum joins before the end
+    LANES: tl.constexpr = 8  # Interleaved sums of a row, joined at the end.
     FOLDED: tl.constexpr = (ROWS, cut.theirs // LANES, LANES)
     first, part, start, stop, mark = place_of(marks, n, v, cut)
     rows = first + tl.arange(0, cut.own)
@@ -145,7 +148,7 @@ def narrow_sums_kernel(
         b = lines(theirs, tile * cut.theirs, v, cut.theirs, cut)
         columns = (tile * cut.theirs + tl.arange(0, cut.theirs))[None, :]
         z, slope = capped(tl.dot(a, b.T, input_precision="ieee"), columns, of.z, v)
-        if of.flags.mean:  # columns beyond the last were read as 0
+        if of.flags.mean:  # Columns beyond v hold 0 and do not change the sum.
             logit_sum += tl.sum(tl.reshape(z * outer, FOLDED), 1)
         below = z * (outer * LOG2E) - (shift * LOG2E)[:, None]
         if marked != 0:
@@ -177,7 +180,8 @@ def narrow_sums_kernel(
 
 @triton.jit
 def tile_gradient(raw, tokens, columns, marked, a, v):
-    """dL/draw of a tile; tokens and columns are [own, 1] and [1, theirs], or the reverse."""
+    """Return dL/draw of a tile. The shapes of `tokens` and `columns` are [own, 1] and [1, theirs],
+    or [1, theirs] and [own, 1]."""
     z, slope = capped(raw, columns, a.z, v)
     log2_p = z * per_row(a.z.outer * LOG2E, a.z, tokens) - tl.load(a.log2_sumexp + tokens)
     g = tl.exp2(log2_p)
@@ -195,18 +199,18 @@ def tile_gradient(raw, tokens, columns, marked, a, v):
 
 @triton.jit(do_not_specialize=["count", "length"])
 def narrow_gradient_kernel(
-    own,  # [count, H]
-    theirs,  # [length, H]
+    own,  # Shape [count, H].
+    theirs,  # Shape [length, H].
     marks,
-    out,  # Matrix [parts * count, H], or None
-    bias,  # [count] float32: the sums of a column's gradient, or None
-    factor,  # [] of the result but for the bias, or None
-    some,  # [count] bool: the rows that are written; None: all
-    a,  # Tokens
+    out,  # Matrix [parts * count, H], or None.
+    bias,  # Sums of each column's gradient, [count] float32, or None.
+    factor,  # Factor [] of `out`, not of `bias`, or None.
+    some,  # Mask [count] of the rows to write; None writes all rows.
+    a,  # A `Tokens` record.
     count,
     length,
     cut: tl.constexpr,
-    WEIGHT: tl.constexpr,  # programs own columns
+    WEIGHT: tl.constexpr,  # Programs own columns, not tokens.
 ):
     OWN: tl.constexpr = cut.own
     DEPTH: tl.constexpr = cut.depth
@@ -263,9 +267,9 @@ def _sweep(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length], cut as the head alone
-    says. Tiles with one of these pairs [n] of rows, and tiles that end beyond the last row, are
-    marked. A pair with -1 marks an arbitrary tile."""
+    """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length], cut by the head's shape
+    alone. Marked tiles are the tiles that hold one of the `pairs` [n] of rows, and the tiles that
+    end beyond the last row. A pair with -1 marks an arbitrary tile."""
     (count, h), length, described = own.shape, len(theirs), can_fuse(own, theirs)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if own.element_size() == 2 else SMALL
@@ -283,11 +287,11 @@ def _sweep(
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """[n, H] the sum of parts [PARTS, n, H], in one order whatever n is."""
+    """Return the sum [n, H] of parts [PARTS, n, H], added in one order for every n."""
     while len(parts) > 2:
         parts, half = parts.chunk(2)
         parts += half
-    return parts[0] + parts[1]  # in memory of its own: that of the parts is free
+    return parts[0] + parts[1]  # A new tensor, so that the memory of `parts` is freed.
 
 
 def narrow_partials(
@@ -311,7 +315,7 @@ def narrow_partials(
 
 
 def _at_target(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-    """[n] dL/draw of the target."""
+    """Return dL/draw [n] at the targets."""
     out = torch.zeros_like(backward.logps)
     target_gradient_(out.unsqueeze(1), x, w, backward, torch.zeros_like(backward.targets))
     return out
@@ -329,7 +333,7 @@ def _gradient(
     factor: Tensor | None = None,
     some: Tensor | None = None,
 ) -> None:
-    """The gradient's sweep, for the weight [v, H] or for hidden states [parts * n, H]."""
+    """Run the gradient's sweep, for the weight [v, H] or for hidden states [parts * n, H]."""
     n, transform, border = len(x), backward.transform, None
     place = torch.arange(n, device=x.device)
     z, log2_sumexp = scaling(transform, bias_of(x)), sum(backward.normalizer) * LOG2E.value
@@ -368,7 +372,7 @@ def narrow_hidden(
         if len(x):
             _gradient(x, w, backward, target, parts.flatten(0, 1), False, PARTS)
         return _in_order(parts)
-    # The sums leave one column out: the target, or a stand-in for a target in another slice.
+    # The sums leave out one column: the target, or a stand-in for a target in another slice.
     c, (max_logit, log_sum) = backward.coefficients, backward.normalizer
     others = (c.prob * (sums.shift - max_logit - log_sum).exp()).unsqueeze(1)
     g = backward.transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)[:, 0]

@@ -1,5 +1,5 @@
-"""Which row goes where: found on the device, so that all that follows is queued before the host
-reads how many rows there are."""
+"""Triton kernel that puts kept rows first: the order is found on the device, so that later kernels
+are queued before the host reads the number of kept rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interface import Order
 from .launch import Launcher
 
-BLOCK = 2048  # rows that are ranked at once
+BLOCK = 2048  # Rows that are ranked at once.
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
         rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
         placed += tl.sum(gap.to(tl.int32), 0)
-    tl.debug_barrier()  # the gaps are read by other threads than wrote them
+    tl.debug_barrier()  # Wait: threads read gaps that other threads wrote.
     placed = 0
     for start in range(total, n, BLOCK):
         at = start + tl.arange(0, BLOCK)

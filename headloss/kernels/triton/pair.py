@@ -1,9 +1,9 @@
-"""Full-distribution distillation in Triton: divergences, and their part of the gradient beside all
-others; see `kernels.pair` for the formulas.
+"""Triton kernels for full-distribution distillation: divergences of student and teacher, and the
+part of the gradient that comes from divergences. See `kernels.pair` for the formulas.
 
-n tokens, v columns, K stored tokens. One program per row. The gradient of the rest of the
-objective goes through the four coefficients of a token (see `stats`) and is added in the same step,
-so that the student's tile is read once and the gradient written once, in its memory.
+n tokens, v columns, K stored tokens. One program per row. The gradient of the objective's remaining
+terms follows from four coefficients per token (`SoftmaxCoefficients`) and is added in the same
+step: the student's tile is read once, and the gradient is written once, in the tile's memory.
 """
 
 from __future__ import annotations
@@ -34,50 +34,52 @@ from .formulas import (
 from .launch import Launcher
 from .records import NO_INPUTS, WARPS, BlockedColumns, LogitScaling, Matrix
 
-BLOCK = 2048  # columns a program works on at once, at most: of two tiles
+BLOCK = 2048  # Most columns of each of two tiles that a program handles at once.
 
 
 class Softmax(NamedTuple):
-    """A side's log p of its raw logits."""
+    """Inputs of log p from raw logits, for the student or the teacher."""
 
     z: LogitScaling | None
-    normalizer: Normalizer | None  # [n]
+    normalizer: Normalizer | None  # Shape [n].
 
 
 NO_SIDE = Softmax(None, None)
 
 
 class Kind(NamedTuple):
-    """A measure, as kernels are compiled for it."""
+    """A divergence measure, as kernels are compiled for it."""
 
     name: tl.constexpr
     beta: float
 
 
 class Teacher(NamedTuple):
-    """The other side of a divergence."""
+    """Operands of a divergence's teacher."""
 
     softmax: Softmax
     tile: Matrix
-    rows: Tensor | None  # [n] the teacher's row of each; None: its own
+    rows: Tensor | None  # Teacher's row of each student row, [n]; None: equal rows.
 
 
 class Part(NamedTuple):
-    """A part of the gradient."""
+    """Operands of the gradient of a divergence or of a stored top-k."""
 
-    student: Softmax  # or of all tokens but the stored ones
-    mean_slope: Tensor  # [n, K]; of a stored top-k [n], the slope at the others' log-sum-exp
-    weight: Tensor | None = None  # [n, K] of K divergences
-    log_acceptance: Tensor | None = None  # [n]
+    student: Softmax  # For a stored top-k: the softmax over all other tokens.
+    # Shape [n, K]. For a stored top-k [n]: the slope at the other tokens' log-sum-exp.
+    mean_slope: Tensor
+    weight: Tensor | None = None  # Weights [n, K] of K divergences.
+    log_acceptance: Tensor | None = None  # Shape [n].
     teacher: Teacher | None = None
     stored: BlockedColumns | None = None
-    slopes: Tensor | None = None  # [n, K] d/dz of the stored ones
-    extra: Tensor | None = None  # [n, v], contiguous: another part of the gradient
+    slopes: Tensor | None = None  # Slopes d/dz at the stored tokens, [n, K].
+    extra: Tensor | None = None  # Another part of the gradient, [n, v], contiguous.
 
 
 @triton.jit
 def log_1_plus(x):
-    """log(1 + x) for -1 < x <= 0; 2 atanh(x / (2 + x)) where 1 + x would lose digits of x."""
+    """Return log(1 + x) for -1 < x <= 0, by 2 atanh(x / (2 + x)) where 1 + x would lose digits of
+    x."""
     s = x / (2 + x)
     s2 = s * s
     near = 0.11111111 + s2 * (0.09090909 + s2 * 0.07692308)
@@ -87,7 +89,7 @@ def log_1_plus(x):
 
 @triton.jit
 def against_mixture(log_q, log_p, beta):
-    """log p/m with m = beta q + (1 - beta) p; exact zeros where p and q agree."""
+    """Return log p/m with m = beta q + (1 - beta) p, exactly 0 where p and q agree."""
     d = log_p - log_q
     share = tl.where(d > 0, beta, 1 - beta)
     return tl.where(d > 0, 0.0, d) - log_1_plus(share * expm1(-tl.abs(d)))
@@ -95,7 +97,7 @@ def against_mixture(log_q, log_p, beta):
 
 @triton.jit
 def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
-    """d divergence / dp of a block, but for a constant; not of forward_kl."""
+    """Return d divergence / dp of a block, up to a constant, for any kind but forward_kl."""
     if KIND == "total_variation":
         s = tl.where(log_p > log_q, 0.5, tl.where(log_p < log_q, -0.5, 0.0))
     elif KIND == "reverse_kl":
@@ -113,14 +115,15 @@ def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
-    """What each column of a block adds to the divergence, and to its mean slope."""
+    """Return the amounts that each column of a block adds to the divergence and to its mean
+    slope."""
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
         mean_slope = tl.zeros_like(value)
     else:
         p = tl.exp(log_p)
         mean_slope = p * slope_in_p(log_q, log_p, beta, KIND)
-        value = mean_slope  # of reverse_kl
+        value = mean_slope  # The value for reverse_kl.
         if KIND == "total_variation":
             value = tl.abs(p - tl.exp(log_q)) / 2
         elif KIND != "reverse_kl":
@@ -137,13 +140,13 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def accepted(log_q, log_p, e):
-    """e where p is less than q, half of it where they are equal, else 0."""
+    """Return `e` where p is less than q, half of `e` where p and q are equal, else 0."""
     return tl.where(log_p < log_q, e, tl.where(log_p == log_q, 0.5 * e, 0.0))
 
 
 @triton.jit
 def teacher_row(teacher, row):
-    """Where the raw logits begin that stand beside a row of the student's."""
+    """Return a pointer to the teacher's raw logits for a row of the student."""
     if teacher.rows is not None:
         row = tl.load(teacher.rows + row)
     return teacher.tile.data + row * teacher.tile.stride
@@ -151,16 +154,16 @@ def teacher_row(teacher, row):
 
 @triton.jit
 def divergence_kernel(
-    raw,  # Matrix
-    teacher,  # Teacher
-    student,  # Softmax
-    kinds,  # K of `Kind`
-    to,  # [n, K, 2]: values and mean slopes
+    raw,  # Raw logits, a `Matrix`.
+    teacher,  # A `Teacher`.
+    student,  # A `Softmax`.
+    kinds,  # A tuple of K `Kind`.
+    to,  # Values and mean slopes, [n, K, 2].
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # a power of two, at least 2 K
-    ACCEPTANCE: tl.constexpr,  # its place among the kinds, K: it is not there
+    LANES: tl.constexpr,  # A power of two, at least 2 K.
+    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the kinds, or K.
 ):
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
@@ -169,7 +172,7 @@ def divergence_kernel(
     q = normalizer_of(teacher.softmax.normalizer, row)
     lanes = tl.arange(0, LANES)
     sums = tl.zeros((LANES,), tl.float32)
-    # Of the minima: the largest logarithm, and sums over its exponential.
+    # State of log sum min(p, q): the largest logarithm, and sums relative to its exponential.
     top = tl.full((), 2 * FLOOR, tl.float32)
     mass = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0.0, tl.float32)
@@ -205,17 +208,17 @@ launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 
 def softmax(side: Distribution | None) -> Softmax:
-    """One side."""
+    """Return the `Softmax` of a distribution; NO_SIDE for None."""
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
 def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
-    """The teacher's side, of its raw logits."""
+    """Return the `Teacher` of raw logits."""
     return Teacher(softmax(pair.teacher), records.check_tile("raw_teacher", raw), pair.rows)
 
 
 def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
-    """As kernels take them."""
+    """Return the kinds of the measures, and the kernel constants K and ACCEPTANCE."""
     names = [measure.kind for measure in measures]
     place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
     kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)
@@ -241,11 +244,11 @@ def divergence(raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
 
 @triton.jit(do_not_specialize=["first"])
 def pair_gradient_kernel(
-    tile,  # Matrix
-    to,  # Matrix
-    d,  # Part
-    a,  # GradientInputs: the rest of the objective, or NO_INPUTS
-    kinds,  # K of `Kind`; of a stored top-k none
+    tile,  # Raw logits, a `Matrix`.
+    to,  # Gradient, a `Matrix`.
+    d,  # A `Part`.
+    a,  # `GradientInputs` of the remaining terms, or NO_INPUTS.
+    kinds,  # A tuple of K `Kind`, empty for a stored top-k.
     first,
     v,
     BLOCK: tl.constexpr,
@@ -304,9 +307,10 @@ def pair_gradient_kernel(
                 else:
                     slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
                     g += weight * (p * (slope - pivot))
-            g = tl.where(alive == 0, 0.0, g)  # such rows may hold anything
+            g = tl.where(alive == 0, 0.0, g)  # Rows whose weights are all 0 may hold anything.
         if a.targets is not None:
-            if p_z.inner is not None:  # the same soft cap, whose tanh is there
+            # Both transforms have this soft cap: its tanh is computed once.
+            if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:
                 log_p_of_others = log_softmax(value, a.z, outer, *normalizer)
@@ -317,7 +321,8 @@ def pair_gradient_kernel(
         g = under_cap(g, value, p_z)
         if d.extra is not None:
             g += tl.load(d.extra + row * v + columns, mask=inside, other=0.0)
-        if OVERLAP:  # rows narrow in place: all have read this block before any writes over it
+        # Rows narrow in place: all threads read a block before any thread overwrites the block.
+        if OVERLAP:
             tl.debug_barrier()
         tl.store(out + columns, g.to(to.data.dtype.element_ty), mask=inside)
 

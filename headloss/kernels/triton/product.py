@@ -1,17 +1,19 @@
-"""The logits product with an act in its epilogue, above all the statistics, and no logits at all.
+"""Triton kernels for the logits product whose epilogue computes statistics or the gradient, so that
+no logits are written.
 
-The float32 accumulator of each tile is reduced on the spot. The shift in e = exp(z - shift) is a
-logit that is computed beforehand, that of one column per token (its target, where that lies in
-this slice). No maximum has to be found first, and that column's own e, 1, is left out of the sums,
-which keeps the digits of a likely target's log-prob.
+The epilogue reduces the float32 accumulator of each tile on the spot. The shift in e = exp(z -
+shift) is the logit of one column per token, computed beforehand: the target's logit, where the
+target lies in this slice. No maximum has to be found first. The sums leave out the shift's own e,
+which is 1: a likely target's log-prob keeps its digits.
 
-Where gluon.py can do it (`overlaps`), the epilogue runs under the next tile's product.
+Where gluon.py can run (`overlaps`), a tile's epilogue runs during the next tile's product.
 
-With `exp_tile`, e is written in bf16, which has the exponents of float32, so that any shift suits
-that is not far below the largest logit. Tokens for which it is are summed again, one by one.
+With `exp_tile`, e is written in bf16. bf16 has the exponents of float32, so that any shift is good
+enough that is not far below the largest logit. Tokens whose shift is far below are summed again,
+token by token.
 
-With the gradient in the epilogue, once the softmax's normalizer is there, a slab of columns comes
-out of its product as the gradient, and no logits are written.
+Once the softmax's normalizer is known, the gradient's epilogue turns the product of a *slab* (a
+slice of vocabulary columns) into dL/draw before anything is written.
 """
 
 from __future__ import annotations
@@ -46,13 +48,13 @@ from .tiles import (
 )
 from .versions import overlaps
 
-LEAST_SCALE = 1e-9  # of gluon.py, which masks before it scales
-LOWEST = tl.constexpr(-1e30)  # exp2 of it is 0, and it may be multiplied by that
+LEAST_SCALE = 1e-9  # Least scale for gluon.py, which masks logits before scaling.
+LOWEST = tl.constexpr(-1e30)  # A finite number whose exp2 is 0, so that their product is 0.
 
 
 @triton.jit
 def sums(z, log2_shift, ENTROPY: tl.constexpr):
-    """e, sum e and sum e (z - shift) of each row, the last in units of log 2."""
+    """Return e, sum e and sum e (z - shift) of each row; the last sum is in units of log 2."""
     below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
@@ -64,7 +66,8 @@ def sums(z, log2_shift, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sum_tile(z, m, block, exp_tile, of, n, v):
-    """The epilogue: sums over a tile's columns, and with `exp_tile`, exp logits."""
+    """Store the sums over a tile's columns and, with `exp_tile`, exp logits: the epilogue of
+    statistics."""
     sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
@@ -82,11 +85,11 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if of.flags.top1:  # of the others: the shift's own logit was summed in another order
+    if of.flags.top1:  # Leave out the shift's own logit, which was summed in another order.
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # also without `exp_tile`: the sums are the same then
+    left, right = halves(z)  # Split also without `exp_tile`: the sums have equal bits.
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
         exp_tile.store([m * BM, block * BN], e.to(exp_tile.dtype))
@@ -110,31 +113,34 @@ launch_exp = Launcher(product_kernel, tiles=LOADED | {"exp_tile": STORED}, **OPT
 
 
 def in_gluon() -> Any:
-    """gluon.py: Gluon is not in every Triton."""
+    """Return the module gluon.py; not every Triton release contains Gluon."""
     from . import gluon
 
     return gluon
 
 
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Launcher:
-    """The product's kernel, with exp logits or without."""
+    """Return the launcher of the product's kernel; with `holds`, the kernel writes exp logits."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_exp if holds else in_gluon().launch_product  # type: ignore
     return launch_exp if holds else launch_product
 
 
 def accelerated(x: Tensor) -> bool:
-    """Whether the GPU has a tensor memory accelerator and room for tiles (the interpreter has)."""
+    """Return True if the GPU has a tensor memory accelerator and room for tiles, or in the
+    interpreter."""
     return not x.is_cuda or has_accelerator(x.device)
 
 
 def bias_of(x: Tensor) -> float:
-    """Of an accumulator of products of x: 0 beside float32, which is multiplied one by one."""
+    """Return the rounding bias of an accumulator of products of x; 0 for float32, which is
+    multiplied without tensor cores."""
     return accumulator_bias(x.device, x.shape[1]) if x.element_size() == 2 else 0.0
 
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
-    """Whether the operands suit that accelerator: 16 bits wide, rows of whole 16 bytes."""
+    """Return True if a tensor memory accelerator can read the operands: 16 bits wide, rows of whole
+    16 bytes."""
     if not accelerated(x):
         return False
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):
@@ -146,7 +152,7 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
-    """ValueError where `can_fuse` does not hold."""
+    """Raise ValueError where `can_fuse` is False."""
     if not can_fuse(x, w):
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
@@ -180,8 +186,8 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """The rows of `measured`; those of `partials_of` without the size of the vocabulary. `sweep`:
-    the number of blocks that a function sums in place of the product, and the function."""
+    """Return the rows that `measured` reads or, without `vocabulary`, the rows that `partials_of`
+    reads. `sweep` is (number of blocks, function that sums the blocks) and replaces the product."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]
@@ -219,7 +225,7 @@ def statistics_of(
 
 @triton.jit
 def of_rows(pointer, rows, inside, factor):
-    """[BM, 1] of a vector of coefficients, times dz/draw."""
+    """Return a vector of coefficients as [BM, 1], times dz/draw."""
     values = tl.zeros(rows.shape, tl.float32)
     if pointer is not None:
         values = tl.load(pointer + rows, mask=inside, other=0.0).to(tl.float32) * factor
@@ -228,14 +234,14 @@ def of_rows(pointer, rows, inside, factor):
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """dL/draw of a block of logits, but for the targets' slopes."""
+    """Return dL/draw of a block of logits without the targets' slopes."""
     log_p = transformed(raw, a.z, outer) - lse
     return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
 
 @triton.jit
 def gradient_tile(z, m, block, out, a, n, v):
-    """The epilogue: the gradient of a tile."""
+    """Store the gradient of a tile: the epilogue of the gradient."""
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
@@ -267,7 +273,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
     n, h = x.shape
     v = len(w)
-    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # rows of whole 16 bytes
+    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # Rows of whole 16 bytes.
     if n:
         z = scaling(backward.transform, accumulator_bias(x.device, h))
         of = gradient_inputs(backward)._replace(z=z)

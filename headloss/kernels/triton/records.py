@@ -1,9 +1,9 @@
-"""The records that kernels take, and what a launch checks.
+"""Records of kernel arguments, and the checks before a launch.
 
-A record goes to a kernel as one argument, and has what this kernel reads: a launch takes one
+A record is one argument of a kernel and holds the fields that this kernel reads: a launch costs one
 microsecond for each tensor. A field that is None, or 1, is known when the kernel is compiled, at no
-cost to the launch; a `tl.constexpr` would cost two microseconds. A kernel asks this of fields:
-Triton 3.6 cannot compare a record that has a None in it.
+cost to the launch; a `tl.constexpr` would cost two microseconds. Kernels compare fields with None,
+not records: Triton 3.6 cannot compare a record that contains a None.
 """
 
 from __future__ import annotations
@@ -20,69 +20,72 @@ from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, Order, partials_of
 from ..transform import Transform
 
-BLOCK = 4096  # columns a program works on at once, at most
+BLOCK = 4096  # Most columns that a program handles at once.
 WARPS = 8
 
 
 class Matrix(NamedTuple):
-    """[n, v], or [n, H]."""
+    """A matrix [n, v] or [n, H] of unit stride along the row."""
 
     data: Tensor
-    stride: int  # of rows
+    stride: int  # Elements from row to row.
 
 
 class Strided(NamedTuple):
     """A matrix of any layout."""
 
     data: Tensor
-    stride: int  # of rows
-    step: int  # of columns
+    stride: int  # Elements from row to row.
+    step: int  # Elements from column to column.
 
 
 class LogitScaling(NamedTuple):
-    """z = tanh(raw * inner) * outer under a soft cap, else raw * outer; dz/draw = factor, times the
-    soft cap's own slope. See `formulas.transformed`."""
+    """Scaling of logits: z = tanh(raw * inner) * outer under a soft cap, else raw * outer; dz/draw
+    = factor, times the soft cap's own slope. See `formulas.transformed`."""
 
     inner: float | None
     outer: float
     factor: float
-    temperature: Tensor | None  # [n]: what outer and factor are still to be divided by
-    same: int | None  # 1: z is raw
-    restore: float | None = None  # what a product multiplies raw by first, see `scaling`
-    bias: Tensor | None = None  # [v]: what it then adds
+    # Temperatures [n] by which `outer` and `factor` must still be divided.
+    temperature: Tensor | None
+    same: int | None  # Is 1 if z is raw.
+    restore: float | None = None  # Factor of a product before the bias, see `scaling`.
+    bias: Tensor | None = None  # Bias [v] of a product.
 
 
 class GradientInputs(NamedTuple):
-    """A `Backward` as kernels read it, and the operands of those that write its gradient."""
+    """A `Backward` as kernels read it, and the operands of the kernels that write its gradient."""
 
-    targets: Tensor | None  # [n], as all vectors
+    targets: Tensor | None  # Shape [n], as of all vectors.
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: SoftmaxCoefficients
-    logps: Tensor | None  # of the targets; None: their elements have no slope of their own
-    to: Matrix | None = None  # [n, v] the gradient
-    order: Order | None = None  # the rows of `to`
-    tile: Matrix | None = None  # [n, v] raw logits, or exp logits
-    shifts: Tensor | None = None  # [n] of exp logits
-    multiples: Tensor | None = None  # [n] of the rows of `to`, by which they are to be multiplied
-    columns: Matrix | None = None  # [n, K] the chosen ones, with their log-probs and slopes
+    logps: Tensor | None  # Log-probs of the targets; None: targets have no slope of their own.
+    to: Matrix | None = None  # The gradient [n, v].
+    order: Order | None = None  # Order of the rows of `to`.
+    tile: Matrix | None = None  # Raw logits or exp logits, [n, v].
+    shifts: Tensor | None = None  # Shifts of exp logits, [n].
+    # Factors [n] that the products still apply to the rows of `to`.
+    multiples: Tensor | None = None
+    columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    column_slopes: Matrix | None = None  # None: the target's alone, from its coefficient
-    column_raw: Tensor | None = None  # [n] raw logits, where one column is chosen
-    x: Matrix | None = None  # [n, H] hidden states
-    features: Tensor | None = None  # [n, H] their rows times the multiples
-    least: Tensor | None = None  # [n] size below which a multiple must not be far
+    column_slopes: Matrix | None = None  # None: the slope is the target's coefficient.
+    column_raw: Tensor | None = None  # Raw logits [n] of a single chosen column.
+    x: Matrix | None = None  # Hidden states [n, H].
+    features: Tensor | None = None  # Hidden states times the multiples, [n, H].
+    least: Tensor | None = None  # Sizes [n]; no multiple is far below its size.
 
 
 class BlockedColumns(NamedTuple):
-    """Columns of each row of a tile, for kernels that walk along it in blocks."""
+    """Columns of each row of a tile, for kernels that walk along a row in blocks."""
 
-    places: Matrix  # [n, K] ascending; some may lie outside of the tile
-    bounds: Matrix  # [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]]
+    places: Matrix  # Ascending columns [n, K]; some may lie outside of the tile.
+    bounds: Matrix  # Shape [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]].
 
 
 def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
-    """Columns [n, K] of a tile that has v, and the order [n, K] in which they ascend."""
+    """Return the columns [n, K] of a tile of width v by block, and the order [n, K] that sorts the
+    columns."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
@@ -98,7 +101,8 @@ def strided(matrix: Tensor) -> Strided:
 
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
-    """Of raw logits; `lost` is the share of its size that a product lacks (`accumulator_bias`)."""
+    """Return the scaling of raw logits. `lost` is the share of its size that a product loses by
+    rounding (`accumulator_bias`)."""
     temperature = transform.temperature
     bias = transform.bias
     cap = transform.softcap
@@ -110,7 +114,8 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     if isinstance(temperature, Tensor):
         number = 1.0
         of_rows = temperature.to(torch.float32).contiguous()
-        if of_rows.data_ptr() % 16:  # some of the tokens': kernels are the same wherever they begin
+        # A slice of tokens begins anywhere: an aligned copy avoids a recompilation.
+        if of_rows.data_ptr() % 16:
             of_rows = of_rows.clone()
     if cap is None:
         inner = None
@@ -131,12 +136,12 @@ def gradient_inputs(backward: Backward) -> GradientInputs:
 
 
 def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
-    """As kernels read them: an objective's slopes may be columns of a matrix."""
+    """Return contiguous coefficients: an objective's slopes may be columns of a matrix."""
     return SoftmaxCoefficients(*[t if t is None else t.contiguous() for t in c])
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
-    """Room for what `needs` asks for, in float32."""
+    """Return an uninitialised float32 state with the fields that `needs` asks for."""
     entropy = "entropy" in needs
     mean = "mean_logit" in needs
     room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32)
@@ -145,7 +150,8 @@ def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
 
 @functools.cache
 def programs_on(device: torch.device) -> int:
-    """One for each multiprocessor; a few in the interpreter."""
+    """Return the number of programs of a launch: a GPU's multiprocessors, or 8 in the
+    interpreter."""
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 8
 
@@ -155,7 +161,8 @@ def block_width(v: int, most: int | None = None) -> int:
 
 
 def check_tile(name: str, tile: Tensor) -> Matrix:
-    """It as kernels take it, where they do."""
+    """Return the tile as a `Matrix`; TypeError or ValueError for a tile that kernels do not
+    accept."""
     if tile.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16 for the triton backend, "
@@ -170,5 +177,5 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """[n, v] of a dtype at most as wide, in the front of each row's own memory."""
+    """Return a view [n, v] of a dtype at most as wide, in the front of each row's memory."""
     return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

@@ -1,6 +1,5 @@
-"""Rows times a number of their own, or of all of them; and sums that become gradients: times one
-number, rounded to their dtypes.
-"""
+"""Triton kernels that multiply rows by a factor per row, or by a common factor, and kernels that
+turn sums into gradients: sums times one factor, rounded to the gradients' dtypes."""
 
 from __future__ import annotations
 
@@ -16,20 +15,20 @@ from ..interface import LogitRows, Sum
 from .launch import Launcher, cdiv
 from .records import Matrix, programs_on
 
-BLOCK = 2048  # columns of a row that is scaled
-PROGRAMS = 8  # of a multiprocessor, that scale rows
-WIDEST = 4096  # numbers that a program scales at once
-MOST_PROGRAMS = 132 * 8  # programs: where nothing is to be done, few of them find that out
+BLOCK = 2048  # Columns of a row that are scaled at once.
+PROGRAMS = 8  # Programs per multiprocessor that scale rows.
+WIDEST = 4096  # Elements that a program scales at once.
+MOST_PROGRAMS = 132 * 8  # Most programs: few programs find out quickly that nothing is to be done.
 
 
 class Moves(NamedTuple):
-    """Rows of x, times a number of their own or one for all, to rows of out; the first n where
-    nothing is said."""
+    """Rows of x that are multiplied by a factor per row, or by a common factor, and written to rows
+    of out. `source` and `places` are the rows to read and to write; None means the first n rows."""
 
     x: Matrix
     out: Matrix
-    scale: Tensor | None  # [n]
-    factor: Tensor | None  # []; where it is 1 nothing is done
+    scale: Tensor | None  # Shape [n].
+    factor: Tensor | None  # Scalar []; if it is 1, nothing is done.
     source: Tensor | None
     places: Tensor | None
 
@@ -61,7 +60,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # Whether it is 1, where nothing is read, the device alone knows: then few programs find it out.
+    # The device alone knows whether the factor is 1, in which case no row is read: then few
+    # programs have to find out.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1
@@ -85,20 +85,21 @@ def scaled_rows(
 
 
 class Scaled(NamedTuple):
-    """A sum and the place of its gradient, which is the sum's own where their dtypes agree."""
+    """A sum and the tensor of its gradient, which is the sum's own tensor where the dtypes
+    agree."""
 
     value: Tensor
     out: Tensor
-    size: int  # numbers: all, or of a row where these have factors
-    rows: Tensor | None  # [n]
+    size: int  # Number of elements, per row where rows have factors.
+    rows: Tensor | None  # Factors of rows, [n].
 
 
 @triton.jit(do_not_specialize=["n"])
 def scaled_kernel(
-    sums,  # of Scaled
-    factor,  # [], or None
+    sums,  # A tuple of `Scaled`.
+    factor,  # Scalar [], or None.
     n,
-    COUNT: tl.constexpr,  # of the sums
+    COUNT: tl.constexpr,  # Number of sums.
     BLOCK: tl.constexpr,
 ):
     number = 1.0
@@ -110,7 +111,7 @@ def scaled_kernel(
         blocks = n * in_row
         if of.rows is None:
             blocks = in_row
-            if of.value.dtype == of.out.dtype:  # in place: nothing changes
+            if of.value.dtype == of.out.dtype:  # In place: a factor of 1 changes nothing.
                 blocks = tl.where(number == 1, 0, in_row)
         for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
             row = block // in_row

@@ -1,7 +1,8 @@
-"""Statistics in Triton: a tile of logits to its `SoftmaxState`, one program per token.
+"""Triton kernel from a tile of logits to its `SoftmaxState`, one program per token.
 
-A program walks along its row block by block: the largest logit of a block and its sums, joined to
-what the row has so far as by `softmax.merge`. With `onto`, that is what earlier tiles left.
+A program walks along its row in blocks. The largest logit and the sums of each block are merged
+into the row's state, as by `softmax.merge`. With `onto`, the row starts with the state of earlier
+tiles.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from .formulas import block_partials, merged, per_row, store_partials, transform
 from .launch import Launcher
 from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
-NARROW = 2048  # columns that a program works on at once, at most, where it has to look for some
+NARROW = 2048  # Most columns at once for a program that leaves columns out.
 
 
 class PartialsInputs(NamedTuple):
-    """What the kernel takes."""
+    """Operands of `partials_kernel`."""
 
-    raw: Matrix  # of a support, [P] of all rows
+    raw: Matrix  # With a support: logits [P] of all rows.
     to: SoftmaxState
-    targets: Tensor | None  # [n]
+    targets: Tensor | None  # Shape [n].
     without: BlockedColumns | None
     z: LogitScaling
     support: Support | None = None
@@ -35,7 +36,7 @@ class PartialsInputs(NamedTuple):
 
 @triton.jit
 def columns_at(support, at, end):
-    """Columns of some pairs in the window, and which of these are there."""
+    """Return the columns of some pairs in the window, and the mask of the pairs that exist."""
     inside = at < end
     column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
     present = inside & (column >= 0) & (column < support.size)
@@ -62,7 +63,8 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             entropy_sum = tl.load(to.entropy_sum + row)
         if to.logit_sum is not None:
             logit_sum = tl.load(to.logit_sum + row)
-    WITHOUT: tl.constexpr = of.without is not None  # Triton 3.6 cannot ask behind a loop
+    # Triton 3.6 cannot compare a field with None after a loop.
+    WITHOUT: tl.constexpr = of.without is not None
     SUPPORT: tl.constexpr = of.support is not None
     begin = 0
     end = v

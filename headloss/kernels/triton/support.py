@@ -1,10 +1,11 @@
-"""A support in Triton: K dot products for each token, their statistics and gradient, two products.
+"""Triton kernels for a support, a set of columns per token: dot products, their statistics and
+gradient, and the two products of the gradient.
 
-n tokens, P pairs of a token and a column, H hidden width; matrices are `Strided`, and raw logits,
-values and their gradient [P]. One program per token; tokens and columns change places where the
-weight gradient is summed. Rows of the weight are gathered twice and those of the hidden states
-once, 2PH bytes each time in 16 bits: the loads of a program are so many at once that memory or L2
-sets the pace, and products need no tensor cores.
+n tokens, P pairs of a token and a column, H hidden width. Matrices are `Strided`; raw logits,
+values and gradients of pairs are [P]. One program per token; for the weight gradient tokens and
+columns change places. Rows of the weight are gathered twice and rows of the hidden states once, 2PH
+bytes each time in 16 bits. A program has many loads in flight, so that memory or L2 limits the
+speed, and dot products need no tensor cores.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .launch import Launcher, cdiv
 from .records import Matrix, block_width, empty_partials, gradient_inputs, scaling, strided
 from .statistics import PartialsInputs, columns_at, partials_kernel
 
-PAIRS = 128  # whose logits a program works on at once
+PAIRS = 128  # Pairs whose logits a program handles at once.
 ROWS = 16
-DEPTH = 256  # of the weight that a program has at once, where it makes logits
+DEPTH = 256  # Elements of a weight row that a program holds while it computes logits.
 SUMMED = 8
-WIDTH = 1024  # rows that a program sums at once, and columns: a thread has all rows
-PIECE = 512  # pairs that a program sums, where some have many; the sums are summed in turn
+WIDTH = 1024  # A program sums SUMMED rows of WIDTH columns at once: a thread holds all SUMMED rows.
+PIECE = 512  # Pairs that a program sums if some tokens have many; a second kernel adds the sums.
 
 
 # ---------------------------------------------------------------------- statistics, gradient
@@ -45,7 +46,7 @@ def logits_kernel(
         column, present = columns_at(support, at, end)
         total = tl.zeros((ROWS, DEPTH), tl.float32)
         rows = w.data + column[:, None] * w.stride
-        # Slots without a column in the window come together: at the end, where sets are padded.
+        # Skip blocks without a column in the window: padding lies at the end of a token's pairs.
         for k in range(0, h * tl.max(present.to(tl.int32), 0), DEPTH):
             depth = k + tl.arange(0, DEPTH)
             a = tl.load(x.data + token * x.stride + depth * x.step, mask=depth < h, other=0.0)
@@ -106,7 +107,7 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    out = torch.zeros_like(raw)  # a pair may be nobody's
+    out = torch.zeros_like(raw)  # A pair may belong to no token.
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
         launch_gradient(len(backward.targets), raw, out, support, a, BLOCK=PAIRS)
@@ -117,16 +118,16 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 class Pieces(NamedTuple):
-    """How the pairs of tokens are cut: token t has pieces ends[t - 1] to ends[t]."""
+    """Pieces of the tokens' pairs: token t has pieces ends[t - 1] to ends[t]."""
 
-    tokens: Tensor  # [M] of each piece; n where there is none
-    ends: Tensor  # [n]
-    cut_ends: Tensor  # [n] the same, of the tokens that have several
-    cut: Tensor  # [R] these tokens; n where there is none
+    tokens: Tensor  # Token of each piece, [M]; n for an unused piece.
+    ends: Tensor  # Shape [n].
+    cut_ends: Tensor  # As `ends`, counting only tokens with several pieces, [n].
+    cut: Tensor  # Tokens with several pieces, [R]; n for an unused element.
 
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
-    """Of `count` pairs; with `every`, a token without pairs has a piece too."""
+    """Return the pieces of `count` pairs; with `every`, a token without pairs has a piece too."""
     n = len(starts) - 1
     device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
@@ -147,7 +148,7 @@ def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
 
 @triton.jit
 def store_row(out, row, depth, h, value, ADD: tl.constexpr):
-    """One row of a gradient, in its place."""
+    """Store a row of a gradient, or with `ADD` add to the row in memory."""
     to = out.data + row * out.stride + depth * out.step
     if ADD:
         value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
@@ -156,7 +157,7 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 @triton.jit
 def count_of(ends, token):
-    """The end of a token's pieces, and how many they are."""
+    """Return the end of a token's pieces and the number of the token's pieces."""
     end = tl.load(ends + token)
     return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
 
@@ -174,7 +175,8 @@ def gathered(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """The sum of some pairs, over a part of a row; without WINDOW all have a row."""
+    """Return the sum over pairs `begin` to `end` of value times row, in columns `depth`. Without
+    `WINDOW`, every pair has a row."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
@@ -196,11 +198,11 @@ def sums_kernel(
     support,
     rows,
     out,
-    pieces,  # Pieces, or None
-    sums,  # [.., h] of pieces of tokens that have several
+    pieces,  # A `Pieces` record, or None.
+    sums,  # Sums [.., h] of pieces of tokens with several pieces.
     h,
     n,
-    blocks,  # of a row, each a program where there are no pieces
+    blocks,  # Blocks of a row, a program each if `pieces` is None.
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -208,15 +210,15 @@ def sums_kernel(
 ):
     program = tl.program_id(0).to(tl.int64)
     if pieces is None:
-        token = program // blocks  # programs side by side read the same rows
+        token = program // blocks  # Neighbouring programs read the same rows.
         depth = program % blocks * WIDTH + tl.arange(0, WIDTH)
         begin = tl.load(support.offsets + token)
         end = tl.load(support.offsets + token + 1)
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
-        # One program has all of a row: what it loads first to find its pairs would take longer
-        # than a part of the row does.
+        # One program sums a whole row: to find a piece's pairs takes longer than to sum a part of a
+        # row.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)
@@ -239,7 +241,7 @@ def pieces_kernel(
     out,
     h,
     n,
-    count,  # R
+    count,  # The number R of tokens with several pieces.
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -279,9 +281,10 @@ def support_sums(
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
-    # A token that is cut has more than PIECE pairs, so at most twice as many pieces as it fills.
+    # A token with several pieces has more than PIECE pairs, so at most twice as many pieces as full
+    # pieces.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
-    if len(pieces.cut) and len(rows) > PIECE:  # ids of a token are distinct
+    if len(pieces.cut) and len(rows) > PIECE:  # Ids of a token are distinct.
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)

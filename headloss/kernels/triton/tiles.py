@@ -1,7 +1,7 @@
-"""The loop over tiles of a product x @ w.T, for kernels that end each tile in an act of their own.
+"""Loop over the tiles of a product x @ w.T, for kernels with an epilogue per tile.
 
 n tokens, v columns, H hidden width. A fixed set of programs reads through the tensor memory
-accelerator; what is done with a tile is an `EPILOGUE`.
+accelerator. `EPILOGUE` is the function that receives each finished tile.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from .versions import capability
 
 ROWS = 128
 WIDTH = 256
-DEPTH = 64  # a tile, and the slice of H that is in flight
+DEPTH = 64  # Slice of H that is loaded at once.
 WARPS = 8
 STAGES = 4
-SHARED = 226 << 10  # bytes that a program takes: the stages, and half a tile on its way out
+# Shared memory of a program in bytes: all stages, and half a tile that is being stored.
+SHARED = 226 << 10
 BM = tl.constexpr(ROWS)
 BN = tl.constexpr(WIDTH)
 BK = tl.constexpr(DEPTH)
@@ -28,7 +29,7 @@ BK = tl.constexpr(DEPTH)
 
 @triton.jit
 def place_of(tile, tiles_m, blocks, GROUP: tl.constexpr = 16):
-    """Row and column of a tile; GROUP rows share one of w while it is in the L2."""
+    """Return row and column of a tile; GROUP rows of tiles share a column of w in the L2 cache."""
     group = tile // (GROUP * blocks)
     size = min(tiles_m - group * GROUP, GROUP)
     return group * GROUP + tile % size, (tile % (GROUP * blocks)) // size
@@ -36,14 +37,15 @@ def place_of(tile, tiles_m, blocks, GROUP: tl.constexpr = 16):
 
 @triton.jit
 def halves(z):
-    """The left and the right half of a tile's columns, which take half the shared memory on their
-    way out."""
+    """Return the left and the right half of a tile's columns: storing a half needs half the shared
+    memory."""
     return tl.split(tl.permute(tl.reshape(z, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def biased(z, of, columns, v):
-    """A tile with the bias of its columns, where there is one; 0 beyond the last."""
+    """Return a tile plus the bias of its columns, where a bias is given; 0 is added beyond column
+    v."""
     if of.restore is not None:
         z *= of.restore
     if of.bias is not None:
@@ -53,8 +55,8 @@ def biased(z, of, columns, v):
 
 @triton.jit
 def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
-    """x [n, H] and w [v, H] are descriptors; so is `out`, or None, which like `of` is the
-    epilogue's own."""
+    """Multiply x [n, H] by w.T [H, v] tile by tile, and pass each tile to `EPILOGUE` with `out` and
+    `of`. `x`, `w` and `out` are descriptors; `out` may be None."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -72,7 +74,8 @@ OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 @functools.cache
 def has_accelerator(device: torch.device) -> bool:
-    """And the shared memory for the tiles in flight, which consumer cards have not."""
+    """Return True if the GPU has a tensor memory accelerator, and the shared memory for the tiles
+    in flight, which consumer cards lack."""
     if capability(device)[0] < 9:
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED

@@ -1,4 +1,4 @@
-"""What differs between Tritons, between GPUs, and between a GPU and the interpreter."""
+"""Differences between Triton releases, between GPUs, and between a GPU and the interpreter."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # on a CPU, for the tests
-# Whether instructions may be written out: AMD's compiler takes what it does not know for nothing.
+# True in Triton's interpreter, which runs on a CPU for the tests.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# True if kernels may contain PTX: AMD's compiler ignores instructions that it does not know.
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
-# The Tritons for which gluon.py was compiled. Gluon changes with each: an unknown one is not used.
+# Triton releases with which gluon.py compiles. Gluon changes with each release: kernels in Gluon do
+# not run with an unknown release.
 GLUON = ("3.6", "3.7", "3.8", "3.9")
 
 
 def version() -> str:
-    """Triton's, to two numbers."""
+    """Return Triton's version as "major.minor"."""
     return ".".join(triton.__version__.split(".")[:2])
 
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether gluon.py runs here."""
+    """Return True if the kernels of gluon.py run on this device."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return capability(device) == (9, 0) and version() in GLUON
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of an NVIDIA GPU. ROCm counts its own generations with the same numbers: there (0, 0)."""
+    """Return the compute capability of an NVIDIA GPU; (0, 0) under ROCm, whose numbers mean other
+    GPUs."""
     return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)

@@ -1,9 +1,10 @@
-"""The two walks of given.py along a row of logits in Triton: its partial statistics, and its
-gradient. A NaN stays one.
+"""Two walks along a row of logits, for the kernel of given.py: the row's partial statistics, and
+its gradient. A NaN stays a NaN.
 
-A row of v logits begins at x and its gradient at y; `length` is v, or 0 where nothing is read. `to`
-has the sums that are wanted, z is a LogitScaling, `normalizer` (max_logit, log_sum), and `at`
-(c_prob, c_entropy, c_uniform), times dz/draw without the soft cap, of which c says what there is.
+A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
+`to` holds the wanted sums, z is a LogitScaling, `normalizer` is (max_logit, log_sum). `at` is
+(c_prob, c_entropy, c_uniform), times dz/draw without the soft cap; None fields of c mark absent
+coefficients.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import triton.language as tl
 
 from .formulas import FLOOR, LOG2E, grad_z, transformed, under_cap
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite, so that no difference of maxima is NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # Finite, so that no difference of maxima is NaN.
 
 
 @triton.jit
 def logits_of(raw, inside, z, outer):
-    """z, and -inf outside of the row (where `raw` is that already)."""
+    """Return z, and -inf outside of the row (where `raw` is -inf already if `z.same`)."""
     if z.same is not None:
         return raw.to(tl.float32)
     else:
@@ -27,7 +28,7 @@ def logits_of(raw, inside, z, outer):
 
 @triton.jit
 def logits_at(x, columns, length, z, outer, HINT: tl.constexpr):
-    """z of some columns, and which are inside of the row."""
+    """Return z of some columns, and the mask of the columns inside of the row."""
     inside = columns < length
     raw = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=HINT)
     return logits_of(raw, inside, z, outer), inside
@@ -53,11 +54,11 @@ def smaller(a, b):
 
 @triton.jit
 def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
-    """(max_logit, sumexp_m1, entropy_sum) of a row from those of its lanes."""
+    """Return (max_logit, sumexp_m1, entropy_sum) of a row from the states of its lanes."""
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # The largest term is left out, once: its equals in other lanes, if any, count one each.
+    # Leave the largest term out of the sum once; lanes with an equal logit count 1 each.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -71,10 +72,11 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
 
 @triton.jit
 def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
-    """Partial statistics of a row. Each of WIDTH lanes has its own until the end, so
-    that nothing is exchanged along the way.
+    """Return the partial statistics of a row. Each of WIDTH lanes has a state until the end of the
+    row, so that no lanes exchange values during the walk.
 
-    A lane keeps its largest logit apart: of two values the larger goes on, the smaller is summed.
+    A lane keeps its largest logit apart: the larger of two values stays the maximum, and the
+    smaller value is summed.
     """
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
@@ -113,7 +115,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
-    """dL/draw of some logits of a row, but for the target's own term; and d(soft cap)."""
+    """Return dL/draw of some logits of a row without the target's own term, and the soft cap's
+    slope."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
@@ -131,7 +134,7 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """The gradient of a row but for the target's own term, last columns first."""
+    """Write the gradient of a row without the target's own term, last columns first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
