@@ -14,8 +14,9 @@ from torch import Tensor
 from .batch.batch import Batch
 from .batch.packing import PackedBatch, outside_inference, pack
 from .batch.segments import Chunk, Segments
+from .losses.teacher import INPUTS
 from .losses.term import Term
-from .losses.trial import Piece, Reads, check_pieces
+from .losses.trial import Piece, Reads, check_pieces, name_of
 from .objective.reads import reads, sample_statistics
 from .objective.weighted import differentiate
 from .statistics.softmax import (
@@ -36,7 +37,7 @@ class TermReport:
     """The report of `check_term`.
 
     Attributes:
-        statistics: the statistics that the term reads.
+        statistics: the statistics that the term reads, and the kinds of its teacher's divergences.
         fields: the batch fields that it reads.
         gradients: the statistics that its value depends on differentiably.
         cuts: the cuts on which it agreed with the whole.
@@ -61,7 +62,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         term: the term, or its factory.
         **fields: [28] or [6] tensors for fields that a random normal vector does not suit, [28, K]
             for those with K values per token. Without `candidate_ids` a term that reads candidates
-            is given four per token, and one that reads prompts two of them.
+            is given four per token, one that reads prompts two of them, and one of a teacher
+            made-up divergences.
 
     Returns:
         A `TermReport`: what the term reads, and the cuts on which it agrees with the whole.
@@ -82,13 +84,13 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         term = term()
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
-    if term.teacher is not None:
-        raise ValueError(f"term {term.name}: reads a teacher's divergences, not plain statistics")
     batch, traced = _batch(term, fields)
     # Of each token others, of the size that a sample's have.
     kinds = batch.kinds()
     device = batch.targets.device
-    stats = sample_statistics(torch.float64, device, kinds, None, len(batch))
+    stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
+    for measure in traced.measures:
+        _ = stats.extras[term.teacher, measure]  # is made as it is read
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -98,8 +100,9 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     for cut, pieces in cuts.items():
         check_pieces(term, stats, values, pieces, cut, 1e-9)
     beside = {name for name in traced.statistics if BESIDE.get(name) in traced.gradients}
+    measures = {measure.kind for measure in traced.measures}
     return TermReport(
-        statistics=tuple(sorted(traced.statistics & {*STATISTICS, *BESIDE})),
+        statistics=tuple(sorted(traced.statistics & {*STATISTICS, *BESIDE} | measures)),
         fields=tuple(sorted(traced.fields - {"segments", "targets", "as_given"})),
         gradients=tuple(sorted(traced.gradients - {CANDIDATES} | beside)),
         cuts=tuple(cuts),
@@ -125,6 +128,9 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
         "candidate_ids": torch.arange(4, device="cpu").expand(tokens, 4),
         "prompts": torch.arange(len(lengths), device="cpu") % 2,
     }
+    if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
+        name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
+        fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
     for _ in range(64):  # one more field per round, as the term asks for them
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
@@ -194,9 +200,11 @@ def _check_gradient(term: Term, traced: Reads, stats: Statistics, batch: PackedB
         )
     leaves = stats.map(lambda t: t.clone().requires_grad_())
     named = {**leaves.tensors(), **leaves.extras}
-    inputs = {n: named[n] for n in (*DIFFERENTIABLE, CANDIDATES) if n in named}
+    beside = [CANDIDATES, term.teacher, *((term.teacher, m) for m in traced.measures)]
+    inputs = {n: named[n] for n in (*DIFFERENTIABLE, *beside) if n in named}
     with torch.enable_grad():
         total = term(leaves, batch).sum()
-    for name, gradient in differentiate(total, inputs).items():
+    for key, gradient in differentiate(total, inputs).items():
         if not gradient.isfinite().all():
-            raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {name}")
+            of = name_of(key)
+            raise ValueError(f"term {term.name}: has a non-finite gradient with respect to {of}")

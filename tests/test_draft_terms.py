@@ -578,3 +578,28 @@ def test_the_likeliest_alone(backend, softcap, monkeypatch):
         assert counter.get_total_flops() == 2 * 7 * 8 * 300
         assert torch.equal(found.ids[:, 0], want.argmax(1)) and found.ids[4] == 70
         torch.testing.assert_close(found.logps[:, 0], want.amax(1))
+
+
+@pytest.mark.parametrize("made_of", ["logits", "hidden", "topk"])
+def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
+    """By made-up divergences; what is read and where it may be cut is in the report."""
+    head = hl.Head(torch.randn(9, 4)) if made_of == "hidden" else None
+    stored = {
+        "teacher_topk_ids": torch.arange(3).expand(28, 3),
+        "teacher_topk_logps": torch.full((28, 3), -1.5, dtype=torch.float64),
+    }
+    fields = stored if made_of == "topk" else {}
+    report = hl.check_term(hl.lk_hybrid(per="step", teacher_head=head), **fields)
+    assert report.cuts == ("segment borders", "permuted segments")
+    if made_of == "topk":
+        assert report.gradients == ("teacher_topk",)
+    else:
+        assert report.statistics == ("forward_kl", "log_acceptance", "total_variation")
+        assert report.gradients == ("forward_kl", "total_variation")
+
+    @hl.term(teacher=hl.teacher(head))
+    def mean_over_a_cut(stats, batch):
+        return stats.acceptance.mean() - stats.log_acceptance
+
+    with pytest.raises(ValueError, match="differs by .* between the whole batch and segment"):
+        hl.check_term(mean_over_a_cut(), **fields)

@@ -121,6 +121,8 @@ def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Obs
 
 def name_of(key: object) -> str:
     """Return the name of a key of `Statistics.extras`; for a teacher's measure, its kind."""
+    if isinstance(key, Teacher):
+        return "teacher_topk"
     return str(key[1].kind if isinstance(key, tuple) else key)
 
 

@@ -243,13 +243,11 @@ DRAFT = {
         ),
         teacher="hidden",
     ),
+    "draft_steps": Case(
+        make=lambda _: hl.lk_hybrid(per="step", temperature=0.8), teacher="topk", temperature=0.8
+    ),
     "draft_blocks": Case(
-        make=lambda _: (
-            hl.lk_hybrid(per="step", temperature=0.8)
-            + hl.cross_entropy().modified(hl.draft_weights("d_pace"))
-        ),
-        teacher="topk",
-        temperature=0.8,
+        make=lambda _: hl.cross_entropy().modified(hl.draft_weights("d_pace"))
     ),
 }
 CANDIDATES = {
