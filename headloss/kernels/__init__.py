@@ -1,5 +1,5 @@
-"""Backends: each is a package that has the acts of `interface.Acts`, and triton's those of
-`interface.Kernels`; none imports another."""
+"""Choice of a kernel backend. A backend is a package with the acts (functions) of `interface.Acts`;
+the triton backend also has the acts of `interface.Kernels`. No backend imports another backend."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ SWEPT_COLUMNS = 1 << 19
 
 
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend's name; ValueError where an explicit one cannot serve this device and dtype."""
+    """Return the backend's name; ValueError if an explicit backend cannot serve this device and
+    dtype."""
     if backend == "auto":
         usable = device.type == "cuda" and dtype != torch.float64 and _failure() is None
-        return "triton" if usable else "reference"  # which `_failure` warns of once
+        return "triton" if usable else "reference"  # With a GPU, `_failure` warned once.
     if backend == "triton":
         if reason := _failure():
             raise ValueError(f'backend: got "triton", but triton cannot be imported here: {reason}')
@@ -34,7 +35,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def load(backend: str) -> Kernels:
-    """The acts of a backend. The reference has those of `Acts` alone: no plan asks it for more."""
+    """Return the module of a backend. The reference has the acts of `Acts` alone: no plan asks the
+    reference for more acts."""
     if backend == "reference":
         from . import reference
 
@@ -45,10 +47,11 @@ def load(backend: str) -> Kernels:
 
 
 def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
-    """Whether the logits product of a bfloat16 head can write softmax terms in place of logits."""
+    """Return True if the logits product of a bfloat16 head can write softmax terms in place of
+    logits."""
     if backend != "triton" or dtype != torch.bfloat16 or not weight.is_cuda:
         return False
-    if weight.dtype != dtype:  # autocast makes a contiguous one
+    if weight.dtype != dtype:  # Autocast makes a contiguous copy.
         return weight.shape[1] % 8 == 0
     return load(backend).can_fuse(weight, weight)
 
@@ -56,37 +59,38 @@ def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> boo
 def can_sweep(
     backend: str, dtype: torch.dtype, weight: torch.Tensor, columns: int
 ) -> tuple[bool, bool]:
-    """Return (sweeps of a narrow head can serve, they are also faster than products that write
-    tiles): in 16 bits with at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
+    """Return two flags for a narrow head: sweeps (passes over tiles of logits that never leave the
+    chip) can serve, and sweeps are also faster than products that write tiles. The second flag
+    needs 16 bits and at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
     like = weight[:0].to(dtype)
     able = backend == "triton" and load(backend).can_sweep(like)
     return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 
 
 def suits_product(x: torch.Tensor) -> bool:
-    """Whether rows lie in whole 16 bytes each, as that product reads them (`can_fuse`)."""
+    """Return True if rows of a 16-bit x begin at multiples of 16 bytes, as `can_fuse` requires."""
     *rows, inner = x.stride()
     return inner == 1 and all(s % 8 == 0 for s in rows) and x.data_ptr() % 16 == 0
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a GPU has; 0 for any other device."""
+    """Return the number of multiprocessors of a GPU; 0 for any other device."""
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
 
 
 @functools.cache
 def memory(device: torch.device) -> int:
-    """The bytes of a GPU's memory, in use or not; 0 for any other device."""
+    """Return the bytes of a GPU's memory, in use or not; 0 for any other device."""
     cuda = device.type == "cuda"
     return torch.cuda.get_device_properties(device).total_memory if cuda else 0
 
 
 @functools.cache
 def _failure() -> str | None:
-    """Why Triton's kernels cannot run here; None if they can. Found out once; where there is a GPU
-    for them, the reason is also given as a warning."""
+    """Return the reason why Triton's kernels cannot run here, or None. The reason is found out
+    once; on a machine with a GPU, a warning gives the reason too."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")
@@ -94,7 +98,7 @@ def _failure() -> str | None:
         if torch.cuda.is_available():
             find_triton_driver()
         return None
-    except Exception as error:  # a broken installation may raise anything
+    except Exception as error:  # A broken installation may raise any exception.
         reason = f"{type(error).__name__}: {error}"
     if torch.cuda.is_available():
         warnings.warn(

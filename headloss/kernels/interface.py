@@ -1,18 +1,18 @@
-"""Acts of a backend, and their records.
+"""Acts of a backend (the functions that a backend implements) and the acts' records.
 
-n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens.
-`raw` [n, v] are logits as a product left them, z = transform(raw), p = softmax(z) over the whole
-vocabulary. Acts take the statistics of a tile, a `SoftmaxState`, or the gradient of its logits:
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens. `raw`
+[n, v] are the logits of a product, z = transform(raw), p = softmax(z) over the whole vocabulary.
+Acts return the statistics of a tile, a `SoftmaxState`, or the gradient of its logits:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
-Tiles and matrices may have any row stride and have unit stride along the row; memory beside their
-columns is never touched. Vectors are contiguous, and float32 (float64 beside float64 tiles) where
-nothing else is said. n may be 0. An act only reads what it does not say that it writes. No act
-waits for the device: what it returns is complete when the device gets there.
+Tiles and matrices have any row stride and unit stride along the row; memory next to their columns
+is never touched. Vectors are contiguous, and float32 (float64 with float64 tiles) unless stated
+otherwise. n may be 0. An act writes only arguments that its docstring names as outputs. No act
+waits for the device: a result is complete when the device gets there.
 """
 # pyright: reportReturnType=false
-# An act's description is all of its body here.
+# An act's docstring is its whole body here.
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from .transform import Transform
 
 
 class Forward(NamedTuple):
-    """What statistics need beside the logits."""
+    """Inputs of the statistics in addition to the logits."""
 
-    targets: Tensor | None  # [n] int64: columns of the whole vocabulary, some outside of this tile;
-    # None, for `partials` alone: no column is one
+    targets: Tensor | None  # Columns [n] int64 of the whole vocabulary, some outside of the tile.
+    # With None, which only `partials` accepts, no column is a target.
     first: int
-    transform: Transform  # with a temperature [n] or a number
-    needs: frozenset[str]  # statistics
+    transform: Transform  # The temperature is a number or [n].
+    needs: frozenset[str]  # Names of statistics.
 
 
 class Backward(NamedTuple):
-    """What the gradient needs beside the logits.
+    """Inputs of the gradient in addition to the logits.
 
-    Logits that a product makes a second time may be rounded differently from the first ones, whose
-    statistics these are. Therefore the gradient at a target follows from `logps`, which keeps the
-    last digit of 1 - p. A column that has nearly all the mass has the normalizer's largest logit.
+    Recomputed logits may be rounded differently from the first logits, to which the statistics
+    belong. Therefore `logps`, exact to the last digit of 1 - p, give the gradient at a target. A
+    column with nearly all the mass has the normalizer's largest logit.
     """
 
-    targets: Tensor  # [n] int64
+    targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
-    normalizer: Normalizer  # [n], of the whole vocabulary
-    coefficients: SoftmaxCoefficients  # [n]
-    logps: Tensor | None  # [n] of the targets; None: these have no coefficient, and are as others
-    dtype: torch.dtype | None = None  # of the gradient, at most as wide as the tile's, its default
-    all_columns: bool = False  # the tile has all, and they are the logits of the statistics
+    normalizer: Normalizer  # Shape [n], of the whole vocabulary.
+    coefficients: SoftmaxCoefficients  # Shape [n].
+    logps: Tensor | None  # Targets' log-probs [n]; None: targets are as other columns.
+    dtype: torch.dtype | None = None  # Gradient's dtype; None: the tile's, which is the widest.
+    all_columns: bool = False  # The tile has all columns, with the logits of the statistics.
 
     def rows(self, rows: slice | Tensor) -> Backward:
-        """Of some of the tokens, in the tile's own dtype."""
+        """Return the inputs of some of the tokens; the gradient has the tile's dtype."""
         return Backward(
             self.targets[rows],
             self.first,
@@ -68,14 +68,14 @@ class Backward(NamedTuple):
 
 
 class ExpTile(NamedTuple):
-    """exp(z - shift) of some tokens, in place of their logits."""
+    """Exp logits exp(z - shift) of some tokens, in place of their logits."""
 
-    exp_logits: Tensor  # [n, v] bfloat16; float32 and float64 beside hidden states of those
-    shift: Tensor  # [n] a logit of each token, the largest or not far below it
+    exp_logits: Tensor  # Shape [n, v]: bfloat16, or float32 and float64 for hidden states of these.
+    shift: Tensor  # A logit of each token, [n]: the largest, or not far below the largest.
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Memory for the products of factors `like` this one; rows are whole 16 bytes."""
+        """Return memory for a product of operands like `like`; rows are whole 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -83,8 +83,8 @@ class ExpTile(NamedTuple):
 
 
 def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:
-    """By name: max_logit, sumexp_m1, target, then entropy_sum where the entropy is needed and
-    logit_sum where the mean logit is."""
+    """Return the state with these fields: max_logit, sumexp_m1, target, then entropy_sum where the
+    entropy is needed and logit_sum where the mean logit is needed."""
     max_logit, sumexp_m1, target, *more = fields
     entropy_sum = more[0] if "entropy" in needs else None
     logit_sum = more[-1] if "mean_logit" in needs else None
@@ -94,74 +94,74 @@ def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState
 class Measured(NamedTuple):
     """The statistics of some tokens over the whole vocabulary."""
 
-    stats: Statistics  # [n] each
-    normalizer: Normalizer  # [n]
+    stats: Statistics  # Shape [n] each.
+    normalizer: Normalizer  # Shape [n].
 
     def rows(self, rows: slice | Tensor) -> Measured:
-        """Of some of the tokens."""
+        """Return the measurement of some of the tokens."""
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
 class ShiftedSums(NamedTuple):
-    """Of each token, over a slice of the vocabulary, the sum of exp(z_j - shift) dz_j/draw_j w_j,
-    of which the hidden gradient of c_target and c_prob is made."""
+    """Sums of exp(z_j - shift) dz_j/draw_j w_j by token, over a slice of the vocabulary: the hidden
+    gradient of c_target and c_prob follows from these sums."""
 
-    rows: Tensor  # [n, H] float32
-    shift: Tensor  # [n] float32
-    column: Tensor  # [n] int64 in the slice, which the sum leaves out
-    far: Tensor  # [n] bool: the shift is far below the largest logit, and the sum invalid
+    rows: Tensor  # Shape [n, H], float32.
+    shift: Tensor  # Shape [n], float32.
+    column: Tensor  # Column [n] int64 of the slice that the sum leaves out.
+    far: Tensor  # Bool [n]: the shift is far below the largest logit, and the sum invalid.
 
 
 class LogitRows(NamedTuple):
     """The packed tokens' rows in a tensor of any layout with unit stride along the vocabulary."""
 
-    tensor: Tensor  # [.., V]
-    offsets: Tensor  # [n] int64, elements from the first
-    aligned: bool  # every offset is a multiple of 16
+    tensor: Tensor  # Shape [.., V].
+    offsets: Tensor  # Start of each row in elements, [n] int64.
+    aligned: bool  # Every offset is a multiple of 16.
 
 
 class Walk(NamedTuple):
-    """One pass over rows of logits that exist already: statistics, a gradient, or both."""
+    """One pass over rows of existing logits: statistics, a gradient, or both."""
 
     logits: LogitRows
-    out: LogitRows | None  # of the logits' dtype; may be the logits. None: no gradient
-    live: Tensor | None  # [n] bool: other rows are not read, and have coefficients of 0
-    targets: Tensor  # [n] int64
+    out: LogitRows | None  # Gradient in the logits' dtype; may be the logits. None: no gradient.
+    live: Tensor | None  # Bool [n]; rows with False are not read, and have coefficients of 0.
+    targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
-    needs: frozenset[str] | None  # statistics; None: not taken, `normalizer` has them
-    coefficients: SoftmaxCoefficients | None = None  # [n]; with `needs`: at an entropy of 0
-    slopes: Tensor | None = None  # [parts, 5, n], with `needs`: more of dL/dlogp, see stats.Slope
-    normalizer: Normalizer | None = None  # [n]
+    needs: frozenset[str] | None  # Wanted statistics; None: `normalizer` is given.
+    coefficients: SoftmaxCoefficients | None = None  # Shape [n]; with `needs`: at entropy 0.
+    slopes: Tensor | None = None  # With `needs`: further dL/dlogp [parts, 5, n], `softmax.Slope`.
+    normalizer: Normalizer | None = None  # Shape [n].
 
 
 class Support(NamedTuple):
-    """The columns that the softmax of each of n tokens runs over: P pairs of a token and a column,
-    of which those in a window of the vocabulary count here."""
+    """Columns of the softmax of each of n tokens: P pairs of a token and a column, of which only
+    pairs in a window of the vocabulary count here."""
 
-    ids: Tensor  # [P] int64 columns of the whole vocabulary; below 0: an empty slot
-    offsets: Tensor  # [n + 1] int64: token t has ids[offsets[t]:offsets[t + 1]]; the first is 0
-    first: int  # the window is columns [first, first + size)
+    ids: Tensor  # Columns [P] int64 of the whole vocabulary; below 0: an empty slot.
+    offsets: Tensor  # Shape [n + 1], int64, from 0: token t has ids[offsets[t]:offsets[t + 1]].
+    first: int  # The window is columns [first, first + size).
     size: int
 
 
 class Order(NamedTuple):
-    """The row that goes to each place. Places from `count` on hold arbitrary rows."""
+    """Source row of each place. Places from `count` on hold arbitrary rows."""
 
-    rows: Tensor  # [n] int64
-    count: Tensor  # [1] int64
+    rows: Tensor  # Shape [n], int64.
+    count: Tensor  # Shape [1], int64.
 
 
 class Sum(NamedTuple):
-    """A sum that becomes a gradient, contiguous."""
+    """A contiguous sum that becomes a gradient."""
 
     value: Tensor
-    dtype: torch.dtype  # of the gradient
-    rows: Tensor | None = None  # [n] float32: a factor of each row of the value [n, H]
+    dtype: torch.dtype  # The gradient's dtype.
+    rows: Tensor | None = None  # Factors [n] float32 of the rows of the value [n, H].
 
 
 class Acts(Protocol):
-    """Acts of every backend. Each module that `kernels.load` returns is one."""
+    """Acts of every backend. Each module that `kernels.load` returns implements these acts."""
 
     # ------------------------------------------------------------------ a tile of logits
 
@@ -172,23 +172,23 @@ class Acts(Protocol):
         onto: SoftmaxState | None = None,
         without: Tensor | None = None,
     ) -> SoftmaxState:
-        """Statistics. raw [n, v] float32, bfloat16, float16 (or float64) -> [n] vectors.
+        """Return statistics, [n] vectors, of raw [n, v] in float32, bfloat16, float16 (or float64).
 
-        Only what `needs` asks for is taken. With `onto`, the partials of the tile and of those
-        that gave `onto`, whose vectors may be overwritten and returned. With `without` [n, K]
-        int64, and targets that are nowhere, over all columns but these, of which some may lie
-        outside of the tile: digits that 1 - sum would lose.
+        Only statistics in `needs` are computed. With `onto`, the tile is merged into the state
+        `onto`, whose vectors may be reused. `without` [n, K] int64 leaves columns out, some perhaps
+        outside of the tile, where all targets must be: such sums keep digits that 1 - sum would
+        lose.
         """
 
     def best(self, raw: Tensor, transform: Transform) -> tuple[SoftmaxState, Tensor]:
-        """The state of a tile without a target, and the column [n] int64 of each row's largest
-        logit, of equal ones the first."""
+        """Return the state of a tile without a target, and the column [n] int64 of each row's
+        largest logit: of equal logits the first."""
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
-        """dL/draw [n, v], over `raw`, or with `dtype` in the front of each of its rows."""
+        """Return dL/draw [n, v], over `raw`, or with `dtype` in the front of each row of `raw`."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
-        """Statistics from the partials of W slices of a vocabulary, which is of this size, in their
+        """Return statistics from partials of W slices of a vocabulary of this size, in the slices'
         order: slices [W, 3 + .., n], contiguous, fields as in `partials_of`."""
 
     # ------------------------------------------------------------------ rows
@@ -196,31 +196,31 @@ class Acts(Protocol):
     def scaled_rows(
         self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:
-        """out[places] = x[:n] * scale of each row, in float32 or wider and rounded once: x and out
-        [.., H], scale [n] float32, places [n] int64, none twice, or the first n; out is new and of
-        x's dtype, or may be x."""
+        """Return out[places] = x[:n] * scale by row, in float32 or wider and rounded once: x and
+        out [.., H], scale [n] float32, places [n] int64, distinct, or None for the first n rows.
+        `out` may be x; None makes a tensor of x's dtype."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Each sum times its rows' factors (of one length) and `factor` [], in float32 or wider
-        and rounded to its dtype once; in place where that is the value's own."""
+        """Return each sum times its row factors (of one length) and `factor` [], in float32 or
+        wider and rounded once to the gradient's dtype; in place where the value has that dtype."""
 
     # ------------------------------------------------------------------ a support
 
     def support_logits(
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
     ) -> Tensor:
-        """[P] x[token] . w[id - first] of each pair in the window, in float32 or wider, in float32
-        (float64 beside float64); 0 elsewhere. Added to `onto` where it is given.
+        """Return [P] x[token] . w[id - first] of pairs in the window, else 0, in float32 or wider,
+        as float32 (float64 with float64 operands). With `onto`, add to `onto`.
 
         x [n, H] and w [size, H] may have any strides and differ in dtype.
         """
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-        """Statistics of each token's pairs in the window, of their raw logits [P]. `forward.first`
-        is the support's. A token without any is an empty slice: max_logit -inf, sumexp_m1 -1."""
+        """Return statistics of a token's pairs in the window, of raw logits [P]; both `first` are
+        equal. A token without pairs is an empty slice: max_logit -inf, sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
-        """dL/draw of each pair [P], 0 outside of the window."""
+        """Return dL/draw of each pair [P], 0 outside of the window."""
 
     def support_sums(
         self,
@@ -231,17 +231,17 @@ class Acts(Protocol):
         add: bool = False,
         uneven: bool = False,
     ) -> None:
-        """out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the window,
-        in their order, in float32 or wider and rounded once; with `add`, added to what is there.
-        Rows whose value is 0 are not read. This is the gradient of hidden states; with tokens and
-        columns exchanged it is a weight's, whose pairs are `uneven`: one row may have far more than
-        another, `first` is 0, and all pairs lie in the window."""
+        """Write out [n, H] = sum of values [P] * rows[id - first] over each token's pairs in the
+        window, in the pairs' order, in float32 or wider and rounded once; with `add`, add to `out`.
+        Rows whose value is 0 are not read. The sums are the gradient of hidden states; with tokens
+        and columns exchanged, the gradient of a weight, whose pairs are `uneven`: rows differ much
+        in their number of pairs, `first` is 0, and all pairs lie in the window."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """[n, K, 2]: a tile's shares of each divergence and of its mean slope; the log-acceptance
-        of a tile as if it were all (`divergence.merge_shares`)."""
+        """Return [n, K, 2]: a tile's shares of each divergence and of its mean slope. The
+        log-acceptance is that of the tile alone, until `divergence.merge_shares`."""
 
     def part_gradient_(
         self,
@@ -250,18 +250,18 @@ class Acts(Protocol):
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
-        """d part / d raw + extra [n, v], in new float32 (or float64) memory, or over `extra`; with
-        `others`, the rest of the objective, the whole gradient over raw as in `logit_gradient_`:
-        its transform differs from the part's in the temperature alone."""
+        """Return d part / d raw + extra [n, v], in new float32 (or float64) memory, or over
+        `extra`. With `others`, the objective's remaining terms, return the whole gradient over raw,
+        as in `logit_gradient_`; the transforms of both parts differ in the temperature alone."""
 
 
 class Kernels(Acts, Protocol):
-    """What the triton backend has as well. Plans for another one ask for none of these acts."""
+    """Additional acts of the triton backend. No plan asks another backend for these acts."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
-        """a [n, k] @ b [k, m]: [n, m] in `dtype`, rounded once, or added to `out` [n, m].
+        """Return a [n, k] @ b [k, m], [n, m] in `dtype`, rounded once, or added to `out` [n, m].
 
         b has any strides. Sums are in float32, in an order that depends neither on n nor on a row's
         place.
@@ -270,16 +270,16 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Whether the acts on a product accept these operands; if not, those raise ValueError."""
+        """Return True if the `product_` acts accept x and w, else these acts raise ValueError."""
 
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
     ) -> SoftmaxState:
-        """Statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from the float32 sums.
+        """Return statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from float32 sums.
 
-        `exp_tile` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: any
-        logit that is not far below the largest; the largest itself for `top1`. `merge` and `finish`
-        of `stats` take any.
+        `exp_tile` [n, v] is filled. `max_logit` is the shift of both sums of exponentials: a logit
+        not far below the largest logit, or with `top1` the largest. `softmax.merge` and
+        `softmax.finish` accept any shift.
         """
 
     def product_statistics(
@@ -290,29 +290,29 @@ class Kernels(Acts, Protocol):
         vocabulary: int,
         exp_tile: ExpTile | None = None,
     ) -> Measured:
-        """`product_partials` of all columns, and `softmax.finish`."""
+        """Return `softmax.finish` of the `product_partials` of all columns."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-        """dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
+        """Return dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
 
     # ------------------------------------------------------------------ a narrow head
 
     def can_sweep(self, w: Tensor) -> bool:
-        """Return True if the acts below take this weight on its device, with hidden states of its
-        dtype and unit stride along H. Sums over the vocabulary are in float32, in one order for any
-        n."""
+        """Return True if the `narrow_` acts accept this weight on its device, with hidden states of
+        its dtype and unit stride along H. Sums over the vocabulary are in float32, in one order for
+        any n."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
-        """Statistics of raw = x [n, H] @ w.T [H, v], as of `product_partials`; with `sums` those of
-        n > 0 tokens too, of operands that are not float16, whose exponents do not suffice."""
+        """Return statistics of raw = x [n, H] @ w.T [H, v], as `product_partials`. With `sums`,
+        return shifted sums too, for n > 0 and operands with more exponents than float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
     ) -> Tensor:
-        """[n, H] dL/draw @ w in float32; dL/draw is rounded to w's dtype. Of c_target and c_prob
-        the sums of the forward pass serve, whose normalizer is then the whole vocabulary's."""
+        """Return dL/draw @ w [n, H] in float32; dL/draw is rounded to w's dtype. For c_target and
+        c_prob alone, `sums` are enough; the normalizer is then the whole vocabulary's."""
 
     def narrow_weight_(
         self,
@@ -323,18 +323,18 @@ class Kernels(Acts, Protocol):
         bias: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
-        """out [v, H] = dL/draw.T @ x * factor [], rounded once; dL/draw is rounded to x's dtype.
-        bias[:v] = the sums of dL/draw's columns, in float32. Each where it is given."""
+        """Write out [v, H] = dL/draw.T @ x * factor [], rounded once, and bias[:v] = the column
+        sums of dL/draw in float32, each if given; dL/draw is rounded to x's dtype."""
 
     # ------------------------------------------------------------------ exp logits
 
     def exp_gradient_(
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """dL/draw from exp logits, over them: [n, v] in their dtype, for any coefficients but
-        c_uniform under a soft cap, where exp z of 0 does not tell z. With `order`, row i of it is
-        that of row order.rows[i], and rows from `count` on hold anything.
-        """
+        """Return dL/draw from exp logits, over the exp logits: [n, v] in their dtype, for any
+        coefficients but c_uniform under a soft cap, where an exp logit of 0 does not tell z. With
+        `order`, row i of dL/draw is that of row order.rows[i], and rows from `count` on hold any
+        values."""
 
     def exp_multiple_(
         self,
@@ -345,21 +345,22 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """s [n] such that dL/draw = s e, where only c_target and c_prob are there and no soft cap;
+        """Return s [n] such that dL/draw = s e, for c_target and c_prob alone without a soft cap;
         the targets' e are set to suit.
 
-        `least` [n]: what is still to be put into a row is as large as this, so that s must not be
-        far below it.
+        `least` [n] is the size of values that a row will still receive: s must not be far below
+        that size.
 
-        The second is s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i
-        of e, s and s * x is that of row order.rows[i], and rows from `count` on hold anything.
+        The second result is s * x of x [n, H], in float32 or wider and rounded once. With `order`,
+        row i of e, s and s * x is that of row order.rows[i], and rows from `count` on hold any
+        values.
         """
 
     # ------------------------------------------------------------------ chosen columns
 
     def chosen_logits(self, x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
-        """z [n, K] of raw = x [n, H] @ w.T [H, v] at columns [n, K] int64, in float32 or wider; 0
-        where a column is outside [0, v)."""
+        """Return z [n, K] of raw = x [n, H] @ w.T [H, v] at columns [n, K] int64, in float32 or
+        wider; 0 for a column outside of [0, v)."""
 
     def chosen_gradient_(
         self,
@@ -370,31 +371,31 @@ class Kernels(Acts, Protocol):
         multiples: Tensor | None = None,
         order: Order | None = None,
     ) -> None:
-        """Set dL/draw of the chosen columns in a tile that holds it [n, v]: the coefficients' own,
-        the target's and the slopes', from the log-probs and so to the digits of 1 - p.
+        """Set dL/draw of the chosen columns in the gradient's tile [n, v]: the terms of
+        coefficients, target and slopes, from log-probs and so to the digits of 1 - p.
 
-        With `multiples` [n], row i of the tile holds it over multiples[i]. `order` as in
+        With `multiples` [n], row i of the tile holds dL/draw over multiples[i]. `order` is as in
         `exp_gradient_`.
         """
 
     # ------------------------------------------------------------------ rows
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
-        """Which row goes to which place, so that those of keep [n] bool come first.
+        """Return the source row of each place, such that the rows of keep [n] bool come first.
 
-        A kept row below their number stays where it is, the others fill the gaps: no row is read
-        after it is written, in whatever order the rows are worked on. Where more than `most` are
-        kept, moving is not worth it: all stay, and all count.
+        A kept row below the number of kept rows stays in place; further kept rows fill the gaps. So
+        no row is read after it is written, in whatever order rows are handled. With more than
+        `most` kept rows, moving does not pay: all rows stay, and all count.
         """
 
     # ------------------------------------------------------------------ logits where they lie
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
-        """Statistics of each row, then its gradient into `out`; either may be left out.
+        """Return each row's statistics, then write its gradient to `out`; either may be left out.
 
-        Statistics and gradients of rows that are not live are 0. In one call the coefficients are
-        completed by the entropy's own part and by `slopes`, once the statistics are there.
+        Statistics and gradients of rows that are not live are 0. A call for both adds the entropy's
+        part and `slopes` to the coefficients once the statistics are known.
         """
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
-        """rows *= factor [], in float32 or wider and rounded once; left alone where it is 1."""
+        """Multiply rows by factor [], in float32 or wider, rounded once; skip a factor of 1."""

@@ -1,8 +1,8 @@
-"""What the acts of full-distribution distillation take, in every backend.
+"""Inputs of full-distribution distillation, in every backend.
 
-n tokens, v columns. q is the teacher's distribution, p the student's, both at the term's
-temperature; a divergence is a plain sum over the vocabulary of phi(log q, log p), so tiles, sweeps
-and ranks add up; of the log-acceptance they merge by log-sum-exp.
+n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
+temperature. A divergence is a plain sum over the vocabulary of phi(log q, log p), so that the sums
+of tiles, passes and ranks add up; log-acceptances merge by log-sum-exp.
 
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
@@ -13,16 +13,18 @@ and ranks add up; of the log-acceptance they merge by log-sum-exp.
 
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
-with m = b q + (1-b) p, and d/dz_j = p_j (s_j - sum_k p_k s_k) but for the first and the last; a
-constant added to s changes nothing, and the sum is the mean slope (Lin 1991; Agarwal et al. 2024,
-arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
+Here m = b q + (1-b) p. For all measures but forward_kl and log_acceptance, d/dz_j = p_j (s_j -
+sum_k p_k s_k). A constant added to s changes nothing; sum_k p_k s_k is the mean slope (Lin 1991;
+Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
+arXiv:2307.15190).
 
-The acceptance of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is a sum of minima
-and not 1 - total variation, which keeps no digit of a small a; its logarithm has the gradient
-r_j s_j - p_j R with r = min(p, q) / a, bounded however small a is, and the mean slope R = sum r s.
+The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is a sum of
+minima and not 1 - total variation, which keeps no digit of a small a. The gradient of log a is r_j
+s_j - p_j R with r = min(p, q) / a and the mean slope R = sum r s, bounded however small a is.
 
-q may have a mass m below 1, the draft's part of a larger vocabulary: sums stay, the total variation
-gets (1 - m) / 2 more, and d forward_kl / dz_j = m p_j - q_j, whose mean slope is given as m - 1.
+q may have a mass m below 1, as the draft's part of a larger vocabulary. The sums stay the same, the
+total variation grows by (1 - m) / 2, and d forward_kl / dz_j = m p_j - q_j with a mean slope of m -
+1.
 """
 
 from __future__ import annotations
@@ -37,47 +39,49 @@ from .transform import Transform
 
 
 class Distribution(NamedTuple):
-    """One side's logits: how raw ones become z, and the normalizer of its softmax [n]."""
+    """Logits of a student or a teacher: the transform of raw logits to z, and the softmax's
+    normalizer [n]."""
 
-    transform: Transform  # of a divergence, its temperature is a number
+    transform: Transform  # In a divergence, the temperature is a number.
     normalizer: Normalizer
 
     def rows(self, rows: slice | Tensor) -> Distribution:
-        """Of some of the tokens."""
+        """Return the distribution of some of the tokens."""
         return Distribution(self.transform.rows(rows), self.normalizer.rows(rows))
 
 
 class Pair(NamedTuple):
-    """A student's logits beside a teacher's. The transforms' temperature is the term's."""
+    """Logits of a student and a teacher. The transforms' temperature is the term's."""
 
     student: Distribution
-    teacher: Distribution  # its normalizer is by the student's row
-    measures: tuple[Measure, ...]  # K of them
-    rows: Tensor | None = None  # [n] int64: the teacher's row of each; None: its own
+    teacher: Distribution  # The teacher's normalizer has an element per student row.
+    measures: tuple[Measure, ...]  # K measures.
+    rows: Tensor | None = None  # Teacher's row of each student row, [n] int64; None: equal rows.
 
 
 class Divergence(NamedTuple):
-    """A part of an objective: K divergences of one teacher, times a weight each."""
+    """A part of an objective: K divergences of one teacher, each times a weight."""
 
-    teacher: Tensor  # [n, v] raw logits, or [M, v] where the pair has rows
+    teacher: Tensor  # Raw logits [n, v], or [M, v] where `pair.rows` is given.
     pair: Pair
-    mean_slope: Tensor  # [n, K]
-    weight: Tensor  # [n, K]; where all are 0 the teacher's row and mean_slope may hold anything
-    log_acceptance: Tensor | None = None  # [n] where it is among the measures
+    mean_slope: Tensor  # Shape [n, K].
+    weight: Tensor  # Shape [n, K]. Where all are 0, teacher's row and mean_slope may hold anything.
+    log_acceptance: Tensor | None = None  # Shape [n]; None without this measure.
 
 
 class StoredTopk(NamedTuple):
-    """A part of an objective: a function of some tokens' z and of the others' log-sum-exp."""
+    """A part of an objective: a function of the stored tokens' z and of the other tokens'
+    log-sum-exp."""
 
-    columns: Tensor  # [n, K] of the tile; any value outside [0, v) is not in it
-    tail: Distribution  # the softmax over all tokens but the stored ones
-    slope_stored: Tensor  # [n, K] d/dz of the stored ones
-    slope_tail: Tensor  # [n] d/d log-sum-exp of the others
+    columns: Tensor  # Columns [n, K]; values outside of [0, v) are not in the tile.
+    tail: Distribution  # Softmax over all tokens but the stored tokens.
+    slope_stored: Tensor  # Slopes d/dz at the stored tokens, [n, K].
+    slope_tail: Tensor  # Slopes d/d log-sum-exp of the other tokens, [n].
 
 
 class Chosen(NamedTuple):
     """Columns of each token whose gradient has a part of its own; [n, K] each, of unit stride."""
 
-    columns: Tensor  # int64 of this tile, distinct; any value outside [0, v) is not in it
+    columns: Tensor  # Distinct int64 columns; values outside of [0, v) are not in the tile.
     logps: Tensor
-    slopes: Tensor  # dL/dlogp of each, beside the coefficients; 0 where nothing is chosen
+    slopes: Tensor  # Slopes dL/dlogp in addition to the coefficients; 0 without a column.

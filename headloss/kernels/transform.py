@@ -1,4 +1,4 @@
-"""What happens to raw logits before the softmax, and its pull-back."""
+"""Transform of raw logits before the softmax, and its vector-Jacobian product."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """raw -> * scale -> soft cap -> / temperature.
+    """Transform of logits: raw -> * scale -> soft cap -> / temperature.
 
-    `bias` [v], of any float dtype, is added first by acts that make raw logits by a product of
-    their own; tiles of raw logits have it already.
+    `bias` [v], of any float dtype, is added first by acts that compute raw logits as a product;
+    tiles of raw logits already include the bias.
     """
 
     scale: float = 1.0
     softcap: float | None = None
-    temperature: float | Tensor = 1.0  # or [n]
+    temperature: float | Tensor = 1.0  # A number or [n].
     bias: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> Transform:
-        """The transform of some of the tokens."""
+        """Return the transform of some of the tokens."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature[rows])
@@ -32,24 +32,25 @@ class Transform:
         return t.unsqueeze(1) if isinstance(t, Tensor) else t
 
     def __call__(self, raw: Tensor) -> Tensor:
-        """z = softcap * tanh(raw * scale / softcap) / temperature, as a new tensor."""
+        """Return z = softcap * tanh(raw * scale / softcap) / temperature, as a new tensor."""
         if self.softcap is None:
             return raw * (self.scale / self._divisor)
         return raw.mul(self.scale / self.softcap).tanh_().mul_(self.softcap / self._divisor)
 
     def read(self, raw: Tensor) -> Tensor:
-        """z, which may be raw itself."""
+        """Return z, which may be the tensor `raw` itself."""
         plain = self.softcap is None and not isinstance(self.temperature, Tensor)
         return raw if plain and self.scale == self.temperature else self(raw)
 
     def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
-        """In place: d/dz to d/draw at raw logits; at z = self(raw) to the digits of cap - |z|."""
+        """Turn d/dz into d/draw, in place, at raw logits. With `is_z`, `at` is z = self(raw), and
+        the result is accurate to the digits of cap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
             cap = self.softcap / self._divisor
             size = at.abs()
             gradient.mul_((cap - size).clamp_min_(0).mul_(size.add_(cap)).div_(cap * cap))
-        elif self.softcap is not None:  # 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1
+        elif self.softcap is not None:  # Slope 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1.
             u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()
             gradient.mul_(u.mul(4).div_(u.add_(1).square_()))
         return gradient if isinstance(factor, float) and factor == 1 else gradient.mul_(factor)

@@ -1,6 +1,7 @@
-"""The reference backend: `interface.Acts` in plain PyTorch, on any device and in any dtype.
+"""The reference backend: the acts of `interface.Acts` in plain PyTorch, on any device and in any
+dtype.
 
-Each act is the plain twin of the kernels' act of the same name, which the tests hold to it.
+Tests compare each act of another backend with the reference act of the same name.
 """
 
 from __future__ import annotations

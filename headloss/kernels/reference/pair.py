@@ -1,4 +1,5 @@
-"""The acts of full-distribution distillation over a tile, in plain PyTorch; see `kernels.pair`.
+"""Full-distribution distillation over a tile, in plain PyTorch; see `kernels.pair` for the
+formulas.
 
 n tokens, v columns, K stored tokens of a top-k teacher.
 """
@@ -18,13 +19,13 @@ from .tile import blocks, log_softmax, logit_gradient_, wide, widened, with_colu
 
 
 def _log_p(side: Distribution, raw: Tensor, rows: slice) -> Tensor:
-    """log softmax(z) of some rows."""
+    """Return log softmax(z) of some rows of raw logits."""
     part = side.rows(rows)
     return log_softmax(part.transform(widened(raw[rows])), part.normalizer)
 
 
 def _log_q(pair: Pair, raw: Tensor, rows: slice) -> Tensor:
-    """log softmax(z) of the teacher's row of some rows."""
+    """Return log softmax(z) of the teacher's rows for some rows of the student."""
     side = pair.teacher.rows(rows)
     tile = raw[rows] if pair.rows is None else raw[pair.rows[rows]]
     return log_softmax(side.transform(widened(tile)), side.normalizer)
@@ -61,7 +62,7 @@ def part_gradient_(
 
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """Raw logits of some rows, their transform, and d part / dz."""
+    """Return raw logits of some rows, their transform, and the gradient d/dz of the divergences."""
     student = part.pair.student
     weight = part.weight[rows]
     log_p = _log_p(student, raw, rows)
@@ -78,7 +79,8 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """As `_of_divergence`."""
+    """Return raw logits of some rows, their transform, and the gradient d/dz of the stored
+    top-k."""
     columns = part.columns[rows]
     side = part.tail.rows(rows)
     tile = raw[rows]

@@ -1,4 +1,4 @@
-"""Sums and rows that are scaled, in plain PyTorch."""
+"""Scaling of sums and of rows, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .tile import wide
 def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
     outs = []
     for value, dtype, rows in sums:
-        # A one-element vector takes part in type promotion, where a 0-dim tensor would not: a
-        # 16-bit value is multiplied in float32.
+        # A one-element vector takes part in type promotion, a 0-dim tensor does not: so a 16-bit
+        # value is multiplied in float32.
         by = None if factor is None else factor.reshape(1).to(wide(value.dtype))
         if rows is not None:
             by = rows.unsqueeze(1) * (1 if by is None else by)

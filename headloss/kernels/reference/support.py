@@ -1,7 +1,8 @@
-"""Statistics and gradient of pairs of a token and a column, and their products, in plain PyTorch.
+"""Statistics and gradient of a support, that is of pairs of a token and a column, and the products
+of pairs, in plain PyTorch.
 
-n tokens, P pairs, H hidden width, K the most pairs that a token has. Blocks of tokens are padded to
-K slots.
+n tokens, P pairs, H hidden width, K largest number of pairs of a token. Blocks of tokens are padded
+to K slots.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from ..interface import Backward, Forward, Support, partials_of
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
 
-WIDTH = 256  # columns of a weight that are widened at once
+WIDTH = 256  # Columns of a weight that are widened at once.
 
 
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Tokens, their pairs [b, K], the columns of these in the window, and which are there. A step
-    takes `elements` numbers of each pair; of none that is there, pair and column are 0."""
+    """Yield blocks of tokens: the slice of tokens, their pairs [b, K], each pair's column in the
+    window (0 outside of the window), and the mask of pairs in the window. A block holds a limited
+    number of pairs times `elements`, the numbers that the caller computes per pair."""
     ids, offsets, first, size = support
     counts = offsets.diff()
     most = int(counts.max()) if len(counts) else 0
@@ -37,7 +39,8 @@ def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor
 
 
 def _slots(columns: Tensor, present: Tensor, targets: Tensor) -> Tensor:
-    """[b] the slot of each token's target, a column of the window; -1 where it has none."""
+    """Return the slot [b] of each token's target, a column of the window; -1 for a target without a
+    slot."""
     hit = present & (columns == targets.unsqueeze(1))
     return torch.where(hit.any(1), hit.int().argmax(1), -1)
 
@@ -69,7 +72,8 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)
-    least = math.copysign(math.inf, -backward.transform.scale)  # no logit of a token is below
+    # Sign for z = -inf: slots without a pair have no mass.
+    least = math.copysign(math.inf, -backward.transform.scale)
     for rows, pairs, columns, present in _blocks(support):
         slots = _slots(columns, present, backward.targets[rows] - support.first)
         of_slots = backward.rows(rows)._replace(targets=slots, first=0, all_columns=False)

@@ -1,7 +1,7 @@
-"""The two acts over a tile of logits, in plain PyTorch: the oracle of every kernel.
+"""Statistics and gradient of a tile of logits, in plain PyTorch: the oracle of every kernel.
 
 `raw` [n, v] holds logits in float32 or float64, or in 16 bits, which are widened. A target is a
-column of the whole vocabulary; it counts where it falls into the tile.
+column of the whole vocabulary; only a target inside the tile counts.
 """
 
 from __future__ import annotations
@@ -16,27 +16,28 @@ from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, 
 from ..interface import Backward, Forward, Measured, partials_of
 from ..transform import Transform
 
-BLOCK_ELEMENTS = 1 << 20  # working memory of one step, so that temporaries stay small
+BLOCK_ELEMENTS = 1 << 20  # Elements of a step, so that temporaries stay small.
 
 
 def blocks(n: int, width: int) -> list[slice]:
-    """n rows, in blocks of limited size; at least one block."""
+    """Return slices of n rows, in blocks of limited size; at least one slice."""
     rows = max(1, BLOCK_ELEMENTS // max(1, width))
     return [slice(start, start + rows) for start in range(0, max(1, n), rows)]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a tile of this dtype is worked on in."""
+    """Return the dtype in which a tile of this dtype is computed: float32 for 16 bits."""
     return dtype if dtype.itemsize > 2 else torch.float32
 
 
 def widened(tile: Tensor) -> Tensor:
-    """The tile in that dtype."""
+    """Return the tile in the dtype `wide(tile.dtype)`."""
     return tile if tile.dtype.itemsize > 2 else tile.float()
 
 
 def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """[n, 1] which targets are not in the tile, and a column of it for each: its own, if it is."""
+    """Return the mask [n, 1] of targets outside of the tile, and a column of the tile for each
+    target: the target's own column where the target is inside."""
     column = (targets - first if first else targets).unsqueeze(1)
     near = column.clamp(0, width - 1)
     return near != column, near
@@ -73,9 +74,10 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 
 
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
-    """The tile [n, v] with `values` at those of columns [n, K] that lie in it."""
+    """Return the tile [n, v] with `values` at those of columns [n, K] that lie in the tile."""
     n, v = tile.shape
-    wider = torch.cat([tile, tile.new_empty(n, 1)], 1)  # a column for all that lie elsewhere
+    # A spare column for values outside of the tile.
+    wider = torch.cat([tile, tile.new_empty(n, 1)], 1)
     place = torch.where((columns >= 0) & (columns < v), columns, v)
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
 
@@ -90,10 +92,10 @@ def _block(
     shift = max_logit.clamp_min(torch.finfo(z.dtype).min)
     shifted = torch.sub(z, shift, out=memory[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=memory[1]).scatter_(1, likeliest, 0.0)
-    # For the next block: a heap grows where vectors lie between tiles.
+    # Memory for the next block: a heap grows where vectors lie between tiles.
     scratch[:] = scratch or (shifted, e)
     max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
-    # A tile of -inf alone has no mass, and no largest term.
+    # A row of -inf alone has no mass, and no largest term.
     sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
     logit_sum = z.sum(1) if "mean_logit" in needs else None
     entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
@@ -101,8 +103,9 @@ def _block(
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
-    """log p [n, v] of z, at least FLOOR. The largest logit may have been rounded in another way for
-    the statistics; it is the largest all the same: 1 - p needs it."""
+    """Return log p [n, v] of z, at least FLOOR. A recomputed largest logit may be rounded
+    differently from the largest logit of the statistics. So that 1 - p is exact, the recomputed
+    logit is used near p = 1."""
     max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)
@@ -111,8 +114,8 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
-    """dL/dz of columns that have a slope of their own, to the last digit of 1 - p where that and
-    c_prob cancel, else of p. log_p is at most 0; coefficients have its dimensions."""
+    """Return dL/dz of columns with a slope of their own, to the last digit of 1 - p where the slope
+    and c_prob cancel, else of p. log_p is at most 0; coefficients have the dimensions of log_p."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
@@ -124,7 +127,8 @@ def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficien
 
 
 def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
-    """Set the element of each token's target, to values [n], where it lies in the tile [n, v]."""
+    """Set the element of each token's target to values [n], where the target lies in the tile [n,
+    v]."""
     values, column = values.unsqueeze(1), backward.targets.unsqueeze(1)
     values = values if values.dtype == tile.dtype else values.to(tile.dtype)
     if not backward.all_columns:
@@ -134,8 +138,8 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
 
 
 def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
-    """p (c_prob + c_entropy log p) + c_uniform [n, v], into `out`: dL/dz but for the targets, of
-    coefficients [n, 1]. log_p is overwritten."""
+    """Return p (c_prob + c_entropy log p) + c_uniform [n, v] in `out`: dL/dz without the targets'
+    own terms, of coefficients [n, 1]. log_p is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
         assert c.prob is not None
@@ -155,7 +159,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            max_logit, log_sum = inputs.normalizer  # exact where p is not small
+            max_logit, log_sum = inputs.normalizer  # This form is exact where p is not small.
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
