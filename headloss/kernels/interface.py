@@ -299,8 +299,8 @@ class Kernels(Acts, Protocol):
 
     def can_sweep(self, w: Tensor) -> bool:
         """Return True if the `narrow_` acts accept this weight on its device, with hidden states of
-        its dtype and unit stride along H. Sums over the vocabulary are in float32, in one order for
-        any n."""
+        its dtype and unit stride along H. Sums over the vocabulary are in float32, in an order
+        independent of n."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
@@ -331,10 +331,9 @@ class Kernels(Acts, Protocol):
     def exp_gradient_(
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Return dL/draw from exp logits, over the exp logits: [n, v] in their dtype, for any
-        coefficients but c_uniform under a soft cap, where an exp logit of 0 does not tell z. With
-        `order`, row i of dL/draw is that of row order.rows[i], and rows from `count` on hold any
-        values."""
+        """Return dL/draw [n, v], written over the exp logits in their dtype, for any coefficients
+        but c_uniform under a soft cap, where an exp logit of 0 does not tell z. With `order`, row i
+        is the gradient of row order.rows[i], and rows from `count` on hold any values."""
 
     def exp_multiple_(
         self,
