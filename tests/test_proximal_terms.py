@@ -462,8 +462,7 @@ def test_clip_cov_asks_for_draws() -> None:
 
 
 def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
-    """VACO knows the side of a ratio that rounds to 1, for a nearly certain token with r < 1 and A
-    < 0."""
+    """VACO knows the side of a nearly certain token's ratio that rounds to 1 (r < 1, A < 0)."""
     logp = torch.tensor([-1e-12, -5.0])
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
     packed = pack(batch, vocabulary=1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The rails of a removal, on tiny shapes."""
+"""`rails.py` compares two versions on tiny shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import works
 
 
 def test_rails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A version beside itself in small: races, what is left out, counts, two random calls; and what
-    makes a page red."""
+    """`rails.py` compares a version with itself: timed rows, left-out rows, counts and random
+    calls.
+
+    A differing call or a missed bar makes the comparison fail.
+    """
     root, output = Path(run.__file__).parents[1], tmp_path / "rails.json"
     asked = ["GRPO, recompute", "small, CE N=1024 H=896*", "support*", "counts", "calls"]
     asked = ["--only", *asked, "--pairs", "2", "--calls", "2", "--json", str(output)]
@@ -37,7 +40,7 @@ def test_rails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rails_have_names_of_their_own() -> None:
-    """And what they need is there."""
+    """Rows have unique names, and their works and contestants exist."""
     rows = list(rails.rails())
     assert len({rail.name for rail in rows}) == len(rows)
     for rail in rows:

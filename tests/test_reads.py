@@ -1,4 +1,4 @@
-"""Law 4b: what a term reads is found once for equal terms, and kept in one bounded table."""
+"""Law 4b: the inputs of equal terms are found once, and kept in one bounded table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H, V = 8, 19
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of terms, once for each trial."""
+    """Record the name of a term at each trial."""
     hl.clear_cache()
     names: list[str] = []
     plain = reads.trace
@@ -45,7 +45,8 @@ def call(
 
 
 def test_a_term_that_is_made_anew_in_each_step_is_traced_once(traced: list[str]) -> None:
-    """Tokens, totals, coefficients, chunks and addresses differ in every step of a training."""
+    """A term recreated in each step runs one trial, despite new tokens, totals, coefficients,
+    chunks and addresses."""
     for tokens in (1, 6, 7, 40):
         objective = hl.cross_entropy() + 0.1 * tokens * hl.z_loss()
         call(tokens, lambda objective=objective: objective, chunk_tokens=tokens)

@@ -1,4 +1,4 @@
-"""Law 4b in training: what terms read is found in a trainer's first step, and never again."""
+"""Law 4b in training: the inputs of terms are found in a trainer's first step, and never again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TRAINERS: dict[str, Callable[[], Any]] = {
 
 
 class Entries(TrainerCallback):
-    """The size of the table after each step."""
+    """Record the size of the table after each step."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""What `record_support` records, against the scores that Transformers itself returns."""
+"""`record_support` records sets and log-probs that agree with the scores of Transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generate(model: Any, **options: Any) -> Any:
 
 
 def check(drawn: Any, output: Any, greedy: bool = False) -> Tensor:
-    """Sets and log-probs are those of the scores, also behind a row's end; returns the tokens."""
+    """Check sets and log-probs against the scores, even after a row's end; return the tokens."""
     tokens = output.sequences[:, PROMPTS.shape[1] :]
     scores = torch.stack(output.scores, 1)
     if greedy:
@@ -77,7 +77,7 @@ def test_sets_and_log_probs_are_those_of_the_scores(name: str) -> None:
     torch.manual_seed(3)
     with record_support(model) as drawn:
         output = output_of()
-    assert torch.equal(output.sequences, want)  # no draw has changed
+    assert torch.equal(output.sequences, want)  # recording changes no draw
     check(drawn, output)
     if name == "nothing":
         assert (drawn.support_ids == -1).all() and drawn.support_ids.shape[2] == 1
@@ -115,7 +115,7 @@ def test_wrapped_models(wrap: str) -> None:
         config = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         model = get_peft_model(model, config)
     else:
-        model = nn.DataParallel(model)  # one of the wrappers around a module
+        model = nn.DataParallel(model)  # a module wrapper
     with record_support(model) as drawn:
         output = generate(model if wrap == "lora" else model.module, **FILTERED)
     check(drawn, output)
@@ -140,7 +140,7 @@ def test_the_last_generate_counts_and_none_after() -> None:
 
 
 def test_log_probs_are_those_of_the_batch() -> None:
-    """The model's own, over the recorded sets."""
+    """Recorded log-probs equal the batch's log-probs over the recorded sets."""
     model = load(saved("cohere"))
     with record_support(model) as drawn:
         tokens = generate(model, **FILTERED).sequences
@@ -202,7 +202,8 @@ def test_wrong_tokens_and_models_are_named() -> None:
 
 
 def test_it_keeps_pairs_and_the_scores_of_one_step() -> None:
-    """64 x 400 tokens, one of which keeps all but one id of 2,000: no tensor of [B, C, ..]."""
+    """The recorder keeps pairs and one step's scores, without a [B, C, ..] tensor even for one
+    large set."""
     rows, columns, vocabulary = 64, 400, 2001
     recorder = SupportRecorder()
     tokens = torch.zeros(rows, 1 + columns, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Misuse that was accepted in silence, or that ended in an error without a name.
+"""Misuse is refused with an error that names the input.
 
 N positions, H hidden width, V vocabulary, S segments.
 """
@@ -43,7 +43,7 @@ def call(objective=None, head=None, data=None, hidden=None, **options):
 
 
 def made(make):
-    """What `make` returns and "", or None and the text of its error."""
+    """Return (result of `make`, ""), or (None, error text)."""
     try:
         return make(), ""
     except (TypeError, ValueError) as error:
@@ -54,7 +54,7 @@ def made(make):
 
 
 def names_of_what_a_term_sees() -> list[str]:
-    """Every attribute of the batch that a term is given."""
+    """Return the names of all attributes of a term's batch."""
     seen: set[str] = set()
 
     @hl.term
@@ -70,7 +70,7 @@ NAMES = ("index", "wide", "stats", "on", "live", "slice", "get", "fields", "tota
 
 
 def reads_what_was_given(name: str) -> None:
-    """A field of this name is refused by name, or a term that reads it gets its values."""
+    """Check that a field of this name is refused by name, or is read correctly by a term."""
     values = torch.linspace(1.0, 2.0, N)
     data, error = made(lambda: batch(**{name: values}))
     if data is None:
@@ -144,7 +144,8 @@ def test_a_misspelt_field_is_named(name: str) -> None:
 
 
 def test_fields_that_nobody_misspelt_are_not_named() -> None:
-    """Fields for later, fields of another name, and a name close to one that is there too."""
+    """Unread fields without a misspelt name give no warning, even if close to another given
+    field."""
     data = batch(
         ref_logps=-torch.rand(N),
         sampling_logps=-torch.rand(N),
@@ -254,7 +255,8 @@ def test_totals(error, match, arguments) -> None:
 
 
 def test_totals_that_are_right() -> None:
-    """Zero counts as one; fractions come of averaging ranks; numpy's numbers are numbers."""
+    """Valid totals are accepted: zero (counted as one), fractions from averaged ranks, and numpy
+    numbers."""
     data = batch()
     want = call(data=data, objective=hl.cross_entropy())
     numbers = [(0, 0), (0.5, 0.25), (np.int64(7), np.float32(2)), (torch.tensor(7), 2)]
@@ -303,7 +305,7 @@ def with_prompt() -> hl.Batch:
 
 @pytest.mark.parametrize("modified", [False, True], ids=["alone", "with top_entropy"])
 def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
-    """Static shapes: it gets the value of its formula on scored rows, or it is refused."""
+    """With static shapes a batch-scoped term is correct on scored rows, or is refused."""
     hidden, head, data = torch.randn(N, H), hl.Head(weight()), with_prompt()
     for make in (centred, centred_on_live_rows):
         term = make().top_entropy(quantile=0.6) if modified else make()
@@ -312,7 +314,7 @@ def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
         if out is None:
             assert re.search(rf"static: got True with term {term.name}", error)
             assert make is centred
-            with pytest.raises(ValueError, match="static"):  # of logits, and a second time
+            with pytest.raises(ValueError, match="static"):  # refused for logits, and again
                 hl.logits_loss(torch.randn(N, V), data, term, options=hl.Options(static=True))
             continue
         torch.testing.assert_close(out.loss, want.loss)
@@ -385,7 +387,7 @@ def test_main_grad_of_a_weight_without_gradient() -> None:
     frozen, hidden = hl.Head(weight().detach()), torch.randn(N, H).requires_grad_()
     with pytest.raises(ValueError, match="main_grad: .* requires no gradient"):
         call(head=frozen, hidden=hidden, **options)
-    with torch.no_grad():  # an evaluation with the options of the training step
+    with torch.no_grad():  # evaluation with training options
         assert call(head=frozen, hidden=hidden, **options).loss.isfinite()
 
 

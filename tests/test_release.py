@@ -1,4 +1,4 @@
-"""What stands around the code: workflows, a changelog by versions, a wheel that works alone."""
+"""Release files are consistent: workflows, a changelog by version, and a self-contained wheel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_workflows_cover_what_the_package_says_it_supports() -> None:
     matrix = jobs["tests"]["strategy"]["matrix"]
     text = (ROOT / "pyproject.toml").read_text()
     assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", text)
-    assert matrix["torch"] == [re.search(r"torch>=([\d.]+)", text)[1], "newest"]  # type: ignore[index]
+    # Type: ignore[index].
+    assert matrix["torch"] == [re.search(r"torch>=([\d.]+)", text)[1], "newest"]
     assert {"lint", "tests", "docs", "package"} == jobs.keys()
     publishing = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     assert publishing["index"]["permissions"] == {"id-token": "write"}
@@ -75,7 +76,7 @@ def test_changelog_has_the_version_that_comes() -> None:
 
 
 def closure(name: str, found: dict[str, None]) -> None:
-    """Names of a distribution and of what it requires, as far as they are installed."""
+    """Collect a distribution's name and its installed requirements."""
     try:
         wants = importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +89,7 @@ def closure(name: str, found: dict[str, None]) -> None:
 
 
 def test_the_wheel_works_in_an_environment_that_has_torch_alone(tmp_path: Path) -> None:
-    """Built and unpacked; beside it links to torch and to what torch requires, and nothing else."""
+    """The built wheel works in an environment with only torch and torch's requirements."""
     pytest.importorskip("hatchling", reason="it builds the wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

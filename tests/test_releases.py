@@ -1,6 +1,5 @@
-"""Adapters of Transformers and TRL under releases that no test ran with: where all that is replaced
-is what it was taken for they work, with one warning; where a part of it is another, an error names
-that part."""
+"""Adapters of Transformers and TRL under untested releases work with one warning, or name the
+changed function in an error."""
 
 from __future__ import annotations
 
@@ -122,7 +121,8 @@ def test_another_loss_function(
 
 @pytest.mark.parametrize("changed", [unshifted, of_its_own_count, by_all_tokens])
 def test_another_loss_function_of_transformers(changed: Any, monkeypatch: Any) -> None:
-    """It runs, and its cross-entropy is the objective."""
+    """A changed loss function of Transformers runs, with headloss's objective in place of its
+    cross-entropy."""
     monkeypatch.setattr(changed, "__module__", "transformers.loss.another")
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", changed)
     model, count = tiny("llama"), torch.tensor(29)
@@ -161,7 +161,8 @@ def test_a_loss_function_of_the_same_meaning_serves(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_check_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the generator, nor a module, nor another device: a model on meta is applied to."""
+    """The check of a model touches no generator, module or device; `apply` works on a meta
+    model."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny("llama").config)
         monkeypatch.setattr(nn.Module, "__call__", lambda *_: pytest.fail("a module was called"))
@@ -208,7 +209,7 @@ def test_rounding_is_no_change(family: str, dtype: torch.dtype) -> None:
 def test_a_family_of_no_table_under_trl(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Log-probs are those of the model's logits, and need no table."""
+    """Under TRL an unlisted model family has the log-probs of its logits."""
     pytest.importorskip("trl")
     from headloss.integrations.trl.forward import Request, add_head
 
@@ -228,7 +229,8 @@ def test_a_family_of_no_table_under_trl(
 
 
 def test_a_forward_that_no_head_explains_under_trl() -> None:
-    """An error where the fused loss was asked for by name, else the model's own logits."""
+    """Under TRL a forward without a matching head raises if the fused loss was requested, else uses
+    full logits."""
     pytest.importorskip("trl")
     from headloss.integrations.trl.forward import Request, Switches, add_head
 
@@ -377,7 +379,8 @@ def test_a_function_of_trl_with_other_arguments(
 def test_whoever_holds_a_function_of_trl_by_name_is_served(
     trl_install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As TRL 1.14's trainers did, for which a patch of `utils` alone is never called."""
+    """A module that imported a TRL function by name, like TRL 1.14's trainers, gets headloss's
+    function."""
     from trl.trainer import utils
 
     holder: Any = types.ModuleType("trl.trainer.holder")
@@ -385,7 +388,7 @@ def test_whoever_holds_a_function_of_trl_by_name_is_served(
     monkeypatch.setitem(sys.modules, holder.__name__, holder)
     trl_install.install()
     assert holder._ChunkedLogProbFunction is utils._ChunkedLogProbFunction is not stock
-    later: Any = types.ModuleType("trl.trainer.later")  # imported while ours are in place
+    later: Any = types.ModuleType("trl.trainer.later")  # imported while headloss is installed
     later._ChunkedLogProbFunction = utils._ChunkedLogProbFunction
     monkeypatch.setitem(sys.modules, later.__name__, later)
     trl_install.uninstall()

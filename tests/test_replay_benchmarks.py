@@ -1,4 +1,4 @@
-"""The benchmarks of replay, and the demo that samples with top-p, on tiny models."""
+"""The replay benchmarks and the top-p demo run on tiny models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_sets_are_distinct_and_hold_the_label() -> None:
 
 
 def test_quick(tmp_path: Path) -> None:
-    """Whatever is over the sets agrees with masked logits; all parts are there."""
+    """The quick replay benchmark has all parts, and losses over sets agree with masked logits."""
     output = tmp_path / "replay.json"
     assert replay.main(["--quick", "--device", "cpu", "--json", str(output)]) == 0
     results = json.loads(output.read_text())

@@ -1,4 +1,4 @@
-"""The five algorithms on the trainer, their advantages, and the three switches."""
+"""The five RL algorithms, their advantages and the three switches work on TRL's trainer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_rewards_at_tokens() -> None:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0)])
 def test_generalised_advantages(gamma: float, lam: float) -> None:
-    """The double sum of the paper, over the tokens that count."""
+    """Generalised advantages equal the paper's double sum over the unmasked tokens."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in "rv")
     advantages, returns = rl.generalised(rewards, values, MASK, gamma, lam)
@@ -113,7 +113,7 @@ def test_normalised() -> None:
 
 
 def test_integers_are_numbers() -> None:
-    """What is made of whole rewards or values is not rounded to whole numbers."""
+    """Integer rewards and values are not rounded in advantages."""
     rewards = torch.tensor([[0, 0, 3, 1], [2, 0, 1, 0], [0, 0, 0, 0]])
     for made in (
         lambda x: rl.discounted(x, MASK, 0.9),
@@ -125,7 +125,7 @@ def test_integers_are_numbers() -> None:
 
 
 def test_shapes_of_advantages_are_checked() -> None:
-    """Two dimensions that differ would be spread over each other."""
+    """Differing shapes are refused, since they would broadcast."""
     ones, scores = torch.ones(3, 4), torch.ones(3)
     with pytest.raises(ValueError, match=r"scores: got shape \(3, 1\), want \(3,\)"):
         rl.rewards_at_tokens(scores[:, None], MASK)
@@ -174,7 +174,8 @@ def test_as_trl_has_it(kind: type, same: dict[str, Any]) -> None:
 
 
 def test_group_less_the_mean_of_the_others() -> None:
-    """n / (n - 1) times the gradient, where nothing is clipped: the step of SGD."""
+    """Leave-one-out advantages scale the unclipped gradient by n / (n - 1), visible in an SGD
+    step."""
     options = {"scale_rewards": "none", "max_steps": 1}
     start = dict(load(llama()).named_parameters())
     _, plain = train(make(rl.GRPO, **options))
@@ -185,7 +186,7 @@ def test_group_less_the_mean_of_the_others() -> None:
 
 
 def plain_step(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor:
-    """PPO or REINFORCE in plain PyTorch through the logits."""
+    """Compute a step of PPO or REINFORCE in plain PyTorch from logits."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     columns, mask = inputs["completion_ids"].shape[1], inputs["completion_mask"].bool()
@@ -217,7 +218,8 @@ def plain_step(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor:
     ],
 )
 def test_in_plain_pytorch(kind: type, options: dict[str, Any]) -> None:
-    """Loss and gradient of each step, also where ratios and values have been clipped."""
+    """Loss and gradient of each step agree with plain PyTorch, even with clipped ratios and
+    values."""
     compared = []
 
     class Compared(kind):
@@ -308,7 +310,7 @@ def test_fused_or_not(kind: type) -> None:
 
 
 def unfindable() -> Any:
-    """A model whose head computes something of its own."""
+    """Return a model with a custom head computation."""
     model = load(saved("llama"))
     model.lm_head.register_forward_hook(lambda module, args, output: output * 0.9)
     return model
@@ -344,7 +346,7 @@ def test_resolution(switches: tuple, loss: bool, logprobs: bool, exact: bool) ->
 
 
 def step_memory(**options: Any) -> int:
-    """Elements of the largest tensor of a training step."""
+    """Return the number of elements of a training step's largest tensor."""
     trainer = make(rl.GRPO, max_steps=1, **options)
     trainer.options = hl.Options(chunk_tokens=2)
     with LiveTensors() as live:
@@ -358,7 +360,8 @@ def test_memory() -> None:
 
 
 def test_bf16_log_probs() -> None:
-    """False rounds the logits as the standard path does, True does not, fused or not."""
+    """With the switch False logits are rounded as in the standard path, with True not, fused or
+    unfused."""
 
     def measured(**switches: Any) -> float:
         model = load(llama()).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""`score_centering` against the formula on materialised logits, and over a replayed support.
+"""`score_centering` agrees with its formula on materialised logits, and over a replayed support.
 
 T scored tokens, V vocabulary, K candidates; p is the trainer's distribution, q the sampler's.
 """
@@ -25,7 +25,7 @@ BOUNDS: dict[str, dict] = {
 
 
 def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
-    """The sampler's k likeliest tokens, of which some are left out."""
+    """Return a problem with the sampler's k likeliest tokens as candidates, some removed."""
     case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(20 + seed)
 
@@ -35,12 +35,12 @@ def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
     z = (case.hidden @ case.weight.t()).detach() / case.temperature
     log_q = (0.9 * z + apart * normal(N, V)).log_softmax(1)
     logps, ids = log_q.topk(k, 1)
-    at = torch.rand(N, k, generator=generator).argsort(1)  # in any order
+    at = torch.rand(N, k, generator=generator).argsort(1)  # random order
     ids, logps = ids.gather(1, at), logps.gather(1, at)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot, whatever it holds
-        ids[6], logps[6] = -5, 0.0  # a token without any
-        logps[8, 0] = -math.inf  # a token that the sampler cannot draw
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot with an arbitrary value
+        ids[6], logps[6] = -5, 0.0  # a token without candidates
+        logps[8, 0] = -math.inf  # a candidate with sampler probability 0
     case.fields |= {
         "advantages": normal(N),
         "candidate_ids": ids,
@@ -61,7 +61,7 @@ def weight_of(w: float, mode: str | None = None, min: float = 0.0, max: float = 
 
 
 def centering(log_p: Tensor, fields, **options) -> Tensor:
-    """[T], slot by slot."""
+    """Return the formula's values [T], slot by slot."""
     values = []
     for t, ids in enumerate(fields["candidate_ids"].tolist()):
         slots = [(k, j) for k, j in enumerate(ids) if j >= 0]
@@ -96,7 +96,7 @@ def test_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no mode", "truncated", "masked"])
 def test_beside_the_policy_term(name: str) -> None:
-    """With the correction's bounds in both, as the two are to be used."""
+    """Score centering with a policy term is correct, with equal correction bounds in both terms."""
     options = BOUNDS[name]
 
     def formula(log_p, targets, fields) -> Tensor:
@@ -114,7 +114,8 @@ def test_beside_the_policy_term(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_all_of_the_vocabulary(name: str) -> None:
-    """Both tails are floored, rho is 1, and what alpha weighs has no gradient: the sum is exact."""
+    """With the whole vocabulary as candidates the sum is exact: both tails are floored, rho is 1,
+    and alpha's factor has no gradient."""
     options, case = BOUNDS[name], problem(k=V)
     agree(
         case,
@@ -135,8 +136,8 @@ def test_all_of_the_vocabulary(name: str) -> None:
 
 
 def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
-    """What it is for: the policy gradient at one advantage, averaged over tokens that the sampler
-    draws, is 0 once the sampler's mean score is taken out."""
+    """The centred policy gradient at a constant advantage, averaged over the sampler's draws, is
+    0."""
     case = problem(k=V)
     q = torch.zeros(N, V, dtype=torch.float64)
     q.scatter_(1, case.fields["candidate_ids"], case.fields["candidate_sampling_logps"].exp())
@@ -156,7 +157,7 @@ def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
 def value_and_slopes(
     log_p: list[float], log_q: list[float], ids: list[int], dtype: torch.dtype, **options
 ) -> tuple[float, list[float]]:
-    """Of one token with advantage 1."""
+    """Return the value and slopes of one token with advantage 1."""
     from headloss.batch.packing import PackedBatch
     from headloss.batch.segments import Segments
     from headloss.statistics.softmax import CANDIDATES, Statistics
@@ -178,10 +179,10 @@ def value_and_slopes(
 @pytest.mark.parametrize("name", BOUNDS)
 def test_edges(dtype: torch.dtype, name: str) -> None:
     options, near = BOUNDS[name], {"rel": 1e-5, "abs": 1e-9}
-    # Slots that are all empty: 0, whatever they hold.
+    # Empty slots give 0 for any values.
     value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **options)
     assert value == 0 and slopes == [0, 0]
-    # q_k = 0 leaves -alpha p_k.
+    # With q_k = 0 only -alpha p_k remains.
     p, q = (0.25, 0.5), (0.0, 0.4)
     value, slopes = value_and_slopes(
         [math.log(x) for x in p], [-math.inf, math.log(q[1])], [3, 5], dtype, **options
@@ -193,18 +194,18 @@ def test_edges(dtype: torch.dtype, name: str) -> None:
     assert value == pytest.approx(
         sum(c * math.log(x) for c, x in zip(want, p, strict=True)), **near
     )
-    # p_k = 0: the log of the ratio is held, and there is no gradient.
+    # With p_k = 0 the log-ratio is clamped, without gradient.
     _, slopes = value_and_slopes([-math.inf, math.log(0.5)], [-3.0, -2.0], [3, 5], dtype, **options)
     assert slopes[0] == 0
     value_and_slopes([-800.0, -1.0], [-1.0, -800.0], [3, 5], dtype, **options)
     value_and_slopes([-math.inf, -1.0], [-math.inf, -1.0], [3, 5], dtype, **options)
-    # One candidate has all the mass of both: both tails are floored.
+    # One candidate has all the mass of both models, so both tails are floored.
     value, slopes = value_and_slopes([0.0], [0.0], [3], dtype, **options)
     assert value == 0 and slopes == pytest.approx([0.0], abs=1e-12)
 
 
 def test_small_tails_keep_their_digits() -> None:
-    """1 - sum of float32 probabilities, of which one is nearly 1."""
+    """Small tails, 1 - sum of float32 probabilities with one near 1, keep their digits."""
     log_p, log_q = [math.log1p(-3e-5), math.log(1e-5)], [math.log1p(-8e-5), math.log(2e-5)]
     _, got = value_and_slopes(log_p, log_q, [3, 5], torch.float32)
     rho = 6e-5 / 2e-5
@@ -216,15 +217,15 @@ def test_small_tails_keep_their_digits() -> None:
 
 
 def replayed(seed: int = 0) -> Problem:
-    """The sampler kept a set of each token, the target among it, and stored the log-probs of all
-    of these; candidates are the support itself."""
+    """Return a problem with a replayed support: candidates are the kept sets (with the target),
+    with the sampler's log-probs."""
     case = problem(seed=seed)
     generator = torch.Generator().manual_seed(5 + seed)
     ids = torch.rand(N, V, generator=generator).argsort(1)[:, :K]
     first = case.targets[:, None]
     ids = torch.where(ids == first, ids[:, :1], ids)
     ids[:, :1] = first
-    ids[::4, 3:] = -1  # fewer
+    ids[::4, 3:] = -1  # smaller sets
     logits = torch.randn(N, K, generator=generator, dtype=torch.float64)
     log_q = logits.masked_fill(ids < 0, -math.inf).log_softmax(1)
     case.fields |= {
@@ -238,7 +239,7 @@ def replayed(seed: int = 0) -> Problem:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_over_a_replayed_support(name: str) -> None:
-    """Probabilities are those of the support, which the candidates are all of: p and q sum to 1."""
+    """Over a replayed support equal to the candidates, p and q sum to 1."""
     options = BOUNDS[name]
     case = replayed()
     agree(
@@ -257,7 +258,8 @@ def test_over_a_replayed_support(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
-    """-A (log p_y - sum_k q_k log p_k), q without a gradient, as prime-rl has it."""
+    """A replayed support gives the gradient of prime-rl's -A (log p_y - sum_k q_k log p_k), with
+    constant q."""
     case = replayed(1)
 
     def exact(log_p, targets, fields) -> Tensor:
@@ -271,7 +273,7 @@ def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
 
 
 def test_what_the_support_does_not_hold_counts_for_nothing() -> None:
-    """A candidate outside of the support has p = 0 and no gradient; nor has it any q."""
+    """A candidate outside the support has p = 0, q = 0 and no gradient."""
     case = replayed()
     want = case.got(hl.score_centering(), hl.Options())
     support = case.fields["support_ids"]

@@ -1,4 +1,4 @@
-"""M2PO's mask, as a field and as a modifier, against its definition in plain Python."""
+"""M2PO's mask, as a field and as a modifier, agrees with its definition in plain Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import headloss as hl
 
 
 def kept_of(moments: list[float], threshold: float) -> list[bool]:
-    """Without the first n in descending order, n the least that brings the mean below."""
+    """Drop the n largest moments, with the smallest n that brings the mean below the threshold."""
     order = sorted(range(len(moments)), key=lambda i: -moments[i])
     for n in range(len(moments)):
         left = [moments[i] for i in order[n:]]
@@ -35,7 +35,7 @@ def batch_of(old: Tensor, sampling: Tensor, targets: Tensor | None = None) -> hl
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.04, 0.3, 1.0, 1e6])
 def test_the_mask(threshold: float) -> None:
-    """Few and many tokens, unscored ones (whatever they hold) left out."""
+    """The mask is correct for few and many tokens, without unscored tokens of any value."""
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         rows = 1 + seed % 4
@@ -57,13 +57,13 @@ def test_edges_of_the_mask() -> None:
         return hl.second_moment_mask(batch, threshold=threshold).tolist()
 
     assert kept([]) == []
-    assert kept([9.0]) == [True]  # all but the least
-    assert kept([0.0625, 0.4]) == [True, True]  # the mean is below
-    assert kept([0.25, 0.25]).count(True) == 1  # strictly: no n does, and one is left
-    assert kept([4.0, 4.0, 4.0]).count(True) == 1  # equal m: any of them
-    assert kept([0.0625, 0.4375]) == [True, False]  # the mean is the threshold
+    assert kept([9.0]) == [True]  # the smallest is kept
+    assert kept([0.0625, 0.4]) == [True, True]  # mean below the threshold
+    assert kept([0.25, 0.25]).count(True) == 1  # the mean must be strictly below: one token is left
+    assert kept([4.0, 4.0, 4.0]).count(True) == 1  # any one of equal moments
+    assert kept([0.0625, 0.4375]) == [True, False]  # mean equal to the threshold
     assert kept([math.inf, 0.0, 0.0625]) == [False, True, True]
-    assert kept([math.nan, 1.0]) == [True, False]  # nothing known is m = 0
+    assert kept([math.nan, 1.0]) == [True, False]  # NaN counts as m = 0
     assert kept([0.0, 0.0]) == [True, True]
 
 
@@ -92,7 +92,7 @@ def test_the_modifier(live: bool, threshold: float) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINED)
 def test_through_the_head(schedule: str) -> None:
-    """The modifier keeps the denominator, the field counts what is kept."""
+    """Through the head the modifier keeps the denominator, and the field counts kept tokens."""
     step = Step()
     order = [4, 2, 0, 5, 3, 1]
     noise = 0.5 * torch.randn(T, generator=torch.Generator().manual_seed(5)).double()

@@ -1,4 +1,4 @@
-"""Segments: making them, and sums, means and expansion against loops."""
+"""Segments are constructed correctly, and their sums, means and expansion agree with loops."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_tokens_of_any_shape():
     "ids", [[0, 0, 2, 2, 2], [2, 0, 2, 0, 2], [1, 1, 1, 1, 1]], ids=["sorted", "mixed", "one"]
 )
 def test_gradients(ids):
-    segments = Segments.from_ids(torch.tensor(ids), count=4)  # an empty one, at least
+    segments = Segments.from_ids(torch.tensor(ids), count=4)  # at least one segment is empty
     values = torch.randn(5, dtype=torch.float64, requires_grad=True)
     per_segment = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(segments.sum, values)
@@ -165,7 +165,8 @@ def test_a_long_segment_keeps_the_digits_of_float32():
 
 
 def test_sums_do_not_depend_on_the_order_of_segments_or_on_the_run():
-    """Bits, not tolerances (law 7): each segment is summed in the order of its own tokens."""
+    """Segment sums have identical bits in any segment order and run (law 7): each segment sums its
+    tokens in order."""
     values, lengths = torch.randn(1000), [300, 1, 0, 499, 200]
     ordered = Segments.from_lengths(lengths)
     assert ordered.sum(values).equal(ordered.sum(values))
@@ -173,7 +174,7 @@ def test_sums_do_not_depend_on_the_order_of_segments_or_on_the_run():
     pieces = [values.split(lengths)[i] for i in other]
     moved = Segments.from_lengths([lengths[i] for i in other]).sum(torch.cat(pieces))
     assert moved.equal(ordered.sum(values)[other])
-    # Riffled: tokens of different segments alternate, each segment's own order kept.
+    # Interleaved segments, with each segment's tokens in order.
     places = torch.rand(1000).argsort()
     ids = ordered.ids[places]
     riffled = torch.empty(1000)
@@ -209,8 +210,8 @@ def test_wrong_shapes(use, match):
 
 
 def test_each_constructor_says_which_empty_segments_count() -> None:
-    """An empty or unscored sequence is one of S; padding is none: ends that fill up a buffer are
-    dropped before, tokens of it have a negative id."""
+    """Empty or unscored sequences count in S, and padding does not: padded ends are dropped,
+    padding tokens have negative ids."""
     hidden, head = torch.ones(5, 2), hl.Head(torch.arange(18.0).view(9, 2))
     filled = torch.tensor([0, 2, 5, 5, 5])
     ids = torch.tensor([0, 0, 1, 1, -1])
@@ -236,7 +237,7 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
 
 
 def test_padding_of_labels_predicts_nothing() -> None:
-    """However many tokens of it stand side by side, and whatever their labels are."""
+    """Padding of any length and with any labels predicts nothing."""
     ids = torch.tensor([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1])
     values = torch.arange(10)
     batch = hl.Batch.from_labels(values, Segments.from_ids(ids), w=values, align="labels")
@@ -247,7 +248,7 @@ def test_padding_of_labels_predicts_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (3, 1), (2, 3, 4), (2, 0), (0, 4)])
 def test_labels_by_rows(shape: tuple[int, ...]) -> None:
-    """Rows shift as segments of these ids do, whatever lies beside the labels."""
+    """Labels in rows shift like segments with equal ids, with any fields."""
     labels = torch.arange(math.prod(shape)).view(shape)
     fields = {
         "w": labels.double(),
@@ -271,7 +272,7 @@ def test_a_batch_elsewhere_knows_the_order_of_its_segments(segments: Segments) -
 
 
 def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):
-    """Neither may wait for the other outside of the collective."""
+    """Ranks that are threads sum their lengths without waiting outside the collective."""
     together = threading.Barrier(2)
 
     def over_ranks(segments, values):

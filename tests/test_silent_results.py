@@ -1,7 +1,7 @@
-"""Calls that gave a wrong result without a word.
+"""Calls that could silently give a wrong result are correct or raise.
 
-N positions, H hidden width, V vocabulary, S segments. Each case has a formula or plain logits in
-float64 beside it.
+N positions, H hidden width, V vocabulary, S segments. Each case is compared with a formula or with
+float64 plain logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def problem(
     dtype: torch.dtype = torch.float32, scored: bool = True
 ) -> tuple[Tensor, Tensor, dict[str, Tensor], hl.Segments, Tensor]:
-    """hidden, weight, fields, segments, targets; some positions are not scored where asked."""
+    """Return hidden, weight, fields, segments and targets, optionally with unscored positions."""
     hidden, weight = draw(N, H, dtype=dtype), draw(V, H, dtype=dtype)
     targets = torch.randint(V, (N,))
     if not scored:
@@ -52,7 +52,7 @@ SCHEDULES = {
 
 
 def penalised(loss: Tensor, inputs: list[Tensor]) -> None:
-    """A gradient penalty, as it is written for a loss of plain logits."""
+    """Backpropagate a gradient penalty, as for a loss of plain logits."""
     gradients = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in gradients if g is not None)
     (loss + penalty).backward()
@@ -113,13 +113,13 @@ def test_a_hessian_vector_product_is_refused() -> None:
 
     with pytest.raises(RuntimeError, match=NO_SECOND):
         torch.autograd.functional.hvp(loss, hidden, torch.ones_like(hidden))
-    x = hidden.clone().requires_grad_()  # a first derivative alone needs no graph
+    x = hidden.clone().requires_grad_()  # a first derivative works
     (gradient,) = torch.autograd.grad(loss(x), x)
     assert gradient.abs().sum() > 0
 
 
 def test_the_logits_of_a_head_have_second_derivatives() -> None:
-    """What the error points to: a penalty there, adapters included."""
+    """`Head.logits` has second derivatives, adapters included, as the error advises."""
     hidden, weight, _, _, targets = problem(torch.float64)
     a, b = draw(2, H, dtype=torch.float64), draw(V, 2, dtype=torch.float64)
     for tensor in (hidden, weight, a, b):
@@ -184,7 +184,7 @@ CASES = [(name, False) for name in MADE_INSIDE] + [("forward_kl", True), ("js", 
 
 @pytest.mark.parametrize(("name", "stored"), CASES)
 def test_every_term_in_inference_mode(name: str, stored: bool) -> None:
-    """A term that nobody has tried before, made inside: all verbs, then a training step."""
+    """Every new term works in inference mode with all functions, and then in a training step."""
     hidden, weight = draw(N, H), draw(V, H)
     with torch.inference_mode():
         torch.manual_seed(1)
@@ -206,7 +206,7 @@ def test_every_term_in_inference_mode(name: str, stored: bool) -> None:
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 @pytest.mark.parametrize("name", ["grpo", "sapo", "forward_kl"])
 def test_a_batch_of_inference_mode_is_trained_on(name: str, schedule: str) -> None:
-    """What a rollout made enters a training step, all of it scored or not."""
+    """A batch made in inference mode works in a training step, with and without unscored tokens."""
     with torch.inference_mode():
         torch.manual_seed(1)
         term, batch = objective_and_batch(name)
@@ -276,13 +276,14 @@ def test_poison_in_unscored_logits_with_static_shapes(
 
 # ---------------------------------------------------------------------- the clamp of log-ratios
 
-FAR = 60.0  # how far one token is below (or above) the old policy
+FAR = 60.0  # distance of one token from the old policy
 
 
 def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, hl.Batch]:
-    """hidden, weight, log-probs in float64, and a batch with one token `by` above its old policy.
+    """Return hidden, weight, float64 log-probs, and a batch with one token `by` above its old
+    log-prob.
 
-    All other log-ratios are such that the sequence's mean log-ratio is small.
+    All other log-ratios make the sequence's mean log-ratio small.
     """
     hidden, weight, fields, segments, targets = problem(dtype)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
@@ -306,7 +307,7 @@ def per_sequence(values: Tensor, reduce) -> Tensor:
 
 
 def sequence_formula(name: str, logps: Tensor, batch: hl.Batch) -> Tensor:
-    """The losses of the papers, with what is exponentiated clamped, in float64."""
+    """Return the papers' losses in float64, with clamped exponents."""
     old, advantages = batch.old_logps.double(), batch.advantages.double()
     sampling, ref = batch.sampling_logps.double(), batch.ref_logps.double()
     d, lengths = logps - old, torch.tensor(LENGTHS)
@@ -356,9 +357,10 @@ SEQUENCE_TERMS = {
 @pytest.mark.parametrize("by", [-FAR, FAR], ids=["below", "above"])
 @pytest.mark.parametrize("name", SEQUENCE_TERMS)
 def test_one_token_far_from_the_old_policy(name: str, by: float) -> None:
-    """Its log-ratio enters the sequence's mean or sum whole, and so does its gradient."""
+    """The log-ratio of one token far from the old policy enters the sequence's mean or sum
+    unclamped, with its gradient."""
     hidden, weight, _, batch = far_from_old(by, torch.float64)
-    if name in ("vespo", "corrected"):  # sums that leave single tokens' bounds and come back
+    if name in ("vespo", "corrected"):  # sums of terms beyond a single token's bounds
         fields = {n: getattr(batch, n) for n in ("advantages", "old_logps", "ref_logps")}
         sampling = batch.old_logps + 0.01
         sampling[-1] += 25.0
@@ -379,7 +381,7 @@ def test_one_token_far_from_the_old_policy(name: str, by: float) -> None:
 
 
 def test_gspo_of_one_token_far_below_by_hand() -> None:
-    """A sequence of 1000 tokens whose one outlier moves the ratio by exp(-0.05), not exp(-0.02)."""
+    """In GSPO one outlier in 1000 tokens changes the ratio to exp(-0.05), not exp(-0.02)."""
     logits = torch.zeros(1000, 2, dtype=torch.float64, requires_grad=True)
     old = torch.full((1000,), -math.log(2), dtype=torch.float64)
     old[17] += 50.0
@@ -389,12 +391,13 @@ def test_gspo_of_one_token_far_below_by_hand() -> None:
     out = hl.logits_loss(logits, batch, hl.gspo())
     out.loss.backward()
     assert float(out.loss.detach()) == pytest.approx(-math.exp(-0.05), rel=1e-9)
-    # d loss / d logit of the target: -s (1 - p) / n, at the outlier as everywhere
+    # d loss / d logit of the target is -s (1 - p) / n, even at the outlier
     assert logits.grad[:, 0].tolist() == pytest.approx([-math.exp(-0.05) * 0.5 / 1000] * 1000)
 
 
 def test_what_is_exponentiated_is_still_bounded() -> None:
-    """A whole sequence far above the old policy: exp(20), and finite gradients."""
+    """Exponents stay bounded: a sequence far above the old policy has ratio exp(20) and finite
+    gradients."""
     hidden, weight, fields, segments, targets = problem()
     fields["old_logps"] = torch.full((N,), -500.0)
     batch = hl.Batch(targets, segments, **fields)
@@ -442,7 +445,8 @@ def explores_where_asked(stats, batch):
 
 @pytest.mark.parametrize("asked", [-1.0, 1.0])
 def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
-    """A frozen head's schedule has kept what the gradient of logp needs, and nothing else."""
+    """A gradient that depends on batch values is correct or refused under a frozen head's
+    schedule."""
     hidden, weight, _, _, targets = problem(torch.float64)
     batch, head = hl.Batch(targets, asked=torch.full((N,), asked)), hl.Head(weight)
     z = hidden.requires_grad_() @ weight.T
@@ -466,7 +470,7 @@ def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
-    """In a small call too, for which leaving a row out of the products saves nothing."""
+    """Values of rows left out by a term may be NaN, even in a small call."""
     monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
     hidden, weight, _, _, targets = problem(torch.float64)
     kept = torch.arange(N) != 1
@@ -482,7 +486,7 @@ def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
 
 
 def test_a_reduction_of_what_a_term_leaves_out_may_be_infinite() -> None:
-    """Here of segments with one token at most: the second keeps none."""
+    """A reduction over kept tokens may be infinite for a segment without kept tokens."""
     hidden, weight, _, _, targets = problem(torch.float64)
     kept = torch.arange(N) < N // 2
     batch = hl.Batch(targets, hl.Segments.from_lengths([N // 2, N - N // 2]), kept=kept)
@@ -494,7 +498,7 @@ def test_a_reduction_of_what_a_term_leaves_out_may_be_infinite() -> None:
 
 @pytest.mark.parametrize("own", [hl.token_mean, hl.sequence_sum, hl.fixed_length(7)])
 def test_a_reduction_that_is_made_of_the_librarys(own: hl.Reduction) -> None:
-    """`weigh` is public, and gives a weight per token."""
+    """A custom reduction built from the library's reductions works, since `weigh` is public."""
     hidden, weight, _, _, targets = problem(torch.float64)
     half = hl.Reduction("half", lambda *given: own.weigh(*given) / 2)
     call = hidden, hl.Head(weight), hl.Batch(targets)
@@ -515,7 +519,8 @@ WHOLE = [torch.int64, torch.int8, torch.bool]
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", POLICY)
 def test_advantages_and_weights_that_are_whole_numbers(name: str, default: torch.dtype) -> None:
-    """A number times a tensor of integers has torch's default dtype, not that of the call."""
+    """Integer advantages and weights are correct, although a product with integers has torch's
+    default dtype."""
     hidden, weight, fields, segments, targets = problem(torch.float64, scored=False)
     whole = torch.randint(-3, 4, (N,))
 

@@ -1,4 +1,4 @@
-"""The slope of a soft cap, 1 - tanh(x)^2, where it saturates: every act two against float64.
+"""A saturated soft cap's slope 1 - tanh(x)^2 is accurate in every gradient kernel, against float64.
 
 n tokens, v columns; x = raw * scale / cap.
 """
@@ -36,7 +36,7 @@ pytestmark = [
 
 
 def saturated(between: tuple[int, int], transform: Transform, v: int = V) -> torch.Tensor:
-    """Raw logits [n, v] of both signs whose |x| lies in between."""
+    """Return raw logits [n, v] of both signs with |x| in an interval."""
     generator = torch.Generator().manual_seed(0)
     low, high = between
     size = low + (high - low) * torch.rand(N, v, generator=generator)
@@ -46,21 +46,21 @@ def saturated(between: tuple[int, int], transform: Transform, v: int = V) -> tor
 
 
 def exact_operands(between: tuple[int, int], transform: Transform):
-    """x and w in 16 bits, whose product is such logits and needs no rounding."""
+    """Return 16-bit x and w whose exact product is saturated logits."""
     w = torch.zeros(V + 1, 8, dtype=torch.float16, device=DEVICE)
     w[:, :N] = saturated(between, transform, V + 1).t()
     return torch.eye(N, 8, dtype=torch.float16, device=DEVICE), w
 
 
 def z_of(raw: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """By plain torch."""
+    """Transform raw logits by plain torch."""
     t, cap = transform.temperature, transform.softcap
     z = cap * torch.tanh(raw * transform.scale / cap)
     return z / (t.unsqueeze(1).to(z.dtype) if isinstance(t, torch.Tensor) else t)
 
 
 def side_of(raw: torch.Tensor, transform: Transform) -> Distribution:
-    """Of float64 logits."""
+    """Return the distribution of float64 logits."""
     transform = in_float64(transform)
     found = twins.partials(raw, Forward(None, 0, transform, NOTHING))
     return Distribution(transform, finish(found, 1, NOTHING)[1])
@@ -74,7 +74,7 @@ def narrow(side: Distribution) -> Distribution:
 
 
 def act_two(raw: torch.Tensor, transform: Transform, c: SoftmaxCoefficients, targets: torch.Tensor):
-    """Act two in float64, from the formula, and what it takes in float32."""
+    """Return the float64 gradient by the formula, and the float32 inputs of a gradient kernel."""
     exact = raw.double().requires_grad_()
     z = z_of(exact, transform)
     log_p = z.detach().log_softmax(1)
@@ -131,7 +131,8 @@ def test_divergences(kind, name, between):
 
 
 def test_a_slab(name, between):
-    """In 16 bits, beside logits that a product makes exactly; so is the target's own element."""
+    """A 16-bit slab of gradients is accurate, including the target's element, for exactly computed
+    logits."""
     transform = TRANSFORMS[name]
     x, w = exact_operands(between, transform)
     raw = x.float() @ w.float().t()
@@ -145,8 +146,8 @@ def test_a_slab(name, between):
 @pytest.mark.covering
 @pytest.mark.parametrize("backend", [twins, triton_backend], ids=["reference", "triton"])
 def test_held_terms(backend, name, between):
-    """A term in bfloat16 knows z to a 512th at best, which may lie beyond the cap: the slope is 0
-    there, and no gradient turns around."""
+    """Held bfloat16 tiles may decode to a z beyond the cap; the slope is 0 there, and no gradient
+    changes sign."""
     transform = TRANSFORMS[name]
     x, w = exact_operands(between, transform)
     raw = x.float() @ w.float().t()

@@ -1,4 +1,5 @@
-"""Laws 1 and 2: partials merge, statistics are exact, four coefficients carry any gradient."""
+"""Laws 1 and 2: partials merge, statistics are exact, and four coefficients express any
+gradient."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def logit_gradient_(raw: Tensor, targets, first, transform, normalizer, c) -> Te
 
 
 def oracle(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """The five statistics in float64, differentiable, by their definitions; z may hold -inf."""
+    """Return the five statistics by definition, in float64 and differentiable; z may contain
+    -inf."""
     z = z.double()
     log_p = z.log_softmax(-1)
     p = log_p.exp()
@@ -75,7 +77,7 @@ def empty_slice(n: int, dtype: torch.dtype = torch.float64) -> SoftmaxState:
 
 
 def sliced(z: Tensor, targets: Tensor, borders: list[int]) -> list[SoftmaxState]:
-    """Partials of consecutive slices of the vocabulary; a slice may be empty."""
+    """Return partials of consecutive vocabulary slices, some possibly empty."""
     edges = [0, *sorted(borders), z.shape[1]]
     return [
         partials(z[:, a:b], targets, a, PLAIN, ALL) if b > a else empty_slice(len(z), z.dtype)
@@ -92,14 +94,14 @@ def assert_same(a: SoftmaxState, b: SoftmaxState, tolerance: float = 1e-12) -> N
 
 @st.composite
 def problems(draw) -> tuple[Tensor, Tensor, list[int]]:
-    """Logits of 3 tokens with ties, wide ranges and -inf; targets; borders of slices."""
+    """Draw logits of 3 tokens with ties, wide ranges and -inf, targets, and borders of slices."""
     width = draw(st.integers(1, 9))
     number = st.one_of(
         st.floats(-90, 90, allow_nan=False), st.sampled_from([0.0, 75.0, -700.0, -math.inf])
     )
     rows = draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=3, max_size=3))
     z = torch.tensor(rows, dtype=torch.float64)
-    # A token needs some mass, and its target is one that can be said.
+    # A token needs some mass, and a target with positive probability.
     targets = torch.tensor(draw(st.lists(st.integers(0, width - 1), min_size=3, max_size=3)))
     z[torch.arange(3), targets] = z[torch.arange(3), targets].nan_to_num(neginf=1.0)
     return z, targets, draw(st.lists(st.integers(0, width), max_size=4))
@@ -120,7 +122,7 @@ def test_the_empty_slice_is_the_identity(problem):
 @given(problems(), st.data())
 def test_merge_commutes_and_associates(problem, data):
     z, targets, borders = problem
-    parts = sliced(z, targets, [*borders, 0, 0])  # at least three
+    parts = sliced(z, targets, [*borders, 0, 0])  # at least three slices
     a, b, c = data.draw(st.permutations(parts))[:3]
     assert_same(merge(a, b), merge(b, a))
     assert_same(merge(merge(a, b), c), merge(a, merge(b, c)))
@@ -139,7 +141,7 @@ def test_any_split_in_any_order_merges_to_the_whole(problem, random):
 
 
 def test_a_slice_without_mass_merges():
-    """A tile of -inf before, between and after others."""
+    """Slices without mass (all -inf) merge before, between and after other slices."""
     z = torch.randn(2, 8, dtype=torch.float64)
     z[:, :2] = z[:, 4:6] = z[:, 7:] = -math.inf
     targets = torch.tensor([2, 6])
@@ -194,19 +196,20 @@ def test_a_row_does_not_depend_on_the_blocks_of_the_reference(monkeypatch):
 # ---------------------------------------------------------------------- cancellation
 
 
-# Entropy in nats, and how far 1000 tokens lie below the likeliest one for it.
+# (entropy in nats, distance of 1000 logits below the largest logit).
 CERTAIN = [(1e-2, 14.22), (1e-5, 21.52), (1e-8, 28.72)]
 
 
 def nearly_certain(gap: float) -> Tensor:
-    """[1, 1001] float32 logits: token 7 at 75, the others `gap` below, so lse = 75."""
+    """Return [1, 1001] float32 logits: token 7 at 75, all others `gap` below, so lse = 75."""
     z = torch.full((1, 1001), 75 - gap)
     z[0, 7] = 75
     return z
 
 
 def in_decimals(z: Tensor) -> tuple[float, float]:
-    """logp of token 7 and the entropy, by their definitions in 50 digits: float64 has too few."""
+    """Return logp of token 7 and the entropy in 50-digit arithmetic, since float64 has too few
+    digits."""
     with decimal.localcontext(prec=50):
         numbers = [decimal.Decimal(v) for v in z[0].double().tolist()]
         lse = sum(v.exp() for v in numbers).ln()
@@ -217,8 +220,10 @@ def in_decimals(z: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("borders", [[], [8], [100, 333, 700]], ids=["whole", "after", "tiles"])
 @pytest.mark.parametrize(("size", "gap"), CERTAIN)
 def test_small_entropies_keep_their_digits(size, gap, borders):
-    """lse - sum(p z) would leave no digit of 1e-5 at an lse of 75 in float32; nor would log(1 + x)
-    of the mass of the others: this is why `sumexp_m1` leaves the largest term out."""
+    """Small entropies keep their digits, because `sumexp_m1` leaves the largest term out.
+
+    At an lse of 75, lse - sum(p z) and log(1 + x) would lose all digits of an entropy of 1e-5.
+    """
     z = nearly_certain(gap)
     logp, entropy = in_decimals(z)
     assert entropy == pytest.approx(size, rel=0.1)
@@ -230,7 +235,8 @@ def test_small_entropies_keep_their_digits(size, gap, borders):
 
 @pytest.mark.parametrize(("size", "gap"), CERTAIN)
 def test_gradients_of_small_entropies_keep_their_digits(size, gap):
-    """dH/dz_j = -p_j (log p_j + H), for the likeliest token and for the others."""
+    """Gradients of small entropies, dH/dz_j = -p_j (log p_j + H), keep their digits for all
+    tokens."""
     z, targets = nearly_certain(gap), torch.tensor([7])
     logp, entropy = in_decimals(z)
     others = logp - float(z[0, 7].double() - z[0, 0].double())
@@ -243,7 +249,7 @@ def test_gradients_of_small_entropies_keep_their_digits(size, gap):
 
 
 def test_logits_of_minus_infinity():
-    """Banned tokens: no mass, no share in the entropy, a gradient of exactly zero."""
+    """Logits of -inf have no mass, no share of the entropy, and exactly zero gradient."""
     z, targets = torch.randn(4, 30), torch.tensor([1, 5, 9, 29])
     banned = torch.zeros(30, dtype=torch.bool)
     banned[[0, 2, 10, 11]] = True
@@ -280,7 +286,7 @@ def test_one_token_with_all_the_mass(dtype):
     coefficients = vjp({"logp": one, "entropy": one}, found, 40)
     got = logit_gradient_(z, targets, 0, PLAIN, normalizer, coefficients)
     want = torch.zeros(2, 40, dtype=dtype)
-    want[1, 4], want[1, 3] = 1, -1  # the target that was not said; the token that was
+    want[1, 4], want[1, 3] = 1, -1  # the unlikely target, and the certain token
     assert got.equal(want)
 
 
@@ -311,7 +317,8 @@ def transforms(draw) -> Transform:
 
 @given(transforms(), st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1), st.integers(0, 99))
 def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
-    """sum_t sum_s g_ts s_t, and a product of two statistics so that g depends on them."""
+    """Four coefficients give the gradient of any mix of statistics, including a product of two
+    statistics."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randn(6, 23, generator=generator, dtype=torch.float64).mul_(3).requires_grad_()
     targets = torch.randint(23, (6,), generator=generator)
@@ -335,7 +342,7 @@ def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
     leaves = {n: t.clone().requires_grad_() for n, t in stats.tensors().items() if n in g}
     slopes = dict(zip(leaves, torch.autograd.grad(mix(leaves), list(leaves.values())), strict=True))
     coefficients = vjp(slopes, stats, 23)
-    # A tile at a time, as a sweep does: columns 0..9, then 9..23.
+    # Tile by tile, like recompute: columns 0..9, then 9..23.
     for columns in (slice(0, 9), slice(9, 23)):
         part = logit_gradient_(
             tile[:, columns].clone(), targets, columns.start, transform, normalizer, coefficients
@@ -418,8 +425,11 @@ def test_a_call_computes_only_what_its_objective_reads(
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("names", ["tp", "tpe", "tpu"])
 def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
-    """The gradient of a tile that is known to have all columns, as of one that is not: with one
-    token that has all but 1e-9 of the mass, at a peak of 40."""
+    """The gradient of a full-vocabulary tile needs no search for columns, and equals a partial
+    tile's gradient.
+
+    One token has all but 1e-9 of the mass, at a peak of 40.
+    """
     n, v, targets = 5, 17, torch.tensor([3, 0, 16, 7, 7])
     raw = torch.randn(n, v)
     raw[0, 3], raw[1, 5] = 40.0, 40.0

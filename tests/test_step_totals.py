@@ -1,4 +1,4 @@
-"""However a batch is cut into micro-batches and ranks, a trainer's step is that of the whole."""
+"""A trainer's step equals the whole batch's step for any micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import headloss as hl
 transformers = pytest.importorskip("transformers")
 from headloss.integrations.transformers import Trainer, apply  # noqa: E402
 
-LENGTHS = (9, 4, 7, 3, 8, 5, 2, 6)  # of rows 2k and 2k + 1, which are pairs
+LENGTHS = (9, 4, 7, 3, 8, 5, 2, 6)  # rows 2k and 2k + 1 are pairs
 
 
 def rows() -> list[dict[str, Any]]:
-    """Pairs of rows, ragged, with fields beside the labels."""
+    """Return ragged pairs of rows, with fields in addition to labels."""
     generator = torch.Generator().manual_seed(3)
     examples = []
     for i, length in enumerate(LENGTHS):
@@ -38,7 +38,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def collate(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Padded to the longest of a micro-batch."""
+    """Pad rows to the longest row of a micro-batch."""
     examples = [row for pair in pairs for row in pair["pair"]]
     fill = {"labels": -100}
     return {
@@ -55,9 +55,10 @@ def run(
     terms: Any, pairs: int, kind: type = Trainer, model: Any = None, collate: Any = collate,
     fields: Any = None, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Logged losses and parameters after a step of SGD on all rows, `pairs` at a time."""
+    """Return logged losses and parameters after an SGD step on all rows, `pairs` pairs at a
+    time."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    ranks //= getattr(settings.get("parallelism_config"), "cp_size", 1)  # with rows of their own
+    ranks //= getattr(settings.get("parallelism_config"), "cp_size", 1)  # ranks with different rows
     model = tiny("llama") if model is None else model
     apply(model, terms, fields=FIELDS if fields is None else fields)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +109,7 @@ FIELDS = ("ref_logps", "old_logps", "keep", "advantages")
 
 
 def large_batch(terms: Any) -> tuple[float, float, Tensor]:
-    """What `run` returns of the step, of all rows at once through plain logits."""
+    """Return the results of `run` for all rows at once, from plain logits."""
     model, inputs = tiny("llama"), collate(rows())
 
     def shifted(name: str, fill: float) -> Tensor:
@@ -129,7 +130,7 @@ def large_batch(terms: Any) -> tuple[float, float, Tensor]:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_accumulation(name: str) -> None:
-    """In 1, 2 and 4 micro-batches."""
+    """A step in 1, 2 and 4 micro-batches equals the whole step."""
     want = large_batch(OBJECTIVES[name]())
     assert want[1] > 1e-3
     for pairs in (4, 2, 1):
@@ -137,7 +138,7 @@ def test_accumulation(name: str) -> None:
 
 
 def test_a_routers_loss_is_averaged() -> None:
-    """The model adds it in each forward; one row after another it is the mean over rows."""
+    """A router's loss, added in each forward, is averaged over micro-batches."""
     model, inputs = tiny("mixtral", output_router_logits=True), collate(rows())
     plain = model(inputs["input_ids"], output_router_logits=True)
     targets = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
@@ -151,7 +152,8 @@ def test_a_routers_loss_is_averaged() -> None:
 
 
 def test_where_trainer_divides_by_the_micro_batches() -> None:
-    """It does where a model's forward takes no count of tokens, or a class says so."""
+    """The step is correct if Trainer divides by the micro-batches, for models without a token count
+    in their forward."""
 
     class Divided(Trainer):
         loss_is_scaled_for_ga = False
@@ -165,7 +167,7 @@ def test_where_trainer_divides_by_the_micro_batches() -> None:
 
 
 def test_an_attribute_that_a_release_does_not_heed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 5.17 does not: what a class says there of its loss changes nothing."""
+    """A class attribute that a Transformers release (such as 5.17) ignores changes nothing."""
     monkeypatch.setattr(transformers.Trainer, "loss_is_scaled_for_ga", None, raising=False)
     counted = type("Counted", (Trainer,), {"loss_is_scaled_for_ga": False})
     trainer = counted(tiny("llama"))
@@ -176,7 +178,7 @@ def test_an_attribute_that_a_release_does_not_heed(monkeypatch: pytest.MonkeyPat
 
 
 def test_evaluation() -> None:
-    """Each batch stands for itself, in every reduction; Trainer takes their mean."""
+    """In evaluation each batch has its own reduction, and Trainer averages batches."""
     term = hl.cross_entropy().over("sequence_mean") + 0.1 * hl.z_loss().where("keep")
     model = tiny("llama")
     *_, got = run(term, 2, model=model)
@@ -200,7 +202,7 @@ def _rank(names: list[str], settings: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks() -> None:
-    """Two under DDP, with 1 and 2 micro-batches each."""
+    """Two ranks under DDP with 1 and 2 micro-batches equal the whole step."""
     from worlds import world_of
 
     names = ["tokens", "where", "sum", "gspo", "dpo", "constant"]
@@ -211,7 +213,7 @@ def test_ranks() -> None:
                 assert_same(steps[2 * i], want)
                 assert_same(steps[2 * i + 1], want)
         one, two = world.run(_rank, ["sequence_mean"], {"average_tokens_across_devices": False})
-    want = large_batch(OBJECTIVES["sequence_mean"]())  # ranks have equally many sequences
+    want = large_batch(OBJECTIVES["sequence_mean"]())  # ranks have equal numbers of sequences
     for step in (*one, *two):
         assert_same(step, want)
 
@@ -226,7 +228,8 @@ SCORED = int((LABELS[:, 1:] != -100).sum())
 
 @pytest.mark.parametrize("name", ["sequence_mean", "fixed_length", "where", "sum", "gspo", "dpo"])
 def test_a_count_of_tokens_is_not_enough(name: str) -> None:
-    """Under plain `apply`: an error that names what is; a step of one call is exact."""
+    """Under plain `apply` a token count alone is refused for other reductions; a step of one call
+    is exact."""
     fields = {"keep": IDS % 3 > 0, "old_logps": -3.0 - IDS / 50, "ref_logps": -2.0 - IDS / 40}
     fields["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0])
     model = tiny("llama")
@@ -276,7 +279,10 @@ def test_what_the_mixin_refuses() -> None:
 
 @pytest.mark.parametrize("kind", [transformers.Trainer, Trainer])
 def test_an_evaluation_leaves_out_what_has_nothing_scored(kind: type) -> None:
-    """As stock; 0 would pull the mean down. (Older releases of Trainer leave nothing out.)"""
+    """An evaluation leaves out batches without scored tokens, like stock Trainer.
+
+    A value of 0 would lower the mean. Older releases of Trainer leave nothing out.
+    """
     data = [
         {"input_ids": row.tolist(), "labels": [-100] * 7 if i % 2 else row.tolist()}
         for i, row in enumerate(IDS)
@@ -295,7 +301,8 @@ def test_an_evaluation_leaves_out_what_has_nothing_scored(kind: type) -> None:
 
 
 def test_nothing_scored() -> None:
-    """NaN in evaluation, with a count or without; in training 0 and no gradient."""
+    """Without scored tokens an evaluation gives NaN, and training gives loss 0 and zero
+    gradients."""
     model, labels = tiny("llama"), torch.full_like(IDS, -100)
     for count in ({}, {"num_items_in_batch": 0}, {"num_items_in_batch": torch.tensor(0)}):
         stock = model.eval()(IDS, labels=labels, **count).loss
@@ -305,5 +312,5 @@ def test_nothing_scored() -> None:
         model.zero_grad()
         loss.backward()
         assert loss == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-    with apply(model):  # other ranks, or other micro-batches, have some
+    with apply(model):  # scored tokens exist elsewhere in the step
         assert model.eval()(IDS, labels=labels, num_items_in_batch=3).loss == 0

@@ -1,5 +1,5 @@
-"""`distillation` with the tails "generalized" and "sampled", over a teacher's stored outcomes,
-against formulas on materialised logits.
+"""`distillation` with the tails "generalized" and "sampled" agrees with formulas on materialised
+logits.
 
 T scored tokens, V vocabulary, K outcomes; q is the teacher, p the student.
 """
@@ -20,25 +20,26 @@ KINDS = ("reverse_kl", "forward_kl", "js")
 
 
 def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
-    """The k likeliest tokens of a teacher at a temperature; some slots are empty."""
+    """Return a problem with the k likeliest tokens of a teacher at a temperature, and empty
+    slots."""
     case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(40 + seed)
     z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)
     logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot, whatever it holds
-        ids[6], logps[6] = -5, 0.0  # a token without any
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot with an arbitrary value
+        ids[6], logps[6] = -5, 0.0  # a token without outcomes
     case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     return case
 
 
 def student(case: Problem, log_p: Tensor, temperature: float) -> Tensor:
-    """[T, V] at another temperature than the head's."""
+    """Return the student's log-probs [T, V] at the term's temperature."""
     return (log_p * case.temperature / temperature).log_softmax(1)
 
 
 def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
-    """[T], outcome by outcome."""
+    """Return the formula's values [T], outcome by outcome."""
     values = []
     rows = zip(fields["teacher_topk_ids"].tolist(), fields["teacher_topk_logps"], strict=True)
     for t, (ids, logps) in enumerate(rows):
@@ -61,12 +62,13 @@ def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # the head's own is 0.7
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # the head's is 0.7
 def test_formula(kind: str, temperature: float) -> None:
     case = problem(temperature=temperature)
     agree(
         case,
-        hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),
         lambda log_p, targets, fields: generalized(
             student(case, log_p, temperature), fields, kind, 0.3
         ),
@@ -81,13 +83,15 @@ def test_all_of_the_vocabulary_is_the_divergence_itself(kind: str) -> None:
     stored = case.got(term, hl.Options())
     ids, logps = case.fields.pop("teacher_topk_ids"), case.fields.pop("teacher_topk_logps")
     case.fields["teacher_logits"] = torch.zeros_like(logps).scatter(1, ids, logps)
-    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")
     same(case.got(term, hl.Options()), stored, "a teacher's logits have no tail")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str) -> None:
-    """Exactly there, whatever mass is outside; which the truncated sum is not."""
+    """The generalized divergence is 0 exactly at student = teacher, for any outside mass, unlike
+    the truncated sum."""
     case = problem()
     z = (case.hidden @ case.weight.t()).detach()
     logps, ids = z.log_softmax(1).topk(K, 1)
@@ -96,8 +100,9 @@ def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str)
     loss, *gradients = case.got(term, hl.Options())
     assert abs(loss) < 1e-15
     assert all(g.abs().max() < 1e-14 for g in gradients)
-    if kind == "forward_kl":  # whose truncated sum has a gradient there
-        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
+    if kind == "forward_kl":  # the truncated sum has a gradient there
+        # Type: ignore[arg-type].
+        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())
         assert all(g.abs().max() > 1e-3 for g in others)
     for seed in range(5):
         case = problem(seed=seed)
@@ -112,7 +117,8 @@ def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str)
 def test_the_truncated_sum_of_a_js_is_the_same() -> None:
     case, options = problem(), hl.Options()
     both = (
-        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)
         for tail in ("generalized", "truncated")
     )
     same(*both, "js")
@@ -120,7 +126,8 @@ def test_the_truncated_sum_of_a_js_is_the_same() -> None:
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
-    """q = 0 (log-prob -inf counts as -10000): p 10000 - p, or p; and a student that is certain."""
+    """An outcome with q = 0 (log-prob -10000) costs p 10000 - p or p, even for a certain
+    student."""
     case = problem()
     case.fields["teacher_topk_logps"][:, 1] = -math.inf
     agree(
@@ -130,7 +137,7 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
         frozen=False,
     )
     hidden = torch.zeros(1, V)
-    hidden[0, 3] = 2000.0  # p = 1 at one outcome, 0 at the other
+    hidden[0, 3] = 2000.0  # p = 1 at one outcome, p = 0 at the second
     ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
     batch = hl.Batch(torch.tensor([3]), teacher_topk_ids=ids, teacher_topk_logps=logps)
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
@@ -164,7 +171,7 @@ def test_other_divergences_are_refused(kind: str) -> None:
 
 
 def with_samples(temperature: float = 1.0, k: int = K, seed: int = 0) -> Problem:
-    """Targets of which some are stored, and the teacher's log-probs of them all."""
+    """Return a problem with targets, some stored, and the teacher's log-probs of all targets."""
     case = problem(k, temperature, seed)
     generator = torch.Generator().manual_seed(60 + seed)
     case.fields["teacher_logps"] = -4 * torch.rand(N, generator=generator, dtype=torch.float64)
@@ -174,7 +181,7 @@ def with_samples(temperature: float = 1.0, k: int = K, seed: int = 0) -> Problem
 
 
 def sampled(log_p: Tensor, targets: Tensor, fields) -> Tensor:
-    """[T], outcome by outcome, and the target."""
+    """Return the values [T] over all outcomes and the target."""
     values = []
     for t, (ids, y) in enumerate(
         zip(fields["teacher_topk_ids"].tolist(), targets.tolist(), strict=True)
@@ -194,7 +201,7 @@ def of_samples(temperature: float) -> hl.Term:
     return hl.distillation(divergence="reverse_kl", temperature=temperature, tail="sampled")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # of y as of the rest; the head's is 0.7
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])  # the head's is 0.7
 def test_a_sampled_tail(temperature: float) -> None:
     case = with_samples(temperature)
     stored = (case.fields["teacher_topk_ids"] == case.targets[:, None]).any(1)
@@ -208,7 +215,7 @@ def test_a_sampled_tail(temperature: float) -> None:
 
 
 def test_a_sampled_tail_is_three_terms() -> None:
-    """Of the head's own temperature, as it can also be written."""
+    """At the head's temperature a sampled tail equals a sum of three terms."""
     case = with_samples(0.7)
     ids = case.fields["teacher_topk_ids"]
     outside = (ids != case.targets[:, None]).all(1)
@@ -221,7 +228,8 @@ def test_a_sampled_tail_is_three_terms() -> None:
 
 
 def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
-    """Weighted by p over all y it is the gradient of the divergence itself: the 1 is needed."""
+    """The mean gradient of a sampled tail, weighted by p, is the gradient of the whole
+    divergence."""
     case = problem(k=4)
     case.fields = {n: v[:1] for n, v in case.fields.items()}
     generator = torch.Generator().manual_seed(3)
@@ -247,7 +255,8 @@ def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
 def test_all_stored_has_no_second_part() -> None:
     case = with_samples(k=V)
     both = (
-        case.got(hl.distillation(divergence="reverse_kl", tail=tail), hl.Options())  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        case.got(hl.distillation(divergence="reverse_kl", tail=tail), hl.Options())
         for tail in ("sampled", "truncated")
     )
     same(*both, "all of the vocabulary")
@@ -277,7 +286,7 @@ def test_what_a_sampled_tail_reports() -> None:
 
 
 def test_a_target_of_any_probability() -> None:
-    """p_y = 0 or 1, q_y = 0: numbers, with a gradient that is one."""
+    """Values and gradients are finite for p_y = 0, p_y = 1 and q_y = 0."""
     ids, logps = torch.tensor([[[3, 5]]]), torch.tensor([[[0.25, 0.5]]]).log()
     for size, y, log_q in ((2000.0, 7, -1.0), (-2000.0, 7, -math.inf), (0.0, 7, -800.0)):
         hidden = torch.zeros(1, 1, V)

@@ -1,4 +1,4 @@
-"""Supervised terms against plain logits in float64, and where floating point ends."""
+"""Supervised terms agree with float64 plain logits, even at the limits of floating point."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headloss.losses.trial import trace
 from headloss.statistics.metrics import Mean, Perplexity
 from headloss.statistics.softmax import CANDIDATES, Statistics
 
-T, V = 13, 9  # as many tokens as `make(lengths=(T,))`
+T, V = 13, 9  # T as in `make(lengths=(T,))`
 
 
 def logits(scale: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def logits(scale: float = 2.0) -> tuple[Tensor, Tensor]:
 
 
 def statistics(z: Tensor, targets: Tensor) -> Statistics:
-    """Every statistic by its definition, differentiable in z."""
+    """Return every statistic by definition, differentiable in z."""
     log_p = z.log_softmax(1)
     target = log_p.gather(1, targets[:, None]).squeeze(1)
     return Statistics(
@@ -159,7 +159,7 @@ def test_dft_states_its_slope() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_chord_phi_of_a_certain_or_impossible_target(dtype: torch.dtype) -> None:
-    """1 - p keeps its digits near 1; nothing is NaN at p = 0 and p = 1."""
+    """CHORD-phi keeps the digits of 1 - p near p = 1, and is not NaN at p = 0 or p = 1."""
     points = [0.0, -1e-30, -1e-9, -1e-3, -0.7, -5.0, -800.0, -math.inf]
     logp = torch.tensor(points, dtype=dtype, requires_grad=True)
     values = h.chord_phi()(Statistics(logp=logp), make(lengths=(8,)).batch)
@@ -269,7 +269,8 @@ def several(z: Tensor, ids: Tensor) -> Statistics:
 
 
 def test_several_targets() -> None:
-    """Probabilities of all columns are PyTorch's; an empty slot holds nothing."""
+    """Several soft targets agree with PyTorch's probabilities of all columns; empty slots count
+    nothing."""
     z, _ = logits()
     ids = torch.arange(V).expand(T, V).clone()
     probs = torch.rand(T, V, dtype=torch.float64)

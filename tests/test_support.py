@@ -1,4 +1,4 @@
-"""The softmax over the columns that a sampler kept, against plain masked logits in float64."""
+"""The softmax over a sampler's kept columns agrees with float64 masked logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS = ("plain", "bias", "lora", "capped", "temperature_per_token", "everything
 
 
 def rows():
-    """Each pair of values of two axes at least once."""
+    """Return rows that cover each pair of values of two axes."""
     axes = {"kind": KINDS, "head": HEADS, "schedule": tuple(SCHEDULES), "dtype": DTYPES}
     return matrix.pairwise(axes)
 
@@ -40,13 +40,13 @@ def test_within_budget(kind, head, schedule, dtype):
 
 @pytest.mark.parametrize(("kind", "head", "schedule", "dtype"), rows()[::2])
 def test_candidates_within_budget(kind, head, schedule, dtype):
-    """Log-probs over the support; those outside of it are -inf and have no gradient."""
+    """Candidates have log-probs over the support; candidates outside have -inf and no gradient."""
     inputs = cases.inputs(kind, head, dtype, beside=True)
     matrix.check(inputs, SCHEDULES[schedule], upstream=1.75)
 
 
 def test_candidates_that_are_the_whole_support():
-    """Of the rest there is nothing: its log-prob is -inf, and nothing has a gradient of it."""
+    """If candidates are the whole support, the remaining log-prob is -inf without any gradient."""
     seen = {}
 
     @hl.term
@@ -80,7 +80,7 @@ def test_static_shapes():
 @pytest.mark.parametrize("kind", ["padded", "mixed flat"])
 @pytest.mark.parametrize("schedule", ["held", "recompute"])
 def test_a_loss_elsewhere(kind, schedule):
-    """`head_stats` and `head_function` are of the support too."""
+    """`head_stats` and `head_function` work over a support, too."""
     terms = hl.cross_entropy() - 0.3 * hl.entropy() + 0.1 * hl.z_loss()
     inputs = cases.inputs(kind, "everything", terms=terms)
     oracle = inputs.plain()
@@ -147,8 +147,8 @@ def test_nothing_scored_and_nobody_restricted():
 
 
 def test_ratio_is_one_when_the_support_is_given():
-    """Sampled with top-k: the sampler's own log-probs are those of the softmax over what it kept;
-    against the whole softmax the ratio is the kept mass."""
+    """With the support given, ratios to a top-k sampler are 1; over the whole softmax they equal
+    the kept mass."""
     hidden, weight, _ = trained_looking(12, 8, 50, torch.float64)
     z = hl.Head(weight, temperature=0.8).logits(hidden)
     kept = z.topk(5).indices
@@ -196,7 +196,8 @@ def test_poison_where_nothing_is_scored(options):
 
 @pytest.mark.parametrize("kind", ["padded", "flat"])
 def test_ids_made_in_inference_mode_and_ids_that_change(kind):
-    """The backward pass of a sweep reads them again."""
+    """Ids made in inference mode work, and changed ids raise, since recompute's backward reads ids
+    again."""
     targets = torch.tensor([3, 0, 2])
     with torch.inference_mode():
         ids = torch.tensor(IDS).clone()
@@ -298,7 +299,7 @@ def test_the_plan_says_that_a_support_serves():
     assert (plan.restricted, plan.support) == (21, 21 * cases.MOST)
     assert "189 dot products for 21 of 21 tokens" in str(plan)
     assert "logits" not in plan.bytes and plan.bytes["support"] == 189 * 48
-    budget = hl.Options(memory_budget=7 * 9 * 48)  # of seven tokens' pairs
+    budget = hl.Options(memory_budget=7 * 9 * 48)  # pairs of seven tokens
     small = hl.plan(inputs.hidden, inputs.head, inputs.batch, hl.cross_entropy(), budget)
     assert (small.chunk_tokens, len(small.chunks)) == (7, 3)
     mixed = cases.inputs("mixed flat").batch

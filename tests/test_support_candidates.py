@@ -1,4 +1,4 @@
-"""Candidates, sum p^2 and max z of a softmax that runs over a support, against float64."""
+"""Candidates, sum p^2 and max z of a softmax over a support agree with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def observe(stats, batch):
 
 @hl.term(observe=observe)
 def probe(stats, batch):
-    """Candidates outside of the support have a log-prob of -inf, and no gradient."""
+    """A term of candidates' log-probs, -inf and without gradient outside the support."""
     log_p, tail = stats.candidate_logps, stats.candidate_tail
     log_p = torch.where(log_p.isneginf(), 0, log_p)
     tail = torch.where(tail.isneginf(), 0, tail)
@@ -26,13 +26,13 @@ def probe(stats, batch):
 
 
 def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
-    """Candidates in and outside of the support, the target among them, empty slots."""
+    """Return inputs with candidates inside and outside the support, the target, and empty slots."""
     known = cases.inputs(kind, head, dtype, terms=probe() + cases.objective())
     generator = torch.Generator().manual_seed(9)
     shape = (cases.TOKENS, cases.VOCABULARY)
     ids = torch.rand(shape, generator=generator).argsort(1)[:, :8]
     support = cases.supports(known.batch.targets, cases.VOCABULARY, kind.replace("flat", ""))
-    ids[:, 4:7] = support[:, :3]  # some of them empty, and some again, which are left out
+    ids[:, 4:7] = support[:, :3]  # some empty; duplicates are removed below
     known_before = (ids[:, 4:7, None] == ids[:, None, :4]).any(2)
     ids[:, 4:7] = torch.where(known_before, -1, ids[:, 4:7])
     ids[:, 7] = -1
@@ -63,7 +63,7 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
         inside |= ~(ids >= 0).any(1, keepdim=True)
         z = z.masked_fill(~inside[:, :-1], -torch.inf)[packed]
         found = out.metrics.compute()
-        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test's own product is rounded
+        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test's logits product is rounded
         want = z.softmax(1).square().sum(1).mean()
         assert abs(found["probe/peak"] - z.max()) <= tolerance * z.max().abs()
         assert abs(found["probe/collision"] - want) <= tolerance
@@ -71,7 +71,8 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
 
 @pytest.mark.parametrize("scale", [2.0, -1.0])
 def test_the_rest_of_a_support_under_a_negative_scale(scale):
-    """Slots that a token leaves empty are below all of its logits, whatever the scale's sign."""
+    """The remaining probability of a support is correct under a negative scale, with empty
+    slots."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(30, 6, generator=generator, dtype=torch.float64)
@@ -86,8 +87,8 @@ def test_the_rest_of_a_support_under_a_negative_scale(scale):
 
 
 def test_an_empty_slot_is_no_column_of_another_token():
-    """Whatever negative number stands in it."""
-    far = -(2 << 32) + 5  # two tokens further on: the place of token 0 and column 5
+    """An empty slot with any negative number is no column of another token."""
+    far = -(2 << 32) + 5  # as a packed key it would be token 0, column 5
     support = torch.tensor([[1, 2], [2, 3], [4, far]])
     ids = {"support_ids": support, "candidate_ids": torch.full((3, 1), 5)}
     batch = hl.Batch(support[:, 0].clone(), **ids)

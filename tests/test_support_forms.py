@@ -1,4 +1,4 @@
-"""What samplers return as `support_ids`: against plain Python, and through a batch."""
+"""`support_ids` accepts the forms returned by samplers, checked against plain Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF = float("inf")
 
 
 def lists_of(support: Tensor) -> list[list[int]]:
-    """The ids of each token of [.., K]."""
+    """Return the ids of each token of [.., K]."""
     return [[i for i in row if i >= 0] for row in support.flatten(0, -2).tolist()]
 
 
@@ -95,7 +95,7 @@ def test_lists_may_be_arrays_of_any_depth() -> None:
 
 @hypothesis.given(st.lists(IDS, max_size=6), st.integers(0, 3), st.booleans(), st.booleans())
 def test_counts(lists: list[list[int]], more: int, padded: bool, array: bool) -> None:
-    """The slots beyond a count hold anything: NeMo-RL pads with 0."""
+    """Slots beyond a count may contain anything (NeMo-RL pads with 0)."""
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
     most = max(map(len, lists), default=0) + more
     flat = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)
@@ -119,13 +119,13 @@ def test_counts_of_views() -> None:
 
 
 def test_all_forms_give_one_loss() -> None:
-    """What a top-k sampler kept, in each form, through a batch; log-probs are the sampler's."""
+    """All forms of a top-k sampler's sets give one loss, with the sampler's log-probs."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 8, generator=generator)
     weight = torch.randn(40, 8, generator=generator)
     scores = hidden @ weight.T
     scores[scores < scores.topk(6).values[..., -1:]] = -INF
-    scores[1, 2] = hidden[1, 2] @ weight.T  # lost nothing
+    scores[1, 2] = hidden[1, 2] @ weight.T  # an unfiltered token
     targets = scores.softmax(-1).flatten(0, 1).multinomial(1, generator=generator).view(2, 5)
     padded = hl.support_from_scores(scores)
     sets = [[[i for i in ids if i >= 0] for ids in row] for row in padded.tolist()]
@@ -153,7 +153,8 @@ def test_all_forms_give_one_loss() -> None:
 
 BAD: tuple[tuple[Any, type[Exception], str], ...] = (
     (lambda: hl.support_from_scores(torch.ones(2, 3).long()), TypeError, "scores: got torch.int64"),
-    (lambda: hl.support_from_scores([[1.0]]), TypeError, "scores: got list"),  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    (lambda: hl.support_from_scores([[1.0]]), TypeError, "scores: got list"),
     (lambda: hl.support_from_scores(torch.tensor(1.0)), ValueError, r"scores: got shape \(\)"),
     (lambda: hl.support_from_scores(torch.ones(2, 0)), ValueError, r"scores: got shape \(2, 0\)"),
     (lambda: hl.support_from_lists(3), TypeError, "support.* got int for lists,"),
@@ -174,7 +175,8 @@ BAD: tuple[tuple[Any, type[Exception], str], ...] = (
     ),
     (lambda: hl.support_from_lists([[[1 << 70]]]), ValueError, r"support.*lists\[0\]\[0\] has 118"),
     (lambda: hl.support_from_lists([], columns=-1), ValueError, "columns: got -1"),
-    (lambda: hl.support_from_lists([], columns=1.5), TypeError, "columns: got 1.5"),  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    (lambda: hl.support_from_lists([], columns=1.5), TypeError, "columns: got 1.5"),
     (lambda: hl.support_from_counts([1], [1]), TypeError, "ids: got list"),
     (
         lambda: hl.support_from_counts(torch.ones(2), torch.ones(1)),
@@ -217,7 +219,8 @@ def test_bad_input_is_named(call: Any, error: type[Exception], match: str) -> No
 
 
 def test_many_tokens_take_no_loop_over_pairs() -> None:
-    """64 completions of 1,024 tokens with 8 ids each: far below a second on one slow core."""
+    """64 completions of 1,024 tokens with 8 ids each are converted without a loop over pairs, below
+    a second."""
     lists = [[[7, 3, 9, 1, 4, 2, 8, 5]] * 1024] * 64
     start = time.process_time()
     ids, offsets = hl.support_from_lists(lists)
