@@ -1,4 +1,4 @@
-"""Terms as their users write and combine them."""
+"""Terms can be written, combined and restricted as documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTHS = [4, 1, 5, 2]
 
 
 def problem(dtype=torch.float64, **fields):
-    """hidden, head and batch, in float64 so that numbers can be compared closely."""
+    """Return hidden, head and batch, in float64 for tight comparisons."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -41,7 +41,7 @@ def run(objective, dtype=torch.float64, **fields):
 
 
 def agrees_with_plain(objective, **fields) -> None:
-    """Value and gradients against autograd through materialised logits."""
+    """Check value and gradients against autograd through materialised logits."""
     hidden, head, batch = problem(**fields)
     out = hl.head_loss(hidden, head, batch, objective)
     want = plain(hidden, head, batch, objective)
@@ -191,7 +191,7 @@ def test_an_unknown_reduction():
 
 
 def test_weighted():
-    """The denominator stays."""
+    """`weighted` keeps the denominator."""
     per_token, per_seg = torch.rand(T).double(), torch.rand(S).double()
     out = run(hl.cross_entropy().weighted("w"), w=per_token)
     torch.testing.assert_close(out.loss.detach(), -(per_token * out.logps).mean())
@@ -202,11 +202,12 @@ def test_weighted():
 
 
 def test_where():
-    """The denominator counts what is kept."""
+    """`where` counts only kept tokens in the denominator."""
     keep = torch.tensor([True, False] * 6)
     out = run(hl.cross_entropy().where("keep"), keep=keep)
     torch.testing.assert_close(out.loss.detach(), -out.logps[keep].mean())
-    # Segment 1 is token 4: kept. A sequence mean is one over the kept tokens of each sequence.
+    # Segment 1 is only token 4, which is kept. A sequence mean averages the kept tokens of each
+    # sequence.
     out = run(hl.cross_entropy().over("sequence_mean").where("keep"), keep=keep)
     means = [
         -loss[kept].mean()
@@ -227,7 +228,7 @@ def test_where_by_segment():
 
 
 def test_poison_where_a_term_is_restricted():
-    """Values of its fields at tokens that it leaves out may be anything."""
+    """A restricted term's fields may have any values, even NaN, at excluded tokens."""
     keep = torch.tensor([True, False] * 6)
     old = -torch.rand(T).double()
     clean = run(hl.grpo().where("keep"), keep=keep, old_logps=old)
@@ -416,7 +417,7 @@ def test_a_field_that_requires_a_gradient():
 
 
 def test_a_parameter_in_a_closure():
-    """Its gradient would be lost without a word."""
+    """A parameter in a term's closure is refused, since its gradient would be lost silently."""
     scale = torch.nn.Parameter(torch.ones(()))
 
     @hl.term
@@ -481,7 +482,7 @@ def test_an_empty_objective():
 
 
 def test_integer_and_wide_fields_reach_terms():
-    """[T, K] fields keep their rows, integers their dtype."""
+    """Terms receive [T, K] fields by row, and integer fields in their dtype."""
 
     @hl.term
     def reads_both(stats, batch):
@@ -524,7 +525,8 @@ def test_current_stands_for_this_calls_own_log_probs(objective):
 
 
 def test_the_first_step_of_a_policy_is_reinforce():
-    """At ratio 1 the clipped surrogate's gradient is that of -A logp."""
+    """In the first step of a policy, at ratio 1, the clipped surrogate has the gradient of -A
+    logp."""
     hidden, head, batch = problem()
     current = hl.Batch(
         batch.targets, batch.segments, advantages=batch.advantages, old_logps=hl.CURRENT
@@ -702,7 +704,7 @@ IMMUTABLE = [
 
 @pytest.mark.parametrize("one", IMMUTABLE, ids=lambda one: type(one).__name__)
 def test_what_a_call_is_made_of_cannot_be_changed(one):
-    """Plans and reads are kept by its value."""
+    """Parts of a call are immutable, since cached plans and reads depend on their values."""
     for field in dataclasses.fields(one):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(one, field.name, None)

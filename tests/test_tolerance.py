@@ -1,4 +1,5 @@
-"""`Options(gradient_tolerance=x)`: which rows leave, what that costs, and that it is said.
+"""`Options(gradient_tolerance=x)` leaves out the right rows, within the error bound, and reports
+them.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -28,7 +29,7 @@ LENGTHS = (20, 0, 31, 45)
 def setting(
     dtype: torch.dtype = torch.float64, **of_head: Any
 ) -> tuple[Tensor, hl.Head, hl.Batch]:
-    """Tokens of which most are nearly certain, and a segment without advantage."""
+    """Return inputs with mostly nearly certain tokens, and a segment with advantage 0."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float64)
     head = hl.Head(weight.to(dtype).requires_grad_(), **of_head)
     hidden = hidden.to(dtype).requires_grad_()
@@ -136,7 +137,7 @@ def test_metrics_merge_over_micro_batches() -> None:
 
 
 def test_mass_of_float16_is_that_of_the_objective() -> None:
-    """Its coefficients are scaled against underflow: not so the mass."""
+    """In float16 the gradient mass is the objective's, although coefficients are scaled."""
     wide = run(*setting(), hl.cross_entropy(), gradient_tolerance=0.1)[1].metrics
     narrow = run(*setting(torch.float16), hl.cross_entropy(), gradient_tolerance=0.1)[1].metrics
     count = float(wide["skipped_mass"].count)
@@ -187,7 +188,7 @@ def test_a_frozen_head_and_supports_leave_nothing_out(schedule: Any) -> None:
         for given in ({}, {"gradient_tolerance": 0.3})
     )
     assert float(found.metrics["skipped_rows"]) == 0
-    assert float(found.metrics["skipped_mass"].count) == 0  # nor looks at any
+    assert float(found.metrics["skipped_mass"].count) == 0  # no masses are computed
     gradients = [torch.autograd.grad(out.loss, hidden)[0] for out in (exact, found)]
     assert torch.equal(*gradients)
 
@@ -244,7 +245,8 @@ def test_the_least_rows_leave_and_as_many_as_may(given: list[float], share: floa
     exact = math.fsum(m for m, gone in zip(given, out.tolist(), strict=True) if gone)
     assert exact <= share * total * (1 + 1e-12)
     order = sorted(range(len(given)), key=lambda i: (given[i], i))
-    assert out[order].tolist() == sorted(out.tolist(), reverse=True)  # a prefix of that order
+    # Left-out rows are a prefix of the order.
+    assert out[order].tolist() == sorted(out.tolist(), reverse=True)
     kept = [i for i in order if not out[i]]
     if total and kept:
         assert exact + given[kept[0]] > share * total * (1 - 1e-9) - 1e-12 * total

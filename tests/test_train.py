@@ -1,4 +1,4 @@
-"""`headloss train`: what a recipe may say, and what is wrong with one, in a line."""
+"""`headloss train` accepts valid recipes, and reports an invalid recipe in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALGORITHMS = {"sft", "grpo", "gspo", "cispo", "ppo", "reinforce"}
 
 
 def error_of(capsys: Any, *arguments: str) -> str:
-    """The one line on stderr of a command that ends with 2."""
+    """Return the single stderr line of a command with exit code 2."""
     with pytest.raises(SystemExit) as ended:
         main(["train", *arguments])
     assert ended.value.code == 2
@@ -116,7 +116,7 @@ def test_bad_files(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: Any) -> None:
-    """Only what is wrong with a recipe is a line: a bug is a traceback."""
+    """Errors other than recipe errors keep their traceback."""
 
     def run(recipe: Any) -> None:
         raise ValueError("a bug")
@@ -145,7 +145,7 @@ def test_recipes_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_recipes_of_the_page_are_whole(number: int, tmp_path: Path) -> None:
-    """Each has every key, and fields that its trainer's configuration takes."""
+    """Recipes of the page have every key, and only fields of their trainer's configuration."""
     page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
     text = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[number]
     assert re.findall(r"^(\w+):", text, re.MULTILINE) == [f.name for f in fields(Recipe)]
@@ -253,7 +253,7 @@ def test_files_are_whole(tmp_path: Path) -> None:
     assert lines.read() == []
     lines.add({"step": 1})
     with lines.path.open("a") as file:
-        file.write('{"step": 2, "lo')  # a process that was killed in the middle of a line
+        file.write('{"step": 2, "lo')  # a process killed in the middle of a line
     assert lines.read() == [{"step": 1}]
 
 

@@ -1,4 +1,4 @@
-"""Runs that meet NaN, damaged files, other people's files, a second run, kills and signals."""
+"""Runs handle NaN, damaged files, foreign files, a second run, kills and signals."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from test_train_runs import RL, SMALL, metrics, weights
 
 from headloss.__main__ import main
 
-# Three steps are an epoch, so that the fourth is in the middle of one.
+# An epoch has three steps, so the fourth step is inside an epoch.
 STEPS = ["trainer.max_steps=4", "trainer.save_steps=1", "trainer.learning_rate=0.01", "held_out=3"]
-RUN = Path("run")  # in a folder of the test's own
+RUN = Path("run")  # inside the test's temporary folder
 CALLS: list[int] = []
 ACTIONS: dict[int, Callable[[], None]] = {}
 
 
 def acting(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    """A reward that does something in a call; SFT has two before the training and two after it."""
+    """A reward that runs an action in a chosen call; SFT calls it twice before and twice after
+    training."""
     CALLS.append(len(completions))
     ACTIONS.get(len(CALLS), lambda: None)()
     if ACTIONS.get(-len(CALLS)) is not None:
@@ -60,7 +61,7 @@ def train(name: str, *overrides: str) -> int:
 
 
 def refused(capsys: Any, *overrides: str, name: str = "sft") -> str:
-    """The one line of a command that ends with 2 and prints nothing else."""
+    """Return the only output line of a command with exit code 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         train(name, *overrides)
@@ -72,7 +73,7 @@ def refused(capsys: Any, *overrides: str, name: str = "sft") -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: Any) -> Path:
-    """A run that has finished: its folder's parent."""
+    """Return the parent folder of a finished run."""
     folder = tmp_path_factory.mktemp("whole")
     with contextlib.chdir(folder):
         assert train("sft") == 0
@@ -81,7 +82,7 @@ def whole(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture
 def finished(whole: Path, tmp_path: Path, monkeypatch: Any) -> Path:
-    """A copy of it in a folder of the test's own, where the test is."""
+    """Copy the finished run to the test's folder, and change to that folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(whole / RUN, RUN)
     return whole / RUN
@@ -139,7 +140,7 @@ def test_weights_that_explode(tmp_path: Path, monkeypatch: Any, capsys: Any) -> 
 
 
 def test_a_gradient_that_is_infinite(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """The loss is finite, and the weights have not moved when the run stops."""
+    """An infinite gradient stops the run with a finite loss and unchanged weights."""
     monkeypatch.chdir(tmp_path)
     real, calls = Accelerator.backward, []
 
@@ -157,7 +158,7 @@ def test_a_gradient_that_is_infinite(tmp_path: Path, monkeypatch: Any, capsys: A
 
 
 def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """By the last update, of finite gradients: neither checkpoint nor model takes it."""
+    """A weight that becomes NaN in the last update is saved in neither checkpoint nor model."""
     monkeypatch.chdir(tmp_path)
     real = torch.optim.AdamW.step
 
@@ -177,9 +178,9 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
-    """A generation in which no completion has a score: its reward is null in the file."""
+    """Metrics hold no NaN: a generation without scores has a null reward in the file."""
     monkeypatch.chdir(tmp_path)
-    ACTIONS[-4] = lambda: None  # the second generation; the two before the first are held out
+    ACTIONS[-4] = lambda: None  # second generation, after two held-out evaluations
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 
     def bare(name: str) -> None:
@@ -196,7 +197,7 @@ def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_finished_run_trains_no_further(finished: Path, capsys: Any, killed: bool) -> None:
-    if killed:  # after its last checkpoint
+    if killed:  # killed after the last checkpoint
         shutil.rmtree(RUN / "model")
         for name in ("after.json", "report.md"):
             (RUN / name).unlink()
@@ -238,7 +239,8 @@ def test_a_checkpoint_that_lacks_a_file(finished: Path, capsys: Any, name: str) 
 
 
 def test_a_damaged_checkpoint(finished: Path, capsys: Any) -> None:
-    """One byte of the weights; without that folder the older one leads to the same end."""
+    """A checkpoint with one changed byte is refused; without it, the older checkpoint gives the
+    same result."""
     path = newest() / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -287,7 +289,7 @@ def test_a_damaged_recipe(finished: Path, capsys: Any, data: bytes | None, said:
 
 
 def test_damaged_metrics(finished: Path, capsys: Any) -> None:
-    """The checkpoint has the figures, so that they are written anew, with a warning."""
+    """Damaged metrics are rewritten from the checkpoint, with a warning."""
     path = RUN / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     cases = {
@@ -319,7 +321,7 @@ def test_a_damaged_evaluation(finished: Path, capsys: Any) -> None:
 
 
 def test_two_runs_in_a_folder(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """A second run that begins in an evaluation of the first one, and goes on beside it."""
+    """A second run in a folder is refused while a first run is active."""
     monkeypatch.chdir(tmp_path)
     ended: list[Any] = []
 
@@ -386,7 +388,8 @@ def test_a_signal_in_an_evaluation(
 
 
 def test_sigterm_in_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """As Ctrl-C: to the end of the generation, a checkpoint, the same end."""
+    """SIGTERM in training, like Ctrl-C, ends the generation with a checkpoint, and the run resumes
+    to the same result."""
     monkeypatch.chdir(tmp_path)
     options = ["trainer.num_iterations=2", "trainer.save_steps=2"]
     assert train("grpo", *options, "output=whole") == 0
@@ -404,7 +407,7 @@ def test_sigterm_in_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
 
 
 def in_a_child(act: Callable[[], Any]) -> int:
-    """The status of a process that does it; it is silent, and gone within two minutes."""
+    """Run `act` in a silent child process, for at most two minutes; return its status."""
     child = os.fork()
     if child == 0:
         signal.alarm(120)
@@ -420,7 +423,8 @@ def in_a_child(act: Callable[[], Any]) -> int:
 
 
 def killed_at(operation: int) -> None:
-    """This process, when it works on the files of the run for that time; 0 counts them."""
+    """Kill this process at its `operation`-th file operation of the run; 0 counts the
+    operations."""
     seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -438,7 +442,7 @@ def killed_at(operation: int) -> None:
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: Any, whole: Path) -> int:
-    """How often a run opens, renames or removes something in its folder."""
+    """Return the number of a run's open, rename and remove operations in its folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("count")):
         Path("count").touch()
         assert in_a_child(lambda: (killed_at(0), train("sft"))[1]) == 0
@@ -450,7 +454,7 @@ KILLS = [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 
 
 @pytest.mark.parametrize("seed", KILLS)
 def test_killed(seed: int, operations: int, finished: Path) -> None:
-    """Between any two operations on its files, and again; the end is that of a whole run."""
+    """A run killed twice between any file operations resumes to the result of a whole run."""
     shutil.rmtree(RUN)
     draw = random.Random(seed)
     killed = 0
@@ -493,7 +497,8 @@ BYTES = [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10
 
 @pytest.mark.parametrize("seed", BYTES)
 def test_random_bytes(seed: int, finished: Path, capsys: Any) -> None:
-    """In any file that a resumed run reads: a line that names it, or nothing is lost."""
+    """Random bytes in any file of a run give a one-line error with the file's name, or lose
+    nothing."""
     draw = random.Random(seed)
     read = [RUN / name for name in ("recipe.yaml", "metrics.jsonl", "before.json")]
     read += sorted(path for path in newest().iterdir() if path.name != "training_args.bin")

@@ -1,4 +1,4 @@
-"""Recipes that cannot be trained by: one line with the key, before anything is evaluated."""
+"""Invalid recipes give a one-line error with the key, before any evaluation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def said(capsys: Any, name: str, *overrides: str) -> str:
     return error_of(capsys, name, *kept, *overrides)
 
 
-NUMBERS = [  # a field, values that it cannot have, and what is wanted
+NUMBERS = [  # (recipe, field, invalid values, expected range)
     ("sft", "per_device_train_batch_size", ("0", "-1"), "[1, inf)"),
     ("gspo", "per_device_train_batch_size", ("0",), "[1, inf)"),
     ("sft", "gradient_accumulation_steps", ("0", "-2"), "[1, inf)"),
@@ -143,7 +143,7 @@ def test_settings(
     from headloss.train import trainers
 
     monkeypatch.chdir(tmp_path)
-    # What a machine has beside, wandb or tensorboard, is no matter of this test.
+    # The test does not depend on installed reporters such as wandb or tensorboard.
     monkeypatch.setattr(trainers, "get_available_reporting_integrations", list)
     assert said(capsys, name, *overrides).startswith(wanted)
     assert not list(tmp_path.iterdir())
@@ -251,7 +251,8 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     ],
 )
 def test_rewards(capsys: Any, tmp_path: Path, monkeypatch: Any, name: str, wanted: str) -> None:
-    """In the evaluation before the training, or on right answers where there is none."""
+    """A failing reward is found in the evaluation before training, or on right answers without an
+    evaluation."""
     monkeypatch.chdir(tmp_path)
     reward = f"{__name__}:{name}"
     for held_out, n in ((6, 6), (0, 8)):

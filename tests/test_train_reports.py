@@ -1,4 +1,4 @@
-"""Reports of runs: rates, evaluations on the way, pages of HTML that hold all they show."""
+"""Reports of runs have correct rates and intermediate evaluations, in self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headloss.train import callbacks, plots
 
 
 class Page(HTMLParser):
-    """What a page shows, and what it would fetch."""
+    """A parser of a page's text, images and external links."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         source = given.get("src") or given.get("href") or ""
-        if source.startswith("data:image/png;base64,iVBORw0KGgo"):  # the signature of a PNG
+        if source.startswith("data:image/png;base64,iVBORw0KGgo"):  # PNG signature
             self.images.append(given["alt"] or "")
         elif source or tag in ("script", "link", "iframe"):
             self.fetched.append(source or tag)
@@ -54,8 +54,8 @@ def test_rate() -> None:
     assert plots.rate([{"step": 1, "step_time": 1.0}]) is None
     assert plots.rate(entries([100])) == 50
     assert plots.rate(entries([100, 300])) == 75
-    assert plots.rate(entries([100, 300], stride=5)) == 15  # each entry stands for five steps
-    # Only the last ten entries count: 1000 tokens in each of them, nothing before.
+    assert plots.rate(entries([100, 300], stride=5)) == 15  # each entry covers five steps
+    # The rate uses the last ten entries, with 1000 tokens each.
     assert plots.rate(entries([0] * 5 + [1000 * i for i in range(1, 11)])) == 500
 
 
@@ -82,7 +82,7 @@ def test_latest_remembers_the_reward() -> None:
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     assert run("sft", place / "a", "held_out_steps=1", "trainer.max_steps=3") == 0
-    shutil.copytree(place / "a", place / "b")  # as if it had been run with another setting
+    shutil.copytree(place / "a", place / "b")  # imitates a run with different settings
     recipe, rate = place / "b" / "recipe.yaml", "learning_rate: 0.002"
     assert rate in recipe.read_text()
     recipe.write_text(recipe.read_text().replace(rate, "learning_rate: 0.1"))
@@ -90,7 +90,8 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_held_out_on_the_way(two_runs: Path) -> None:
-    """After the steps in between; the ends have files of their own."""
+    """Held-out evaluations are recorded after intermediate steps; first and last have separate
+    files."""
     lines = [json.loads(line) for line in (two_runs / "a/held_out.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["problems"] == 6 and "samples" not in line for line in lines)
@@ -111,14 +112,14 @@ def test_page_of_a_run(two_runs: Path) -> None:
 
 
 def test_plots_show_whole_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every word of every plot lies inside its picture: supervised beside policy runs, whose loss
-    has the longest label, and names of runs longer than a picture is wide."""
+    """All labels lie inside their plots, even the longest loss label and run names wider than a
+    plot."""
     shown: dict[str, str] = {}
     save = plots.Figure.savefig
 
     def measured(figure: Any, path: Path, **options: Any) -> None:
         save(figure, path, **options)
-        figure.canvas.draw()  # in points of the screen, where `save` had those of the file
+        figure.canvas.draw()  # at screen resolution, `save` used the file's
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         texts = [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]
         for box in (text.get_window_extent(renderer) for text in texts):
@@ -188,7 +189,7 @@ def test_a_comparison_of_a_damaged_run(
 
 
 def test_text_of_a_model_is_no_markup(two_runs: Path) -> None:
-    """Completions are whatever a model writes."""
+    """A model's text is escaped in HTML pages."""
     recipe = train.recipe("sft", [*SMALL, f"output={two_runs / 'a'}"])
     found = json.loads((two_runs / "a/after.json").read_text())
     found["samples"][0]["completion"] = "<script src=x></script>"

@@ -1,4 +1,4 @@
-"""`headloss train`: runs of a very small model, stopped, resumed, and on two ranks."""
+"""`headloss train` runs a very small model: whole, stopped and resumed, and on two ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SMALL = [
 RL = [
     "trainer.num_generations=4",
     "trainer.max_completion_length=4",
-    f"reward={__name__}:varied",  # a random model solves nothing
+    f"reward={__name__}:varied",  # a random model solves no problem
 ]
 TIMES = ("step_time", "peak_memory_mib", "train_runtime")
 
@@ -63,7 +63,7 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    if name in ("sft", "gspo"):  # which have every figure
+    if name in ("sft", "gspo"):  # runs with every plot
         monkeypatch.setattr("headloss.train.plots.Figure", Drawn)
     assert run(name, tmp_path) == 0
     printed = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any
     shared = {"loss", "entropy", "grad_norm", "learning_rate", "step_time", "peak_memory_mib"}
     further = set() if name == "sft" else {"reward", "completions/mean_length"}
     assert shared | further <= lines[0].keys()
-    assert lines[0]["entropy"] == pytest.approx(5.55, abs=0.05)  # the logarithm of 258, nearly
+    assert lines[0]["entropy"] == pytest.approx(5.55, abs=0.05)  # about log(258)
     assert 0 < lines[0]["step_time"] < 60 and 100 < lines[0]["peak_memory_mib"] < 1e5
     plots = {path.stem for path in (tmp_path / "plots").iterdir()}
     assert {"loss", "entropy", "step_time", "peak_memory"} <= plots
@@ -91,7 +91,7 @@ def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 
 
 def test_terms_join_the_objective(tmp_path: Path) -> None:
-    """z-loss and cross-entropy in one pass: their sum is the loss, from the same model."""
+    """A z-loss joins cross-entropy in one pass, and the loss is their sum."""
     losses = {}
     for weight in (0.0, 0.5):
         run("sft", tmp_path / str(weight), "trainer.max_steps=1", f"terms.z_loss={weight}")
@@ -107,7 +107,8 @@ CALLS: list[int] = []
 
 
 def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward in whose fourth call Ctrl-C is pressed: two are held-out, then two generations."""
+    """A reward that simulates Ctrl-C in its fourth call, after two held-out calls and one
+    generation."""
     CALLS.append(len(completions))
     if len(CALLS) == 4:
         os.kill(os.getpid(), signal.SIGINT)
@@ -138,7 +139,8 @@ def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list
     ],
 )
 def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: Path) -> None:
-    """Through the ends of epochs; what came after the checkpoint is made anew."""
+    """A run resumes to the same numbers across epochs, recomputing all steps after the
+    checkpoint."""
     steps = [
         "trainer.lr_scheduler_type=constant",
         "trainer.learning_rate=0.01",
@@ -147,7 +149,8 @@ def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(name, whole, *overrides, *steps, "trainer.max_steps=8")
     run(name, parts, *overrides, *steps, "trainer.max_steps=6")
-    (parts / "checkpoints" / "checkpoint-6").rename(parts / "never")  # killed before it was there
+    # As if killed before this checkpoint.
+    (parts / "checkpoints" / "checkpoint-6").rename(parts / "never")
     run(name, parts, *overrides, *steps, "trainer.max_steps=8", "resume=true")
     want, got = metrics(whole), metrics(parts)
     assert [line["step"] for line in got] == list(range(1, 9))
@@ -159,13 +162,14 @@ def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: 
 
 
 def test_interrupt(tmp_path: Path, capsys: Any) -> None:
-    """Ctrl-C in the first of two steps of a generation: both, a checkpoint, the same end."""
+    """Ctrl-C in the first of a generation's two steps runs both steps, writes a checkpoint, and
+    resumes to the same result."""
     path = tmp_path / "task.jsonl"
     lines = [json.dumps({"prompt": f"{i}", "answer": i}) for i in range(30)]
     path.write_text("\n".join(lines))
     reward = f"reward={__name__}:pressing"
     options = [f"task={path}", "trainer.num_iterations=2", "trainer.max_steps=6", reward]
-    CALLS[:] = [0] * 4  # it was pressed before
+    CALLS[:] = [0] * 4  # Ctrl-C already used up
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     before = signal.getsignal(signal.SIGINT)
     assert run("grpo", whole, *options) == 0

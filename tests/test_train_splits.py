@@ -1,4 +1,5 @@
-"""Held-out problems along a chain of runs: one split by default, and the truth about another."""
+"""A chain of runs shares one held-out split by default, and a different split is reported
+truthfully."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from headloss.train.task import Task, load
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs on 60 problems: a, of another seed b, of another split c, and of the split of a, d."""
+    """Make runs on 60 problems: a; b with a new seed; c with a new split; d with a's split."""
     place = tmp_path_factory.mktemp("chain")
     lines = [json.dumps({"prompt": f"{i} ->", "answer": i}) for i in range(60)]
     (place / "task.jsonl").write_text("\n".join(lines))

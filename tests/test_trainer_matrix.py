@@ -1,4 +1,5 @@
-"""The matrix of trainers and wrappers that the benchmark runs, and what is refused of them."""
+"""The benchmark's matrix of trainers and wrappers covers all pairs, and unsupported sharding is
+refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from headloss.integrations.trl.common import refuse_common
 
 
 def test_matrix_covers_all_pairs() -> None:
-    """Every two values of different fields meet in a case; what no case may join, is named."""
+    """Every pair of values of two fields occurs in a case, except named forbidden pairs."""
     cases = pairwise()
     assert len(cases) <= 40 and all(case.allowed for case in cases)
     assert len({case.name for case in cases}) == len(cases)
@@ -53,7 +54,7 @@ def test_matrix_table_shows_what_is_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_sharding_that_is_refused(match: str, parallelism: object) -> None:
-    """By name, before the first step."""
+    """Unsupported sharding is refused by name before the first step."""
     accelerator = SimpleNamespace(
         unwrap_model=lambda model: model,
         parallelism_config=parallelism,
@@ -72,7 +73,8 @@ def test_sharding_that_is_refused(match: str, parallelism: object) -> None:
 
 
 def test_files_of_the_command(tmp_path: Path) -> None:
-    """accelerate reads the configuration; the task's answers are the words spelled backward."""
+    """The README command's files work: accelerate reads the configuration, and answers are reversed
+    words."""
     examples = Path(__file__).parents[1] / "examples"
     found = load_config_from_file(str(examples / "fsdp2.yaml"))
     assert found.mixed_precision == "bf16" and found.num_processes == 2

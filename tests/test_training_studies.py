@@ -1,4 +1,5 @@
-"""Losses, clip and task of the training studies: clip_sides.py, stacks.py and spelling.py."""
+"""The training studies clip_sides.py, stacks.py and spelling.py have correct losses, clips and
+task."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def case(work: str) -> tuple[torch.Tensor, torch.Tensor, clip_sides.Sample]:
-    """(new, old) log-probs [B, C], some beyond the clip, and a batch with padding behind."""
+    """Return (new, old) log-probs [B, C], some beyond the clip, and a right-padded batch."""
     scale = 0.4 if work == "grpo" else 1e-3
     mask = torch.arange(C) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
     old = -torch.rand(B, C, dtype=torch.float64)
@@ -114,7 +115,8 @@ def test_tables_and_figures(tmp_path: Path) -> None:
 
 
 def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
-    """But for the rounding of the sampler's logits; over the vocabulary it is the kept mass."""
+    """A run over the sets has ratios of 1 up to the sampler's rounding; over the vocabulary, the
+    kept mass."""
     where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
     command = [*where, "--study", "sampling", "--quick", "--device", "cpu", "--steps", "4"]
     ratios = {}
@@ -128,7 +130,7 @@ def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("study", list(stacks.STUDIES))
 def test_training_runs(study: str, tmp_path: Path) -> None:
-    """Every stack and loss for eight steps; started again, nothing is run."""
+    """Training runs of every stack and loss finish eight steps, and a restart runs nothing."""
     where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path / "runs")]
     command = [*where, "--study", study, "--quick", "--device", "cpu", "--logits", "30"]
     for _ in range(2):

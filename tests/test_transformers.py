@@ -1,4 +1,5 @@
-"""Hugging Face models with headloss applied, against their own loss, gradients, logits and runs."""
+"""Hugging Face models with headloss applied agree with the stock model's loss, gradients, logits
+and training runs."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_family(model_type: str) -> None:
 
 
 def test_calls() -> None:
-    """A step's count, router losses in the sum, packed documents, targets that are shifted."""
+    """Calls support a token count, router losses, packed documents, and shifted labels."""
     model = tiny("llama").train()
     assert_same_step(model, num_items_in_batch=torch.tensor(29))
     assert_same_step(model, num_items_in_batch=29, attention_mask=torch.ones_like(IDS))
@@ -78,7 +79,7 @@ def test_checkpointed() -> None:
 
 
 def test_adapters() -> None:
-    """PEFT around the model, adapters on its head among them."""
+    """PEFT models work, even with adapters on the head."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(tiny("cohere", tie_word_embeddings=False), config)
@@ -99,8 +100,8 @@ def test_adapters() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled(family: str) -> None:
-    """All before the loss is one graph, later steps compile nothing, no warning names headloss, and
-    fullgraph=True says which break it is."""
+    """A compiled model is one graph up to the loss, without recompilation or headloss warnings;
+    fullgraph=True names the graph break."""
     from torch._dynamo.testing import CompileCounter
 
     model, counter = tiny(family), CompileCounter()
@@ -141,7 +142,8 @@ def test_the_rest_is_the_models_own() -> None:
 
 
 def test_terms_with_fields() -> None:
-    """Packed sequence means: segments from position_ids, fields shifted with the labels."""
+    """Terms with fields work on packed rows: segments come from position_ids, and fields shift with
+    labels."""
     model = tiny("llama")
     ids, labels = IDS.reshape(1, -1), LABELS.reshape(1, -1).clone()
     position = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])
@@ -165,7 +167,8 @@ def test_terms_with_fields() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_no_document(side: str) -> None:
-    """Positions of padding stand still; by place as by name, packed or not."""
+    """Padding with constant positions is no document, for positional and keyword arguments, packed
+    or not."""
     model, real = tiny("llama"), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
     real = real if side == "right" else real.flip(1)
     labels = IDS.masked_fill(real == 0, -100)
@@ -182,7 +185,8 @@ def test_padding_is_no_document(side: str) -> None:
 
 
 def test_padding_between_documents() -> None:
-    """It ends no document that goes on behind it, and hides no beginning of another."""
+    """Padding between documents neither ends a continued document nor hides the start of a new
+    document."""
     real = torch.tensor([[0, 1, 1, 0, 1, 1, 0, 1, 1, 0]])
     position = torch.tensor([[1, 0, 1, 1, 2, 3, 1, 0, 1, 1]])
     found = as_documents(position, real.shape, real)
@@ -190,7 +194,7 @@ def test_padding_between_documents() -> None:
 
 
 def test_positions_of_several_axes_tell_no_documents() -> None:
-    """As models that see images have them."""
+    """Position ids with several axes (vision models) define no documents."""
     assert as_documents(torch.tensor([0, 1, 0]), torch.Size((2, 3))).count == 4
     with pytest.raises(ValueError, match=r"position_ids: got shape \(3, 2, 5\), want \(2, 5\) or"):
         as_documents(torch.zeros(3, 2, 5), torch.Size((2, 5)))
@@ -215,7 +219,8 @@ def test_what_is_refused() -> None:
 
 
 def test_calls_from_two_threads() -> None:
-    """One without labels is the model's own; of two with labels the second is refused."""
+    """Of concurrent calls, one without labels is the stock call, and a second one with labels is
+    refused."""
     model = tiny("llama")
     want, loss = model(IDS).logits, model(IDS, labels=LABELS).loss
     with apply(model), ThreadPoolExecutor(1) as other:
@@ -288,7 +293,8 @@ def test_trainer_with_packed_rows_and_checkpointing(tmp_path: Any) -> None:
 
 
 def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
-    """accelerate copies outputs under mixed precision; in training no logits are made by that."""
+    """In bf16 an evaluation computes losses alone; accelerate's copies of outputs make no logits in
+    training."""
     model = tiny("llama")
     apply(model)
     run = trainer(model, str(tmp_path), bf16=True, prediction_loss_only=True)
@@ -298,10 +304,10 @@ def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_evaluation_of_losses_makes_no_logits(bf16, tmp_path: Any, monkeypatch: Any) -> None:
-    """Trainer goes through all outputs before it drops what is not the loss."""
+    """An evaluation of losses makes no logits, although Trainer touches all outputs."""
     model = tiny("llama")
     apply(model)
-    run = trainer(model, str(tmp_path), bf16=bf16)  # without compute_metrics
+    run = trainer(model, str(tmp_path), bf16=bf16)  # no compute_metrics
     monkeypatch.setattr(HeadCall, "raw", lambda *_: pytest.fail("logits were made"))
     assert run.evaluate()["eval_loss"] > 0
 
@@ -328,7 +334,7 @@ def test_logits_of_an_output_that_is_gone_through() -> None:
 
 
 def test_trainer_with_label_smoothing(tmp_path: Any) -> None:
-    """Trainer's smoother takes logits; the same loss as a term takes none."""
+    """A label-smoothing term equals Trainer's smoothing of logits, and needs no logits."""
     smoothed = hl.cross_entropy(label_smoothing=0.2)
     settings: dict[str, Any] = {"label_smoothing_factor": 0.2, "eval_strategy": "no"}
     assert_same_run(str(tmp_path), smoothed, {"label_smoothing_factor": 0.0}, **settings)
@@ -363,7 +369,8 @@ def test_data_parallel() -> None:
 def _fsdp2(
     kind: str, schedule: Any, rank_ids: list[list[list[int]]]
 ) -> list[tuple[list[float], list[Tensor], list[Tensor]]]:
-    """Two steps: losses, the gradients of the first, parameters; of the stock model and ours."""
+    """Return losses, first gradients and parameters of two steps, for the stock model and
+    headloss."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -395,14 +402,15 @@ def _fsdp2(
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_fsdp2(schedule: str) -> None:
-    """Sharded over two ranks with data of their own, against the stock model sharded alike."""
+    """Under FSDP2 on two ranks with different data, headloss agrees with the equally sharded stock
+    model."""
     from worlds import world_of
 
     ids = [IDS[:1].tolist(), IDS[1:, :5].tolist()]
     with world_of(2) as world:
         for kind in ("plain", "tied", "head alone", "bf16"):
             for want, got in world.run(_fsdp2, kind, schedule, ids, seconds=240):
-                tolerance = 2e-2 if kind == "bf16" else 1e-5  # logits in float32 here
+                tolerance = 2e-2 if kind == "bf16" else 1e-5  # float32 logits in headloss
                 torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=1e-6)
                 for a, b in zip((*got[1], *got[2]), (*want[1], *want[2]), strict=True):
                     assert (a - b).norm() <= tolerance * b.norm() + 1e-6, kind
@@ -426,7 +434,7 @@ def adapted(**options: Any) -> Any:
 
 
 def test_trainable_tokens() -> None:
-    """Of the input alone; where they are the head's too, they are refused."""
+    """Trainable tokens of the input embedding work; with a tied head they are refused."""
     _, model = adapted(target_modules=["q_proj"], trainable_token_indices=[3, 5])
     assert_same_adapted(model)
     peft = pytest.importorskip("peft")

@@ -1,4 +1,4 @@
-"""The callback that applies headloss to the model of a Trainer, beside the stock Trainer."""
+"""The callback that applies headloss to a Trainer's model agrees with the stock Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headloss.integrations.transformers import HeadLossCallback, apply, remove  
 def run(folder: Any, callback: HeadLossCallback | None, **settings: Any) -> Any:
     model = tiny("llama")
     made = trainer(model, str(folder), **settings)
-    if callback is not None:  # as a framework hands it on
+    if callback is not None:  # passed on like a framework does
         made = type(made)(
             model, made.args, made.data_collator, callbacks=[callback],
             train_dataset=made.train_dataset, eval_dataset=made.eval_dataset,
@@ -31,7 +31,8 @@ def run(folder: Any, callback: HeadLossCallback | None, **settings: Any) -> Any:
 
 
 def test_as_the_stock_trainer(tmp_path: Any, monkeypatch: Any) -> None:
-    """Two accumulated micro-batches, two steps, an evaluation after the end; no logits are made."""
+    """With the callback, two accumulated steps and an evaluation equal stock Trainer, without
+    logits."""
     want, weights, evaluated, _ = run(tmp_path, None)
     with monkeypatch.context() as patch:
         patch.setattr(HeadCall, "raw", lambda *_: pytest.fail("logits were made"))
@@ -55,7 +56,7 @@ def test_terms_options_and_fields(tmp_path: Any) -> None:
 
 
 def test_settings_that_take_the_loss_elsewhere(tmp_path: Any) -> None:
-    """Each by name, before a weight has moved."""
+    """Settings that bypass the loss are refused by name before any update."""
     with pytest.raises(ValueError, match=r"label_smoothing_factor: got 0\.1, want 0, .*as terms"):
         run(tmp_path, HeadLossCallback(), label_smoothing_factor=0.1)
     model = tiny("llama")
@@ -91,7 +92,8 @@ def test_a_loss_that_is_not_ours_is_an_error(how: str, tmp_path: Any) -> None:
 
 
 def test_the_end_removes_nothing(tmp_path: Any) -> None:
-    """A later trainer of the same model, and the model's own calls, have headloss's loss."""
+    """The end of training removes nothing: later trainers and direct calls still use headloss's
+    loss."""
     *_, model = run(tmp_path, callback := HeadLossCallback())
     trainer(model, str(tmp_path)).train()
     assert callback.applied is not None

@@ -1,5 +1,7 @@
-"""Calls of an applied model: fields beside labels, and documents of packed rows, of which padding
-is none. Compared with plain logits and with the same call without padding."""
+"""Calls of an applied model handle per-token fields, and documents of packed rows with padding.
+
+Results are compared with plain logits and with calls without padding.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,11 @@ def test_fields_come_as_labels_come(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("align", ["labels", {"w": "labels", "candidate_ids": "labels"}])
 def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
-    """The same ids, weights and candidates, given to `apply` and to `Batch.from_labels`: one loss,
-    that of float64 logits. As they are, they are another loss."""
+    """`apply` and `Batch.from_labels` with equal ids, weights and candidates give the loss of
+    float64 logits.
+
+    Fields with a different alignment give a different loss.
+    """
 
     @hl.term
     def likelier(stats: Any, batch: Any) -> Tensor:
@@ -78,7 +83,8 @@ def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
 
 
 def test_the_last_field_of_a_shard_counts() -> None:
-    """Two halves of each row, whose last label is the first token of what follows."""
+    """The last field of a shard counts: the last label of a half row is the next half's first
+    token."""
     model = tiny("llama")
     labels, weights = shifted(IDS, -100), shifted(WEIGHTS, 0)
     logits = model(IDS[:, :4]).logits.transpose(1, 2)
@@ -95,10 +101,11 @@ LATER = {"position_ids": torch.arange(7, 14)[None], "attention_mask": torch.ones
 
 @pytest.mark.parametrize(("told", "at"), [(HEAD_TAIL, 9), (LATER, 7)])
 def test_a_shard_is_no_sequence(told: dict[str, Tensor], at: int) -> None:
-    """Context parallelism: the head and the tail of a sequence, or a later part of it."""
+    """A context-parallel shard (front and back, or a later part of a sequence) is not treated as a
+    sequence."""
     model, labels = tiny("llama"), shifted(IDS, -100)
     call: Any = {"labels": labels, "shift_labels": labels, **told}
-    with apply(model):  # a mean of tokens is exact
+    with apply(model):  # a token mean is exact
         model(IDS, **call)
     with apply(model, PER_SEQUENCE, fields=("segments",)):
         with pytest.raises(ValueError, match=f"shift_labels: got them .* at position {at}, as of"):
@@ -109,7 +116,8 @@ def test_a_shard_is_no_sequence(told: dict[str, Tensor], at: int) -> None:
 
 
 def test_shifted_labels_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has sequences of its own on each rank says so by segments."""
+    """Shifted labels on several ranks are refused unless segments declare whole sequences per
+    rank."""
     model, labels = tiny("llama"), shifted(IDS, -100)
     call: Any = {"labels": labels, "shift_labels": labels}
     with apply(model, PER_SEQUENCE, fields=("segments",)):
@@ -127,7 +135,7 @@ def test_shifted_labels_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 LENGTHS = (5, 6)
 POSITIONS = [*range(5), *range(6)]
 def test_documents_by_the_text_positions_of_m_rope() -> None:
-    """The first of the four rows; those of images tell none."""
+    """Documents follow from the text row of m-rope's four position rows, not from image rows."""
     text = torch.tensor([POSITIONS])
     images = torch.arange(text.numel()).flip(0).expand(3, 1, -1)
     targets = torch.zeros_like(text)
@@ -144,7 +152,8 @@ TOLD_BY = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def packed(padding: list[int], told: str, pads: int = 0, same: bool = True) -> dict[str, Any]:
-    """Two documents, and padding of these positions; `pads`: its documents in `told`."""
+    """Make a row of two documents and padding with given positions; `pads` numbers padding
+    documents in `told`."""
     n, after = len(padding), sum(LENGTHS)
     ends, index = [0, 5, 11], [0] * 5 + [1] * 6
     ends += {0: [], 1: [after + n]}.get(pads, [after + i + 1 for i in range(n)])
@@ -161,7 +170,8 @@ def packed(padding: list[int], told: str, pads: int = 0, same: bool = True) -> d
 
 
 def per_sequence(calls: list[dict[str, Any]]) -> list[Tensor]:
-    """Losses; what tells documents beside positions goes to the adapter, and not to attention."""
+    """Return losses per sequence; document markers other than positions go to the adapter, not to
+    attention."""
     model, losses = tiny("llama"), []
     position = lambda n: torch.tensor([POSITIONS + [0] * (n - 11)])  # noqa: E731
     with apply(model, PER_SEQUENCE) as applied:
@@ -182,7 +192,7 @@ def per_sequence(calls: list[dict[str, Any]]) -> list[Tensor]:
 
 @pytest.mark.parametrize("told", TOLD_BY)
 def test_padding_at_the_end_of_a_row_is_no_document(told: str) -> None:
-    """However it is numbered: as one-token documents, as one that repeats a token, as none."""
+    """Padding at the end of a row is no document, however its positions are numbered."""
     calls = [packed([], told)]
     for n in (1, 4):
         if told == "position_ids":
@@ -202,19 +212,22 @@ def test_padding_at_the_end_of_a_row_is_no_document(told: str) -> None:
 
 
 def test_an_unscored_document_counts() -> None:
-    """What is no padding: it has several tokens, or others follow, or it is a row's only one."""
+    """An unscored document counts if it has several tokens, is followed by others, or is the only
+    one."""
     targets = torch.tensor([[1, 2, -100, -100, -100, -100, 5, -100, -100, -100]])
     tokens = torch.tensor([[3, 4, 5, 3, 4, 7, 9, 8, 6, 5]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 0, 1]])
     call = {"position_ids": positions, "input_ids": tokens}
     documents = documents_of(call, targets)
     assert documents is not None and documents.count == 5
-    assert documents_of({"position_ids": torch.zeros(3, 1)}, torch.full((3, 1), -100)).count == 3  # type: ignore[union-attr]
+    # Type: ignore[union-attr].
+    assert documents_of({"position_ids": torch.zeros(3, 1)}, torch.full((3, 1), -100)).count == 3
     assert documents_of({}, targets) is None
 
 
 def test_ends_tell_more_than_positions() -> None:
-    """Of a model whose positions have three axes, or go on; a repeated end is no document."""
+    """Explicit document ends work for positions with three axes or without restarts; repeated ends
+    are no documents."""
     targets = torch.arange(8).view(1, 8)
     call = {"position_ids": torch.zeros(3, 1, 8), "cu_seq_lens_q": torch.tensor([0, 3, 3, 8, 8])}
     documents = documents_of(call, targets)
@@ -247,7 +260,7 @@ def test_a_scored_token_behind_the_last_end_is_refused() -> None:
 
 
 def test_rows_of_torchtitan() -> None:
-    """Where tokens are not there, padding is told by positions that stand still."""
+    """For torchtitan rows without token ids, constant positions mark padding."""
     targets = torch.tensor([[1, 2, 3, -100, 4, -100, -100, -100]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 0, 0]])
     assert as_documents(positions, targets.shape).count == 4
@@ -260,11 +273,12 @@ def test_rows_of_torchtitan() -> None:
         ([0, 2, 5, 6], None, [0, 0, 1, 1, 1, 2]),
         ([0, 2, 6, 6, 6], None, [0, 0, 1, 1, 1, 1]),
         ([0, 2, 2, 6], None, [0, 0, 1, 1, 1, 1]),
-        ([0, 1, 3, 3], [0, 2, 4, 6], [0, 0, 1, 1, 2, 2]),  # the last lies behind all: unscored
+        ([0, 1, 3, 3], [0, 2, 4, 6], [0, 0, 1, 1, 2, 2]),  # the last end is beyond all tokens
     ],
 )
 def test_ends_of_megatron(ends: list[int], padded: list[int] | None, want: list[int]) -> None:
-    """Ends that fill up a buffer of fixed size, and documents of padding alone, are none."""
+    """Megatron's fill-up ends of a fixed-size buffer, and documents of only padding, are no
+    documents."""
     told = SimpleNamespace(
         cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
         cu_seqlens_q_padded=None if padded is None else torch.tensor(padded, dtype=torch.int32),

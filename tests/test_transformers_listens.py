@@ -1,7 +1,8 @@
-"""Under `apply` a call is the model's own code with its loss function replaced by the objective:
-the labels, the shift and the count that the forward hands over, all that it does with its logits,
-and logits of the call. References: the stock model, with the objective on its logits as its loss
-function."""
+"""Under `apply` a model's own forward runs with its loss function replaced by the objective.
+
+The objective gets the forward's labels, shift and count, and the forward's changes of logits. The
+reference is the stock model with the objective on its logits as loss function.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def of_class(kind: Any, family: str = "llama") -> Any:
 
 
 def loss_function_of(terms: Any) -> Callable[..., Tensor]:
-    """An objective as a loss function of Transformers, on logits."""
+    """Return an objective on logits as a loss function of Transformers."""
 
     def function(logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100,
                  shift_labels=None, **_):  # fmt: skip
@@ -92,7 +93,7 @@ def forward(after: Any) -> Any:
 
 @forward
 def Beside(self, hidden, labels, **kwargs):
-    """Florence-2."""
+    """A forward like Florence-2's."""
     logits = self.lm_head(hidden)
     return self.loss_function(logits, labels, 37, shift_labels=labels), logits
 
@@ -179,7 +180,7 @@ def ReadsTheWeight(self, hidden, labels, **kwargs):
 
 @forward
 def ZLoss(self, hidden, labels, **kwargs):
-    """Bamba."""
+    """A forward like Bamba's."""
     logits = self.lm_head(hidden)
     loss = self.loss_function(logits, labels, 37)
     return loss + 0.1 * logits.float().logsumexp(-1).pow(2).mean(), logits
@@ -219,7 +220,7 @@ def Twice(self, hidden, labels, **kwargs):
 
 @forward
 def AndAnother(self, hidden, labels, **kwargs):
-    """A cross-entropy of other targets, behind the loss."""
+    """A forward with a second cross-entropy of other targets after the loss."""
     logits = self.lm_head(hidden)
     loss = self.loss_function(logits, labels, 37)
     return loss + CE(logits.view(-1, 37), OTHERS.view(-1)), logits
@@ -230,12 +231,14 @@ FORWARDS = [
     Pads, Clamps, Caps, CapsBackwards, Biased, ReadsTheWeight, ZLoss, EntropyBonus, Teacher,
     Accuracy, Twice, AndAnother,
 ]  # fmt: skip
-DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, ReadsTheWeight}  # the loss has real logits
+# Forwards whose loss needs real logits.
+DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, ReadsTheWeight}
 
 
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)
 def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
-    """With cross-entropy and other terms, in each call; most losses without real logits."""
+    """A forward's own code is respected under any terms in each call, mostly without real
+    logits."""
     stock, count = of_class(kind), {"num_items_in_batch": torch.tensor(13)}
     want = [outcome(stock), outcome(stock, **count)]
     stock.loss_function = loss_function_of(TERMS)
@@ -258,7 +261,7 @@ def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
 
 @forward
 def Direct(self, hidden, labels, **kwargs):
-    """A cross-entropy of its own, as in encoder-decoders; without labels' shift."""
+    """A forward with a direct, unshifted cross-entropy, like encoder-decoders."""
     logits = self.lm_head(hidden)
     return nn.CrossEntropyLoss()(logits.view(-1, 37), labels.view(-1)), logits
 
@@ -319,7 +322,7 @@ def Sigmoids(self, hidden, labels, **kwargs):
 
 @pytest.mark.parametrize("kind", [Smoothed, Weighed, Sigmoids])
 def test_a_loss_that_is_no_cross_entropy(kind: Any) -> None:
-    """The model's own, with a word; an error for other terms."""
+    """A loss other than cross-entropy runs unchanged with a warning, and raises for other terms."""
     want = outcome(of_class(kind))
     with apply(model := of_class(kind)), pytest.warns(UserWarning, match="asks for no loss func"):
         assert_same(outcome(model), want)
@@ -341,7 +344,7 @@ def test_two_losses_of_the_labels_are_told_apart_by_nobody() -> None:
 
 
 def test_a_config_that_changes_after_apply() -> None:
-    """PaliGemma's soft cap, and a logit scale."""
+    """A soft cap (PaliGemma) or logit scale changed in the config after `apply` is respected."""
     for family, change in (
         ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", 0.7)),
         ("gemma2", lambda m: setattr(m.config, "final_logit_softcapping", None)),
@@ -394,7 +397,7 @@ def accelerator() -> Any:
 
 
 def test_unwrapping_keeps_the_objective(accelerator: Any) -> None:
-    """accelerate looks for the first forward by `__wrapped__`."""
+    """Unwrapping by accelerate, which follows `__wrapped__`, keeps the objective."""
     stock = of_class(Llama)
     stock.loss_function = loss_function_of(TERMS)
     want, model = outcome(stock), of_class(Llama)
@@ -433,7 +436,8 @@ def test_hooks_of_accelerate_keep_the_objective() -> None:
 
 
 def test_training_calls_that_pass_the_objective_by() -> None:
-    """A word, once; an error for other terms than cross-entropy."""
+    """Training calls that bypass the objective warn once, and raise for terms other than
+    cross-entropy."""
     for call in (
         lambda m: m(IDS),
         lambda m: m.model(IDS),
@@ -509,7 +513,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_logits_of_other_weights_are_refused(change: str) -> None:
-    """Accuracy behind `optimizer.step()`; read before, they are there."""
+    """Logits read after `optimizer.step()` are refused; logits read before are available."""
     model, hidden = adapted(target_modules=["q_proj", "lm_head"]), []
     model.base_model.model.model.register_forward_hook(lambda *a: hidden.append(a[-1][0]))
     want = model(IDS, labels=LABELS).logits.detach()
@@ -590,7 +594,7 @@ def test_a_gradient_of_logits_is_not_lost() -> None:
 
 
 def test_whatever_is_returned() -> None:
-    """Tuples, and a head for each row."""
+    """Any return type works: tuples, and a head per row."""
     stock = of_class(Llama)
     want = stock(IDS, labels=LABELS, return_dict=False)
     with apply(model := of_class(Llama)):
@@ -628,7 +632,8 @@ def test_a_copy_runs_its_own_forward(way: Any) -> None:
 
 
 def test_counts_that_differ_are_one_entry_and_one_launch() -> None:
-    """Of the table of what terms read; and the adapter's own operations, which is the shift."""
+    """Different token counts share one entry of the reads table, and the adapter adds only the
+    shift operation."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from headloss.objective import reads

@@ -1,4 +1,4 @@
-"""Outputs of an applied model hold followed logits, which an operation on them makes real."""
+"""Outputs of an applied model hold deferred ("followed") logits that any operation makes real."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One more entry each time that logits are made."""
+    """Record an entry each time logits are computed."""
     times: list[int] = []
     raw = HeadCall.raw
     monkeypatch.setattr(HeadCall, "raw", lambda *a: times.append(1) or raw(*a))
@@ -29,7 +29,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def outputs(training: bool, gradient: bool = True) -> tuple[Any, Any]:
-    """Of the stock model and of the applied one."""
+    """Return the outputs of the stock model and of the applied model."""
     model = tiny("llama", use_cache=True).train(training)
     with torch.set_grad_enabled(gradient):
         stock = model(IDS, labels=IDS)
@@ -80,7 +80,7 @@ def test_whoever_goes_through_an_output_finds_the_same(training: bool, gradient:
 
 
 def goes_through(out: Any) -> Iterator[Any]:
-    """As DDP, FSDP2 and accelerate do, and code that looks for tensors of some kind."""
+    """Traverse outputs like DDP, FSDP2, accelerate, and code that searches for tensors."""
     from accelerate.utils.operations import convert_to_fp32
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
     from torch.nn.parallel.distributed import _find_tensors
@@ -113,7 +113,7 @@ def convert_logits(out: Any) -> Any:
 
 
 def test_a_step_of_ddp_computes_no_logits(computed: list[int], tmp_path: Any) -> None:
-    """Looking for unused parameters, it hands all outputs through a function of its own."""
+    """A DDP step computes no logits, although DDP passes all outputs through its own function."""
     from torch.nn.parallel import DistributedDataParallel
 
     stock, _ = outputs(True)
@@ -132,7 +132,8 @@ def test_a_step_of_ddp_computes_no_logits(computed: list[int], tmp_path: Any) ->
             assert not computed, settings
             torch.testing.assert_close(out.logits + 0, stock.logits, rtol=1e-5, atol=1e-5)
             computed.clear()
-            # DDP's reducer would end the group with the lock held that gloo's thread waits for.
+            # Deleted early, since DDP's reducer would deadlock with gloo's thread at the group's
+            # end.
             del wrapped, out
     finally:
         torch.distributed.destroy_process_group()
@@ -147,7 +148,7 @@ def test_gradients_flow_through_logits_of_a_training_step(name: str) -> None:
         model.zero_grad()
         out = model(IDS, labels=IDS)
         with torch.no_grad():
-            out.logits.argmax(-1)  # a metric, which needs none
+            out.logits.argmax(-1)  # a metric without gradient
         loss = out.loss - (teacher * log_softmax(BY_NAME[name](out), -1)).mean()
         loss.backward()
         return [p.grad.clone() for p in model.parameters()]

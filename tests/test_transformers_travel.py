@@ -1,4 +1,4 @@
-"""An applied model that is saved, pickled, copied or sent to a process comes back applied."""
+"""An applied model stays applied after saving, pickling, copying, or sending to a process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def saved(model: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "pickle in Python": lambda model: pickle._loads(pickle._dumps(model)),  # type: ignore[attr-defined]
+    # Type: ignore[attr-defined].
+    "pickle in Python": lambda model: pickle._loads(pickle._dumps(model)),
     "oldest protocol": lambda model: pickle.loads(pickle.dumps(model, 2)),
     "torch.save": saved,
     "spawn": lambda model: pickle.loads(ForkingPickler.dumps(model)),
@@ -70,7 +71,8 @@ def test_it_comes_back_applied(way: str, terms: str) -> None:
     with pytest.raises(ValueError, match=r"applied to it already; call remove\(model\) first"):
         apply(twin)
     with torch.no_grad():
-        twin.lm_head.weight = torch.nn.Parameter(torch.zeros(37, 16))  # it has a head of its own
+        # The copy has a separate head.
+        twin.lm_head.weight = torch.nn.Parameter(torch.zeros(37, 16))
     torch.testing.assert_close(call(model, **fields), want, rtol=0, atol=0)
     twin.load_state_dict(model.state_dict())
     remove(twin)
@@ -83,7 +85,7 @@ def test_it_comes_back_applied(way: str, terms: str) -> None:
 
 
 def test_with_what_wraps_it() -> None:
-    """PEFT's model around it, and accelerate's mixed precision around its forward."""
+    """An applied model travels inside PEFT's model and accelerate's mixed-precision forward."""
     peft = pytest.importorskip("peft")
     accelerate = pytest.importorskip("accelerate")
     term = hl.cross_entropy(label_smoothing=0.5)
@@ -97,13 +99,13 @@ def test_with_what_wraps_it() -> None:
     model = tiny("llama")
     apply(model, term)
     want = model(input_ids=IDS, labels=IDS).loss
-    accelerate.state.AcceleratorState._reset_state(True)  # of the process, as others have left it
+    accelerate.state.AcceleratorState._reset_state(True)  # clears state left by other tests
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
     accelerate.state.AcceleratorState._reset_state(True)
     rounded = prepared(input_ids=IDS, labels=IDS).loss
     twin = copy.deepcopy(prepared)
     torch.testing.assert_close(twin(input_ids=IDS, labels=IDS).loss, rounded)
-    twin = pickle.loads(pickle.dumps(prepared))  # without mixed precision, as the stock model
+    twin = pickle.loads(pickle.dumps(prepared))  # loses mixed precision, like a stock model
     torch.testing.assert_close(twin(input_ids=IDS, labels=IDS).loss, want)
     remove(twin)
 

@@ -1,4 +1,4 @@
-"""Every public object survives copying, pickling and a spawned process, and is equal after it."""
+"""Every public object is equal after copying, pickling and a spawned process."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_equality_sees_every_part() -> None:
 
 
 def test_a_function_whose_name_now_belongs_to_another_is_not_mistaken_for_it() -> None:
-    """Pickle finds a term's function by its name."""
+    """A function whose name now belongs to another function is not confused with it by pickle."""
     with pytest.raises(pickle.PicklingError, match="renamed"):
         pickled(travel.RENAMED)
     assert copy.copy(travel.RENAMED) == travel.RENAMED != travel.renamed()
 
 
 def test_current_is_one() -> None:
-    """A batch that has travelled stands for this call's own log-probs still."""
+    """CURRENT stays a singleton: a pickled batch still means the call's own log-probs."""
     hidden, head, batch = travel.problem(torch.linspace(0.5, 1, travel.T))
     for found in (pickled(batch), copy.deepcopy(batch)):
         assert isinstance(found, hl.Batch) and found.old_logps is hl.CURRENT
