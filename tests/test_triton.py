@@ -1,4 +1,5 @@
-"""The two acts in Triton against the reference in float64; on a CPU in Triton's interpreter."""
+"""Triton's partial statistics and gradient agree with the float64 reference (interpreted on a
+CPU)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def test_partials_writes_only_what_is_needed():
 
 
 def test_partials_onto_earlier_tiles():
-    """Tiles folded one after the other are the whole row, target in any or in none."""
+    """Partials folded tile by tile equal the whole row, with the target in any or no tile."""
     n, v, tile_width = 5, 600, 256
     raw, transform = tile(n, v, torch.float32), transforms(n)["rows"]
     targets = torch.tensor([0, 255, 256, 599, 300], device=DEVICE)
@@ -64,7 +65,8 @@ def test_partials_onto_earlier_tiles():
 
 
 def test_partials_into_poisoned_memory_with_minus_infinity():
-    """-inf logits, a row that is -inf in the first tile, a target that is masked."""
+    """Partials written to NaN memory are correct for -inf logits, an all -inf first tile, and a
+    masked target."""
     n, v = 4, 130
     raw, targets = tile(n, v, torch.float32), torch.tensor([3, 100, 5, 129], device=DEVICE)
     raw[0, 3] = -math.inf
@@ -85,7 +87,8 @@ def test_partials_into_poisoned_memory_with_minus_infinity():
 
 
 def test_rest_keeps_its_digits():
-    """log1p(rest) of a nearly certain token, and of equal largest logits."""
+    """log1p of the remaining mass keeps its digits for a nearly certain token and equal largest
+    logits."""
     raw = torch.full((2, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = 0.0
@@ -101,7 +104,7 @@ GRADIENTS = ["tp", "p", "t", "tpe", "tpu", "tpeu"]
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("which", GRADIENTS)
 def test_gradient(which, name, monkeypatch):
-    """A tile that starts at column 40 of the vocabulary, for every dtype."""
+    """The gradient of a tile from column 40 is correct in every dtype."""
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     n, v, first = 4, 97, 40
     transform, c = transforms(n)[name], coefficients_of(n, which)
@@ -118,7 +121,7 @@ def test_gradient(which, name, monkeypatch):
         found = triton_backend.logit_gradient_(raw, backward._replace(dtype=out_dtype))
         assert found.shape == (n, v) and found.dtype == out_dtype
         assert found.data_ptr() == raw.data_ptr() and raw._base[:, v:].isnan().all()
-        # Normalizers are fp32, so log p is good to a few 1e-7 times its size.
+        # Normalizers are fp32, so log p has a relative error of a few 1e-7.
         assert error(found, oracle) <= EPS[out_dtype] + 3e-6
 
 
@@ -132,7 +135,7 @@ def test_gradient(which, name, monkeypatch):
     ],
 )
 def test_gradient_in_place(dtype, out_dtype, monkeypatch):
-    """Over the raw memory, also narrower than it, in several blocks."""
+    """The gradient may overwrite raw logits, even in a narrower dtype and in several blocks."""
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 128)
     n, v = 5, 600
     raw, targets, c = tile(n, v, dtype, pad=4), targets_of(n, v), coefficients_of(n, "tpe")
@@ -147,7 +150,7 @@ def test_gradient_in_place(dtype, out_dtype, monkeypatch):
 
 
 def test_power_of_two_scaling_is_exact():
-    """Coefficients scaled by 2^k scale a bf16 gradient by exactly that."""
+    """Scaling coefficients by 2^k scales a bf16 gradient exactly by 2^k."""
     raw, targets, c = tile(3, 97, torch.float32), targets_of(3, 97), coefficients_of(3, "tpe")
     normalizer = finish(
         triton_backend.partials(raw, Forward(targets, 0, Transform(), NEEDS)), 97, frozenset()
@@ -167,7 +170,7 @@ def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
         rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
-        if len(kept) > 4:  # moving is not worth it
+        if len(kept) > 4:  # too few rows saved to move any
             assert int(count) == 6 and rows.tolist() == list(range(6))
             continue
         assert int(count) == len(kept)

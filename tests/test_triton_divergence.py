@@ -1,4 +1,4 @@
-"""Distillation in Triton against the reference in float64; on a CPU in Triton's interpreter.
+"""Distillation in Triton agrees with the float64 reference (interpreted on a CPU).
 
 n tokens, v columns of a tile, V vocabulary, K stored outcomes.
 """
@@ -52,18 +52,18 @@ def pair(p, q, kind, beta=BETA):
 
 
 def shares(acts, raw, raw_teacher, of):
-    """[2, n] the value of a pair's only measure, and its mean slope."""
+    """Return [2, n]: the value of a pair's single measure, and its mean slope."""
     return acts.divergence(raw, raw_teacher, of)[:, 0].t()
 
 
 def one(raw_teacher, of, pivot, weight):
-    """A part of a pair's only measure."""
+    """Return the gradient part of a pair's single measure."""
     return Divergence(raw_teacher, of, pivot.unsqueeze(1), weight.unsqueeze(1))
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Every row is several blocks, the last of them ragged."""
+    """Make every row several blocks, with a ragged last block."""
     monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.statistics.NARROW", 64)
@@ -78,7 +78,7 @@ def wide(normalizer: Normalizer) -> Normalizer:
 
 
 def normalizer_of(raw, transform) -> Normalizer:
-    """Of a whole row, rounded to float32."""
+    """Return the normalizer of a whole row, rounded to float32."""
     nowhere = torch.full((len(raw),), -1, device=DEVICE)
     exact = twins.partials(
         raw.double(), Forward(nowhere, 0, in_float64(transform), frozenset())
@@ -88,7 +88,8 @@ def normalizer_of(raw, transform) -> Normalizer:
 
 def sides(raw, raw_teacher, transforms) -> tuple[Distribution, Distribution]:
     pair = zip((raw, raw_teacher), transforms, strict=True)
-    return tuple(Distribution(t, normalizer_of(tile, t)) for tile, t in pair)  # type: ignore[return-value]
+    # Type: ignore[return-value].
+    return tuple(Distribution(t, normalizer_of(tile, t)) for tile, t in pair)
 
 
 def in_double(side: Distribution) -> Distribution:
@@ -96,7 +97,7 @@ def in_double(side: Distribution) -> Distribution:
 
 
 def pair_of(n, v, dtype, teacher_dtype=None):
-    """Tiles in wider buffers of NaN; the teacher is near the student in some rows only."""
+    """Return tiles inside wider NaN buffers; the teacher is near the student only in some rows."""
     raw = tile(n, v, dtype)
     raw_teacher = tile(n, v, teacher_dtype or dtype, seed=1, pad=7)
     raw_teacher[1::2] = (raw[1::2].float() + 0.05 * raw_teacher[1::2].float()).to(raw_teacher.dtype)
@@ -144,7 +145,7 @@ def test_no_divergence_from_oneself(kind):
 
 
 def test_a_small_mixture_divergence_keeps_its_digits():
-    """JS of distributions that differ by 1e-4: 1e-9 in value, from terms of 1e-4."""
+    """A small JS (1e-9, from terms of 1e-4) keeps its digits."""
     raw = tile(4, 97, torch.float32)
     raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
@@ -158,7 +159,8 @@ def test_a_small_mixture_divergence_keeps_its_digits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ruled_out_tokens(kind):
-    """Teacher logits of -inf, a whole block of them too, and one of the student's."""
+    """Tokens with a teacher logit of -inf, even a whole block, or a student logit of -inf, are
+    correct."""
     raw, raw_teacher = pair_of(3, 200, torch.float32)
     raw_teacher[:, ::3] = -math.inf
     raw_teacher[:, 64:128] = -math.inf
@@ -180,7 +182,7 @@ def test_ruled_out_tokens(kind):
 
 
 def others_of(n, v, which, transform, dtype=None) -> Backward:
-    """A tile that starts at column 40 of the vocabulary, at the head's own temperature."""
+    """Return the `Backward` of a tile from column 40, at the head's temperature."""
     own = Transform(
         scale=transform.scale,
         softcap=transform.softcap,
@@ -201,7 +203,7 @@ def others_in_double(others: Backward) -> Backward:
 
 
 def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=None):
-    """The gradient by the reference in float64 and in float32."""
+    """Return the reference gradients in float64 and float32."""
     copy = None if extra is None else extra.clone()
     part = one(raw_teacher.float(), pair(p, q, kind), pivot, weight)
     plain = reference_divergence.part_gradient_(
@@ -227,7 +229,8 @@ def assert_gradient(found, references, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["temperature", "capped"])
 def test_gradient(name, kind, which):
-    """Alone in memory of its own; with the rest of the objective over the student's tile."""
+    """The gradient is correct in separate memory, and together with other terms over the student's
+    tile."""
     n, v = 3, 97
     weight = torch.tensor([0.3, 0.0, -2.0], device=DEVICE)
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
@@ -243,13 +246,14 @@ def test_gradient(name, kind, which):
         in_place = found.data_ptr() == raw.data_ptr()
         assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
         assert torch.equal(raw_teacher, teacher_before)
-        assert raw._base[:, v:].isnan().all()  # the buffer beside the tile
+        assert raw._base[:, v:].isnan().all()  # the buffer outside the tile
         assert_gradient(found, both, dtype if in_place else torch.float32)
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_skewed_and_total_variation(kind):
-    """Both acts: a teacher near the student, far from it and with ruled-out tokens."""
+    """Skewed KL and total variation are correct in value and gradient for near, far and ruled-out
+    teachers."""
     test_divergence(5, 97, torch.float32, torch.bfloat16, "temperature", kind)
     test_ruled_out_tokens(kind)
     test_gradient("capped", kind, None)
@@ -302,7 +306,7 @@ def test_nothing_at_all():
 
 
 def columns_of(n: int, v: int) -> torch.Tensor:
-    """[n, 6] distinct columns in no order; some lie outside of a tile of v."""
+    """Return [n, 6] distinct columns in random order, some outside a tile of v columns."""
     inside = torch.stack([torch.randperm(v)[:4] for _ in range(n)])
     outside = torch.tensor([[-1, v + 3]]).expand(n, -1)
     return torch.cat([inside[:, :2], outside, inside[:, 2:]], 1).to(DEVICE)
@@ -313,7 +317,7 @@ def columns_of(n: int, v: int) -> torch.Tensor:
 def test_tail_partials(name, dtype):
     n, v, forward = 4, 230, Forward(None, 0, PAIRS[name][0], frozenset())
     raw, columns = tile(n, v, dtype), columns_of(n, v)
-    columns[0, 0] = v // 3  # the peak itself
+    columns[0, 0] = v // 3  # the largest logit
     running = None
     for start in (0, 100, 200):
         running = triton_divergence.partials(
@@ -367,7 +371,7 @@ OPTIONS = {
 
 
 def run(form, kind, backend, dtype, options, temperature=1.0, mixed=True):
-    """The loss and the gradients of hidden and weight; values are those of `torch.float32`."""
+    """Return the loss and the gradients of hidden and weight, for inputs with float32 values."""
     hidden, weight, targets = trained_looking(T, H, V)
     targets[4] = -100
     states, other = torch.randn(T, 5), torch.randn(V, 5) * 1.5
@@ -416,8 +420,8 @@ def test_head_loss(schedule, form, kind):
     ("kind", "temperature"), [("forward_kl", 1.0), ("reverse_kl", 1.7), ("js", 1.0)]
 )
 def test_recompute_in_bfloat16_is_one_pass(kind, temperature, mixed):
-    """Several slabs, of which both models' logits are made for a part of the tokens at once; some
-    rows carry nothing."""
+    """In bfloat16 recompute equals one pass, with several slabs, parts of the tokens at a time, and
+    rows without gradient."""
     count, width, columns = 700, 64, 3000
     hidden, weight, targets = trained_looking(count, width, columns, torch.bfloat16, DEVICE)
     states = torch.randn(count, 72, device=DEVICE).bfloat16()
@@ -449,7 +453,8 @@ def test_recompute_in_bfloat16_is_one_pass(kind, temperature, mixed):
 
 
 def test_several_teachers_and_skipped_rows():
-    """Three divergences of two temperatures, and tokens that only some of them count."""
+    """Several teachers with skipped rows are correct: three divergences at two temperatures, each
+    on part of the tokens."""
     found = {}
     for backend in ("triton", "reference"):
         hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
@@ -468,7 +473,7 @@ def test_several_teachers_and_skipped_rows():
 
 
 def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
-    """Also where some rows carry no gradient."""
+    """A chunk's teacher logits are computed once, even with rows without gradient."""
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))
     made = []
     product = products.PLAIN.logits
@@ -486,7 +491,7 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
     term = hl.distillation(teacher_head=hl.Head(torch.randn(V, 4).to(DEVICE))).where("kept")
     options = hl.Options(backend="triton", chunk_tokens=2)
     hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, term, options).loss.backward()
-    assert made == [2] * 6  # student and teacher, three chunks
+    assert made == [2] * 6  # student and teacher in three chunks
 
 
 TEACHER_LOGITS = {
@@ -499,7 +504,7 @@ TEACHER_LOGITS = {
 
 @pytest.mark.parametrize("name", TEACHER_LOGITS)
 def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
-    """Transposed ones and those in float64 are copied."""
+    """Given teacher logits are read in place; transposed or float64 logits are copied."""
     seen = []
     acts = ("divergence", "part_gradient_")
     for act in (getattr(triton_divergence, name) for name in acts):
@@ -522,7 +527,7 @@ def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
 
 
 def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
-    """As of `logits[:, :-1]`, whose rows of positions do not follow one another."""
+    """A gradient that overwrites part of a tensor, like `logits[:, :-1]`, is scaled in place."""
     logits, teacher, targets = torch.randn(2, 5, V), torch.randn(2, 4, V), torch.ones(2, 4).long()
     gradients = []
     for inplace in (False, True):

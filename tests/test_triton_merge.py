@@ -1,4 +1,4 @@
-"""From what a product writes block by block, or several ranks, to statistics, in one launch."""
+"""One launch merges a product's blocks, or several ranks' partials, into statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOME = [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"}), frozenset({"t
 
 @pytest.fixture(autouse=True)
 def poisoned(fresh_memory_is_nan):
-    """What an act leaves unwritten is NaN."""
+    """Make unwritten elements NaN."""
 
 
 def same(found: dict, wanted: dict, **tolerance) -> None:
@@ -32,12 +32,12 @@ def same(found: dict, wanted: dict, **tolerance) -> None:
 @pytest.mark.parametrize("needs", SOME, ids=lambda s: "+".join(sorted(s)))
 @pytest.mark.parametrize("n", [1, 18])
 def test_statistics_of_a_product(needs, n):
-    """Those of `stats.finish` from the partials that the same product gives, and the same terms."""
+    """Statistics of a product equal `stats.finish` of its partials, with equal exp tiles."""
     v = 600
     x, w, targets, _ = head(max(n, 2), 64, v)
     x, targets = x[:n], targets[:n]
     if n > 4:
-        x[4] *= 60  # its target is far below the largest logit
+        x[4] *= 60  # target far below the largest logit
     forward = Forward(targets, 0, transforms(n)["rows"], needs)
     one, other = poisoned_held(n, v), poisoned_held(n, v)
     found = triton_backend.product_statistics(x, w, forward, v, one)
@@ -46,7 +46,7 @@ def test_statistics_of_a_product(needs, n):
     assert torch.equal(one.exp_logits, other.exp_logits) and torch.equal(one.shift, other.shift)
     assert not one.exp_logits.isnan().any()
     same(found.stats.tensors(), stats.tensors(), rtol=5e-7, atol=2e-6)
-    # Kernels that read them are compiled for where vectors begin, which n does not move.
+    # Vector alignment, part of a kernel's specialisation, does not depend on n.
     vectors = *found.stats.tensors().values(), *found.normalizer, *partials
     assert all(t is None or t.data_ptr() % 16 == 0 for t in vectors)
     assert torch.equal(found.normalizer.max_logit, normalizer.max_logit)
@@ -75,7 +75,8 @@ def test_a_tokens_numbers_depend_on_nothing_else():
 
 
 def slices_of(ranks: int, n: int, dtype: torch.dtype, needs=NEEDS) -> torch.Tensor:
-    """Partials of slices of a vocabulary: equal peaks, likely tokens, and slices without mass."""
+    """Return partials of vocabulary slices, with equal peaks, likely tokens, and slices without
+    mass."""
     generator = torch.Generator().manual_seed(ranks)
     z = torch.randn(ranks, n, 12, generator=generator, dtype=torch.float64) * 4
     z[ranks // 2, ::3, 5] += 30
@@ -101,7 +102,8 @@ def slices_of(ranks: int, n: int, dtype: torch.dtype, needs=NEEDS) -> torch.Tens
 @pytest.mark.parametrize("needs", SOME, ids=lambda s: "+".join(sorted(s)))
 @pytest.mark.parametrize(("ranks", "n"), [(1, 3), (2, 7), (5, 130)])
 def test_statistics_of_slices(needs, ranks, n):
-    """The twin, and float64; `stats.merge` of one slice after another says the same."""
+    """Statistics of slices agree with the twin, with float64, and with `stats.merge` slice by
+    slice."""
     wide = slices_of(ranks, n, torch.float64, needs)
     exact = reference.finish(wide, needs, 12 * ranks)
     given = wide.float()
@@ -127,7 +129,7 @@ def test_statistics_of_slices(needs, ranks, n):
 
 
 def test_small_rests_and_far_logits_keep_their_digits():
-    """log1p at every size of the rest, and exp far below 0."""
+    """Small remaining masses (log1p) and far logits (exp far below 0) keep their digits."""
     rest = torch.cat([torch.logspace(-12, 30, 200), torch.tensor([0.0, -0.5, -1.0, 1.0])])
     n = len(rest)
     given = torch.zeros(1, 3, n, device=DEVICE)

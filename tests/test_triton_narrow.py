@@ -1,4 +1,4 @@
-"""The sweeps of a narrow head against float64 logits, and against their twins.
+"""The sweeps of a narrow head agree with float64 logits, and with their twins.
 
 n tokens, v columns, H hidden width.
 """
@@ -22,7 +22,7 @@ from headloss.kernels.interface import Backward, Forward
 from headloss.statistics.softmax import finish
 from headloss.testing import plain, trained_looking
 
-# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+# The interpreter multiplies the bits of bf16 operands as integers, so bf16 needs a GPU.
 DTYPES = (torch.float32, torch.float16) + (torch.bfloat16,) * (DEVICE == "cuda")
 pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize(("n", "h", "v"), [(1, 16, 97), (5, 50, 300), (70, 96, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sweeps(dtype, n, h, v, name):
-    """A slice that begins at a column, of widths that fill no tile and of targets elsewhere."""
+    """Sweeps are correct on a slice, for ragged widths and for targets outside the slice."""
     first, transform = 20, transforms(n)[name]
     if name in ("scaled", "capped rows"):
         transform = replace(transform, bias=(torch.randn(v, device=DEVICE) + 1).to(dtype))
@@ -62,7 +62,8 @@ def test_sweeps(dtype, n, h, v, name):
 
 
 def test_tokens_far_above_their_shift():
-    """Of some tokens the target lies far below the largest logit: e would overflow."""
+    """Tokens with a target far below the largest logit are correct, although exp(z - shift) would
+    overflow."""
     n, h, v = 6, 32, 200
     x, w, targets = head(n, h, v, 0, torch.float32)
     targets[3] = 7
@@ -95,7 +96,8 @@ def test_a_nearly_certain_token_keeps_its_digits():
 
 
 def test_a_tokens_bits_are_its_own():
-    """Statistics and sums of a token in a batch of any size, at any place, with sums or without."""
+    """A token's statistics and sums have identical bits in any batch and at any place, with or
+    without sums."""
     n, h, v = 100, 32, 300
     x, w, targets = head(n, h, v, 0, torch.float32)
     forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)
@@ -119,7 +121,8 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_calls(dtype):
-    """Statistics, sums and the weight's gradient, with an entropy's slope in a third sweep."""
+    """Whole calls are correct in statistics, sums and weight gradient, with an entropy's slope in a
+    third sweep."""
     hidden, weight, targets = trained_looking(40, 24, 150, dtype, DEVICE)
     for objective in (hl.cross_entropy(), hl.cross_entropy() - 0.1 * hl.entropy()):
         x, w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
@@ -135,7 +138,8 @@ def test_whole_calls(dtype):
 
 
 def test_two_ranks():
-    """A vocabulary in two slices: a token's target lies in one, and its shift in each."""
+    """Two ranks with a vocabulary slice each are correct; a token has its target in one slice and a
+    shift in both."""
     with world_of(2, narrow_ranks.interpret) as world:
         for name, softcap in (("sums", None), ("sums", 9.0), ("a third sweep", None)):
             first, second = world.run(narrow_ranks.against_one_head, name, softcap, seconds=200)

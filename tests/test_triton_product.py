@@ -1,4 +1,4 @@
-"""The product that holds softmax terms, and what is done with them, against float64 logits."""
+"""The product that writes exp tiles, and gradients from exp tiles, agree with float64 logits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from headloss.kernels.transform import Transform
 from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState, finish, merge
 from headloss.testing import plain, trained_looking
 
-# The interpreter multiplies the bits of bf16 operands as integers: they are for the GPU.
+# The interpreter multiplies the bits of bf16 operands as integers, so bf16 needs a GPU.
 SIXTEEN = torch.bfloat16 if DEVICE == "cuda" else torch.float16
 HELD_EPS = EPS[torch.bfloat16]
 
 
 def head(n: int, h: int, v: int, *, first: int = 0, dtype: torch.dtype = SIXTEEN):
-    """Hidden vectors, weights, targets (some outside of the slice), logits in float64."""
+    """Return hidden states, weights, targets (some outside the slice), and float64 logits."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(n, h, generator=generator).to(dtype).to(DEVICE)
     w = (torch.randn(v, h, generator=generator) / 3).to(dtype).to(DEVICE)
@@ -77,7 +77,7 @@ def test_a_bias_of_any_stride(step):
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("needs", [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"})])
 def test_product_partials(name, needs):
-    """The product with statistics in its epilogue, over a slice from column 50 on."""
+    """The product's epilogue gives correct statistics over a slice from column 50."""
     n, v, first = 5, 300, 50
     x, w, targets, raw = head(n, 72, v, first=first)
     transform = transforms(n)[name]
@@ -109,7 +109,8 @@ def test_product_of_no_tokens():
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "tpu"])
 def test_held_gradient(which, name):
-    """Within the two roundings of a term and a gradient; likely targets to the digits of 1 - p."""
+    """The gradient from exp tiles is correct up to two roundings, and keeps the digits of 1 - p at
+    likely targets."""
     n, v, first = 6, 300, 20
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
@@ -127,10 +128,10 @@ def test_held_gradient(which, name):
         copy = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift)
         multiple, _ = triton_backend.exp_multiple_(copy, backward)
         got = copy.exp_logits.double() * multiple.double().unsqueeze(1)
-        # Row by row: a likely target's row is small, and must be good all the same.
+        # Compared row by row, since a likely target's row is small.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
-        return  # exp z of 0 does not tell z: such a call keeps logits
+        return  # exp z = 0 loses z, so such a call keeps logits
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
@@ -143,7 +144,7 @@ def test_held_gradient(which, name):
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "t", "tpu", "tpeu"])
 def test_product_gradient(which, name):
-    """The gradient straight out of the product, rounded once, over a slice of the vocabulary."""
+    """The product writes the gradient of a vocabulary slice, rounded once."""
     n, v, first = 6, 300, 20
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
@@ -157,16 +158,17 @@ def test_product_gradient(which, name):
         x, w, Backward(targets, first, transform, single, c, stats.logp.float())
     )
     assert got.shape == (n, v) and got.dtype == x.dtype
-    # Row by row: a likely target's row is small. (What float16 cannot hold is 6e-8 at most.)
+    # Compared row by row, since a likely target's row is small. Float16 loses at most 6e-8.
     off = (got.double() - oracle).norm(dim=1) - 6e-8 * v**0.5 * (x.dtype == torch.float16)
     assert (off / oracle.norm(dim=1).clamp_min(1e-30)).max() <= EPS[x.dtype] + 1e-4
 
 
 def test_tokens_far_above_their_reference_are_done_again():
-    """Logits of -100 at targets: exp(100) overflows bf16, and another reference is taken."""
+    """Tokens far above their shift are recomputed: at target logits of -100, exp(100) overflows
+    bf16."""
     n, v = 4, 200
     x, w, targets, _ = head(n, 64, v)
-    targets[1] = 40  # inside, after all
+    targets[1] = 40  # a target inside the slice
     w[targets[:2]] = (-80 * x[:2] / x[:2].norm(dim=1, keepdim=True)).to(w.dtype)
     raw = x.double() @ w.double().t()
     assert (raw.max(1).values - raw.gather(1, targets[:, None])[:, 0])[:2].min() > 100
@@ -188,7 +190,7 @@ def test_tokens_far_above_their_reference_are_done_again():
 
 
 def test_rows_without_coefficients_have_no_gradient():
-    """c = 0, and c_target alone: a multiple must not divide by the c_prob that is not there."""
+    """Rows without coefficients have no gradient, and a multiple never divides by c_prob = 0."""
     n, v = 3, 100
     x, w, targets, raw = head(n, 64, v)
     held = poisoned_held(n, v)
@@ -212,7 +214,7 @@ def test_rows_without_coefficients_have_no_gradient():
 def test_product_keeps_the_digits_of_a_nearly_certain_token():
     x, w = (torch.zeros(k, 64, dtype=SIXTEEN, device=DEVICE) for k in (3, 600))
     x[:, 0], w[:, 0], w[7, 0] = 20, -1, 0
-    w[500, 1], x[1, 1] = 20, 1  # an equal logit in another block
+    w[500, 1], x[1, 1] = 20, 1  # an equal logit in a second block
     targets = torch.full((3,), 7, device=DEVICE)
     needs = frozenset({"logp", "entropy"})
     found = triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), needs))
@@ -228,7 +230,7 @@ needs_tensor_cores = pytest.mark.skipif(
 
 
 def log_prob_errors(x, w, targets):
-    """Of a call, against float64; [T]."""
+    """Return the [T] log-prob errors of a call, against float64."""
     with torch.no_grad():
         found = hl.head_stats(x, hl.Head(w), targets).logp.double()
         logits = x.double() @ w.double().t()
@@ -238,7 +240,8 @@ def log_prob_errors(x, w, targets):
 @needs_tensor_cores
 @pytest.mark.parametrize(("h", "v"), [(896, 151936), (2048, 151936), (4096, 128256)])
 def test_log_probs_of_a_trained_head(h, v):
-    """Of all sizes: a likely target's logit is far above the others', which are rounded less."""
+    """Log-probs of a trained head are accurate, although a likely target's large logit is rounded
+    more."""
     given = trained_looking(2048, h, v, torch.bfloat16, torch.device(DEVICE), 0)
     assert log_prob_errors(*given).abs().max() <= 1e-5
 
@@ -246,8 +249,11 @@ def test_log_probs_of_a_trained_head(h, v):
 @needs_tensor_cores
 @pytest.mark.parametrize(("h", "bound"), [(896, 6e-6), (4096, 1e-5)])
 def test_log_probs_have_little_bias(h, bound):
-    """Logits up to 45 are rounded toward zero by up to 6e-5 (h = 896) and 26e-5 (4096); those that
-    carry mass by 2.4e-5 and 12e-5 in the mean."""
+    """Log-probs have little bias, although tensor cores round logits up to 45 toward zero.
+
+    Rounding is up to 6e-5 (h = 896) and 26e-5 (h = 4096), with means of 2.4e-5 and 12e-5 for likely
+    logits.
+    """
     generator = torch.Generator(DEVICE).manual_seed(5)
     x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()
     w = (torch.randn(32000, h, generator=generator, device=DEVICE) * 8 * h**-0.5).bfloat16()
@@ -258,11 +264,11 @@ def test_log_probs_have_little_bias(h, bound):
 @needs_tensor_cores
 @pytest.mark.parametrize("h", [896, 4096])
 def test_raw_logits_lack_nothing_of_their_size(h):
-    """Where float32 logits are made, they get back what they lose, too."""
+    """Raw float32 logits are corrected for the tensor cores' rounding toward zero."""
     x, w, _ = trained_looking(1024, h, 8192, torch.bfloat16, torch.device(DEVICE), 0)
     exact = x.double() @ w.double().t()
     z = PLAIN.logits(x, w)
-    z = PLAIN.logits(x, w, z).double() / 2  # added to itself
+    z = PLAIN.logits(x, w, z).double() / 2  # accumulates onto itself
     assert abs(((exact - z) * exact).sum() / exact.square().sum()) <= 0.25e-9 * h
 
 
@@ -276,7 +282,7 @@ def test_product_names_what_it_cannot_take():
 
 @pytest.mark.parametrize("case", ["none", "few", "all", "no order"])
 def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory_is_nan):
-    """To the bit what three launches give."""
+    """One launch for a moved multiple and its features has the bits of three launches."""
     n, v, first = 9, 300, 20
     x, w, targets, _ = head(n, 72, v, first=first)
     transform, c = transforms(n)["rows"], coefficients_of(n, "tp")
@@ -316,7 +322,7 @@ def test_multiples_of_no_tokens():
 @pytest.mark.parametrize("backend", [triton_backend, reference])
 @pytest.mark.parametrize("number", [None, 1.0, 2.0**-18])
 def test_gradients_are_scaled_and_rounded_once(backend, number, fresh_memory_is_nan):
-    """Widened sums, rounded ones, one of no elements."""
+    """Gradients are scaled and rounded once: widened sums, rounded sums, and an empty sum."""
     factor = None if number is None else torch.tensor(number, device=DEVICE)
     values = [torch.randn(shape, device=DEVICE) for shape in ((3, 3000), (40,), (5000,), (0, 7))]
     values.append(values[1].bfloat16())
@@ -371,7 +377,8 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_whole_calls_of_a_head_with_a_bias(schedule, softcap):
-    """Its gradient is summed from terms and their multiples, or from slabs."""
+    """Whole calls of a head with a bias are correct, with the bias gradient from exp tiles or from
+    slabs."""
     hidden, weight, targets = trained_looking(900, 256, 3000, torch.bfloat16, DEVICE)
     bias = torch.randn(3000, device=DEVICE).bfloat16()
     leaves = {"hidden": hidden, "weight": weight, "bias": bias}

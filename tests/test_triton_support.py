@@ -1,4 +1,4 @@
-"""The kernels of a support and their plain twins, against dense products in float64."""
+"""A support's kernels and their plain twins agree with dense float64 products."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
 def pairs_of(n: int, v: int, most: int, ragged: bool = False, seed: int = 0) -> SupportPairs:
-    """Distinct ids of n tokens, none of some; slots that are empty lie anywhere."""
+    """Return distinct ids of n tokens, some without ids, with random empty slots."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most + 1, (n,), generator=generator).tolist()
     rows = [torch.randperm(v, generator=generator)[:c] for c in counts]
@@ -69,7 +69,7 @@ def test_acts_against_dense_products(backend, n, most, h, ragged, transposed):
     pairs = pairs_of(n, v, most, ragged)
     support = pairs.window(slice(0, n), first, size)
     tokens = torch.repeat_interleave(torch.arange(n).to(DEVICE), support.offsets.diff())
-    # Without any pair there is one that is nobody's.
+    # An empty support has one dummy pair.
     tokens = torch.cat([tokens, tokens.new_zeros(len(support.ids) - len(tokens))])
     there = (support.ids >= first) & (support.ids < first + size)
     mask = torch.zeros(n, size, dtype=torch.bool, device=DEVICE)
@@ -141,13 +141,13 @@ def plain_z(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(support, there, tokens) -> torch.Tensor:
-    """Where the pairs that are there lie in the order of rows and columns."""
+    """Return the positions of present pairs in row and column order."""
     key = tokens[there] * (1 << 20) + support.ids[there]
     return key.argsort().argsort()
 
 
 def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
-    """Two columns of every token, one of few, others of none."""
+    """A column of many tokens is summed in pieces; other columns have few or no tokens."""
     monkeypatch.setattr(kernels, "PIECE", 16)
     n, v, h = 40, 12, 40
     ids = torch.full((n, 3), -1)
@@ -170,7 +170,7 @@ def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
     ("kind", "schedule"), [("padded", "one_pass"), ("mixed flat", "recompute")]
 )
 def test_calls(kind, schedule):
-    """Whole calls on the kernels, against plain masked logits."""
+    """Whole calls on the kernels agree with plain masked logits."""
     inputs = cases.inputs(kind, "everything", torch.float16)
     if DEVICE == "cuda":
         pytest.skip("inputs are on the CPU")

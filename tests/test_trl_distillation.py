@@ -1,4 +1,4 @@
-"""Distillation against TRL's own functions: value and gradient, in float64 where they keep it.
+"""Distillation agrees with TRL's functions in value and gradient, in float64 if TRL supports it.
 
 B rows of T positions, V vocabulary; q is the teacher's distribution, p the student's.
 """
@@ -26,7 +26,7 @@ LENGTHS = {"random": (5, 3, 4), "one_token": (1, 1, 1), "empty_answer": (4, 0, 2
 
 
 class Step:
-    """Hidden states and heads of a student and a teacher, and logits of both."""
+    """Hidden states, heads and logits of a student and a teacher."""
 
     def __init__(self, name: str = "random", scale: float = 2.0) -> None:
         generator = torch.Generator().manual_seed(len(name))
@@ -46,7 +46,7 @@ class Step:
     def check(
         self, term: hl.Term | hl.Objective, want: Tensor, form: str = "logits", tolerance=1e-10
     ) -> None:
-        """The loss and the gradients of hidden states and head, padded and packed."""
+        """Check the loss and the gradients of hidden states and head, padded and packed."""
         gradients = torch.autograd.grad(want, (self.hidden, self.weight), retain_graph=True)
         for packed in (False, True):
             keep = self.mask if packed else ...
@@ -61,7 +61,8 @@ class Step:
                 self.labels[keep],
                 hl.Segments.from_cu_seqlens(ends) if packed else None,
                 sampling_logps=self.old[keep],
-                **{name: value.detach()[keep] for name, value in fields.items()},  # type: ignore[arg-type]
+                # Type: ignore[arg-type].
+                **{name: value.detach()[keep] for name, value in fields.items()},
             )
             head = hl.Head(self.weight)
             out = hl.head_loss(self.hidden[keep], head, batch, term)
@@ -73,32 +74,33 @@ class Step:
         return logits.log_softmax(-1).gather(2, self.ids.unsqueeze(2)).squeeze(2)
 
     def likeliest(self) -> dict[str, Tensor]:
-        """The student's six likeliest tokens, and what the teacher says of them."""
+        """Return the student's six likeliest tokens with the teacher's log-probs."""
         ids = hl.head_topk(self.hidden.detach(), hl.Head(self.weight.detach()), 6).ids
         logps = self.teacher_logits.log_softmax(-1).gather(2, ids)
         return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """As the self-distillation trainers reduce."""
+        """Reduce values like TRL's self-distillation trainers."""
         mask = self.mask.double()
         return ((values * mask).sum(1) / mask.sum(1).clamp(min=1.0)).mean()
 
 
 def generalized(beta: float, temperature: float = 1.0, head: hl.Head | None = None) -> hl.Term:
-    """What TRL's beta (or alpha) asks for."""
+    """Return the term for TRL's beta (or alpha)."""
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     if beta in ends:
         kind = ends[beta]
-        return hl.distillation(divergence=kind, temperature=temperature, teacher_head=head)  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        return hl.distillation(divergence=kind, temperature=temperature, teacher_head=head)
     return hl.distillation(divergence="js", beta=beta, temperature=temperature, teacher_head=head)
 
 
 @pytest.mark.parametrize("shape", LENGTHS)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_generalized_jsd(beta: float, shape: str) -> None:
-    for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):  # the last: q = 0 or 1
+    for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):  # scale 400 gives q = 0 or 1
         step = Step(shape, scale)
-        # Their mixture loses digits where one side's probability underflows.
+        # TRL's mixture loses digits if one probability underflows.
         tolerance = 1e-10 if scale == 2.0 else 1e-8
         for trainer in (GKDTrainer, GOLDTrainer, IWOPDTrainer):
             want = trainer.generalized_jsd_loss(
@@ -109,7 +111,8 @@ def test_generalized_jsd(beta: float, shape: str) -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_chunked_divergence(beta: float) -> None:
-    """DistillationTrainer: a teacher's hidden states and head, in float32."""
+    """The divergence equals DistillationTrainer's for a teacher's hidden states and head, in
+    float32."""
     step = Step()
     heads = (step.weight, step.teacher_weight)
     mask = step.mask.long()
@@ -122,7 +125,8 @@ def test_chunked_divergence(beta: float) -> None:
 @pytest.mark.parametrize("shape", LENGTHS)
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 def test_self_distillation_of_whole_logits(alpha: float, shape: str) -> None:
-    """SDFT and SDPO: the teacher is the same head on hidden states of a longer prompt."""
+    """Self-distillation (SDFT, SDPO) agrees, with the teacher being the student's head on a longer
+    prompt's hidden states."""
     step = Step(shape)
     teacher = (step.teacher_hidden @ step.weight.t()).detach()
     values = loss_utils.compute_full_logit_self_distillation_loss(
@@ -137,7 +141,8 @@ def test_self_distillation_of_whole_logits(alpha: float, shape: str) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("tail", [True, False])
 def test_self_distillation_of_the_student_s_likeliest(tail: bool, alpha: float, shape: str) -> None:
-    """distillation_topk, with distillation_add_tail or without; the ids are the student's."""
+    """Self-distillation over the student's likeliest ids (distillation_topk) agrees, with and
+    without distillation_add_tail."""
     step = Step(shape, 0.5)
     values = loss_utils.compute_topk_self_distillation_loss(
         step.logits,
@@ -157,7 +162,8 @@ def test_self_distillation_of_the_student_s_likeliest(tail: bool, alpha: float, 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_sums_over_the_likeliest_alone(kind: str) -> None:
-    """No divergence: negative where one side has more mass on them than the other."""
+    """Sums over only the likeliest ids agree; they may be negative, since they are no
+    divergence."""
     step = Step("random")
     near = (0.5 if kind == "forward_kl" else 1.6) * step.logits.detach()
     step.teacher_logits = near + 0.1 * step.teacher_logits
@@ -186,7 +192,8 @@ def test_self_distillation_of_sampled_tokens(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_clipped_weight_of_self_distillation(shape: str) -> None:
-    """distillation_is_clip: of the policy as it is over the one that sampled."""
+    """The clipped self-distillation weight (distillation_is_clip) is the current policy over the
+    sampling policy."""
     step = Step(shape)
     teacher = (step.teacher_hidden @ step.weight.t()).detach()
     values = loss_utils.compute_full_logit_self_distillation_loss(
@@ -201,7 +208,8 @@ def test_clipped_weight_of_self_distillation(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_importance_weighted_on_policy_distillation(shape: str) -> None:
-    """IW-OPD: its advantages, of teacher and rollout, are data."""
+    """Importance-weighted on-policy distillation agrees, with advantages from teacher and rollout
+    as data."""
     step = Step(shape)
     teacher = step.sampled(step.teacher_logits)
     trainer = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Stock TRL and headloss train step for step alike: losses, gradients, metrics."""
+"""Stock TRL's GRPO and headloss agree step by step in losses, gradients and metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def make(
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
-    trainer.use_vllm = sampler  # its log-probs are given with the completions
+    trainer.use_vllm = sampler  # sampler log-probs come with the completions
     return trainer
 
 
@@ -77,7 +77,8 @@ def same(**options: Any) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_type(loss_type: str) -> None:
-    """Two micro-batches a step, each batch used twice: the second time the ratio is not 1."""
+    """All loss types agree with two micro-batches per step and two uses of each batch (ratio 1,
+    then not 1)."""
     same(loss_type=loss_type, gradient_accumulation_steps=2, num_iterations=2, max_steps=2)
 
 
@@ -85,7 +86,7 @@ def test_loss_type(loss_type: str) -> None:
     "loss_type", ["grpo", *(pytest.param(x, marks=pytest.mark.slow) for x in LOSS_TYPES[1:])]
 )
 def test_sequence_level(loss_type: str) -> None:
-    """GSPO under TRL's name; the other types are in the full product."""
+    """Sequence-level ratios (GSPO under TRL's name) agree."""
     same(
         loss_type=loss_type,
         importance_sampling_level="sequence",
@@ -161,14 +162,14 @@ def test_sampler_mismatch(mode: str, loss_type: str, clip: float) -> None:
 
 
 def test_lora() -> None:
-    """The reference is the model without its adapter."""
+    """LoRA runs agree, with the model without adapter as reference."""
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     same(peft_config=lora, beta=0.1, num_iterations=2)
 
 
 def test_lora_on_the_head() -> None:
-    """TRL has no such thing to compare with: the base model with the adapter merged has the same
-    loss, and the adapter is trained."""
+    """An adapter on the head is trained, with the loss of a merged model, since TRL has no
+    equivalent."""
     lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     ours = make(GRPOTrainer, peft_config=lora, max_steps=1, beta=0.1)
     merged = copy.deepcopy(ours.model).merge_and_unload()
@@ -207,7 +208,7 @@ def test_evaluation() -> None:
 
 
 def test_autocast() -> None:
-    """In bfloat16 our log-probs come from float32 logits, so that the two agree to its digits."""
+    """In bfloat16 headloss and TRL agree to bfloat16 precision; headloss uses float32 logits."""
     found = [train(make(kind, bf16=True, num_iterations=2)) for kind in TRAINERS]
     for want, got in zip(found[0][0], found[1][0], strict=True):
         for name in ("loss", "grad_norm", "entropy"):
@@ -250,7 +251,7 @@ def test_an_objective_of_ones_own() -> None:
 
 
 def test_without_the_logits() -> None:
-    """No tensor of a training step is as large as the logits; TRL's are tiled too."""
+    """No tensor of a training step is as large as the logits."""
     seen = []
 
     class Watched(GRPOTrainer):
@@ -303,6 +304,6 @@ def test_trl_itself_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_options_of_every_loss_type(loss_type: str, option: str) -> None:
     options = {**OPTIONS[option], "loss_type": loss_type}
-    if loss_type == "luspo":  # a sum over tokens: larger steps would make rounding grow
+    if loss_type == "luspo":  # luspo sums over tokens, so large steps amplify rounding
         options["learning_rate"] = 0.05
     same(**options)

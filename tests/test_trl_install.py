@@ -1,4 +1,4 @@
-"""headloss in place of TRL's chunked log-probs and divergence, against TRL's own."""
+"""headloss in place of TRL's chunked log-probs and divergence agrees with TRL's functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def afterwards() -> Iterator[None]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])
 def test_log_probs_of_a_model(family: str) -> None:
-    """What `add_fused_lm_head` gives RLOO, KTO, SFT, DPO and async GRPO."""
+    """Log-probs equal those of `add_fused_lm_head`, used by RLOO, KTO, SFT, DPO and async GRPO."""
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     ids = torch.randint(3, 100, (3, 7), generator=torch.Generator().manual_seed(0))
     labels = ids.masked_fill(torch.arange(7) < torch.tensor([[2], [0], [5]]), -100)
@@ -82,9 +82,10 @@ def test_divergence(beta: float, count: int | None, temperature: float) -> None:
 
 
 def test_a_head_that_zero3_shards(monkeypatch: Any) -> None:
-    """It is gathered again in the backward pass, by TRL's own function, and not held in between."""
+    """A ZeRO-3 head is gathered again in the backward pass by TRL's function, and not kept in
+    between."""
     install()
-    install()  # a second one changes nothing
+    install()  # a second install changes nothing
     torch.manual_seed(0)
     hidden, weight, bias = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
     targets, found, times = torch.tensor([0, 4, 2, 2]), [], []
@@ -120,7 +121,7 @@ def test_a_head_that_zero3_shards(monkeypatch: Any) -> None:
 
 
 def test_rloo_runs_the_same(tmp_path: Any) -> None:
-    """Two steps with TRL's functions and with ours: the same losses and weights."""
+    """Two RLOO steps with TRL's functions and with headloss give equal losses and weights."""
     from trl import RLOOConfig, RLOOTrainer
 
     found = []

@@ -1,7 +1,7 @@
-"""TRL's experimental ORPO and CPO and headloss's train step for step alike, in float32.
+"""TRL's experimental ORPO and CPO trainers and headloss agree step by step, in float32.
 
-Over all cases the largest difference seen is 5e-6: of each logged number, and of each weight after
-two steps of SGD at a learning rate of 0.5, relative above 1, absolute below.
+The largest observed difference is 5e-6, in logged numbers and in weights after two SGD steps at a
+learning rate of 0.5 (relative above 1, absolute below).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAIRS = 12
 
 
 def make(kind: type, family: str = "llama", peft: Any = None, model: Any = None, **options: Any):
-    """A trainer on answers of 1 to 5 tokens after prompts of 2 to 4."""
+    """Return a trainer on answers of 1 to 5 tokens after prompts of 2 to 4 tokens."""
     name = kind.__name__.removesuffix("Trainer")
     rows = {
         "prompt": [text(i, 2 + i % 3) for i in range(PAIRS)],
@@ -58,7 +58,7 @@ def pair(name: str, **options: Any) -> tuple[Any, Any]:
 
 
 def difference(want: Any, got: Any) -> float:
-    """The largest one of an element, relative where that is above 1."""
+    """Return the largest difference of an element, relative for elements above 1."""
     a, b = torch.as_tensor(want, dtype=torch.float64), torch.as_tensor(got, dtype=torch.float64)
     return float(((a - b).abs() / a.abs().clamp(min=1)).max())
 
@@ -69,7 +69,7 @@ def numbers(log: dict[str, float]) -> dict[str, float]:
 
 
 def largest_difference(name: str, **options: Any) -> float:
-    """Of all logged numbers and, by SGD's steps, of the gradients."""
+    """Return the largest difference of all logged numbers, and of gradients through SGD steps."""
     theirs, mine = pair(name, **options)
     start = {n: p.detach().clone() for n, p in mine.model.named_parameters()}
     (want, weights), (got, moved) = train(theirs), train(mine)
@@ -105,7 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_steps(case: str) -> None:
-    """Loss, metrics and gradients on ragged batches."""
+    """Loss, metrics and gradients agree on ragged batches."""
     name, options = CASES[case]
     found = largest_difference(name, **options)
     assert found < 1e-5
@@ -120,7 +120,8 @@ def test_evaluation(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_soft_cap(name: str) -> None:
-    """All but the mean logits, which are those before the cap."""
+    """With a soft cap all values agree except the mean logits, which headloss takes before the
+    cap."""
     theirs, mine = pair(name, family="gemma2")
     want, got = numbers(theirs.evaluate()), numbers(mine.evaluate())
     apart = {key for key in want if difference(want[key], got[key]) > 1e-5}
@@ -132,7 +133,7 @@ def test_soft_cap(name: str) -> None:
 
 
 def test_mean_logits() -> None:
-    """Of a head of padded rows with a bias, a scale, and two adapters in bfloat16."""
+    """Mean logits are correct for a padded head with a bias, a scale and two bfloat16 adapters."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -148,7 +149,8 @@ def test_mean_logits() -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_without_the_logits(name: str) -> None:
-    """TRL makes them, [2 B, L, V]; here no tensor is larger than the head's weight, [V, H]."""
+    """TRL makes logits [2 B, L, V]; in headloss no tensor is larger than the head's weight [V,
+    H]."""
     trainers, largest = pair(name, max_steps=1), []
     for trainer in trainers:
         trainer.options = hl.Options(chunk_tokens=2, schedule="recompute")
@@ -180,7 +182,8 @@ def test_a_hook_that_trl_has_renamed(name: str, hook: str, monkeypatch) -> None:
 
 
 def test_without_experimental_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other trainers are there; these two say what is missing."""
+    """Without TRL's experimental modules, only the ORPO and CPO trainers raise, with the missing
+    module's name."""
     monkeypatch.delitem(sys.modules, "headloss.integrations.trl.orpo")
     monkeypatch.delattr(ours, "orpo")
     monkeypatch.setitem(sys.modules, "trl.experimental.orpo", None)

@@ -1,7 +1,7 @@
-"""The same numbers as TRL: its own loss methods run on a stub that only carries tensors.
+"""headloss's losses equal TRL's own loss methods, run on a stub trainer with only tensors.
 
-The stub's model is one small leaf of log-probs (and entropies), so that TRL's code yields a loss
-and a gradient with respect to it, to be compared with ours on the packed tokens.
+The stub's model is a small leaf of log-probs (and entropies). TRL's code gives a loss and a
+gradient of the leaf, which are compared with headloss's on packed tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CORRECTION = 3.0
 
 
 def inputs(per_token: bool = False, empty: bool = True, seed: int = 0) -> dict[str, Tensor]:
-    """Padded [B, T] tensors of a step; the last row has no scored token if `empty`."""
+    """Return padded [B, T] tensors of a step; with `empty` the last row has no scored tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     mask = (torch.arange(T) < torch.tensor([7, 4, 1, 5, 0 if empty else 6])[:, None]).long()
-    mask[0, 2] = 0  # a token of a tool
+    mask[0, 2] = 0  # a tool's token
     logps = -0.3 - normal(B, T).abs()
     return {
         "prompt_ids": torch.zeros(B, 2, dtype=torch.int64),
@@ -62,7 +62,7 @@ def inputs(per_token: bool = False, empty: bool = True, seed: int = 0) -> dict[s
 
 
 def stub(step: dict[str, Tensor], leaves: tuple[Tensor, Tensor], **options: Any) -> SimpleNamespace:
-    """What GRPOTrainer._compute_loss reads of a trainer."""
+    """Return a stub with the attributes read by GRPOTrainer._compute_loss."""
     arguments = {
         "delta": None,
         "use_bias_correction_kl": False,
@@ -120,7 +120,7 @@ def stub(step: dict[str, Tensor], leaves: tuple[Tensor, Tensor], **options: Any)
 def theirs(
     step: dict[str, Tensor], trainer_type: type = GRPOTrainer, **options: Any
 ) -> tuple[list[Tensor], dict[str, list[float]]]:
-    """TRL's loss, its gradients at the scored tokens, and its metrics."""
+    """Return TRL's loss, its gradients at scored tokens, and its metrics."""
     leaves = (step["logps"].clone().requires_grad_(), step["entropies"].clone().requires_grad_())
     trainer = stub(step, leaves, **options)
     loss = trainer_type._compute_loss(trainer, None, step)
@@ -154,7 +154,7 @@ def ours(objective: Term | Objective, step: dict[str, Tensor], **more: Tensor) -
 def our_term(loss_type: str, level: str, **options: Any) -> Term:
     if loss_type == "vespo":
         return h.vespo()
-    if loss_type == "cispo":  # their epsilon_high is the cap itself
+    if loss_type == "cispo":  # TRL's epsilon_high is the cap itself
         return h.cispo(epsilon_high=0.3, importance_sampling_level=level)
     if loss_type == "dr_grpo":
         options["max_completion_length"] = MAX_LENGTH
@@ -168,7 +168,7 @@ def their_options(loss_type: str) -> dict[str, Any]:
 
 
 def tolerance(loss_type: str) -> float:
-    """SAPO's temperature of 1.05 is a float32 in TRL."""
+    """Return the tolerance, larger for SAPO, whose temperature of 1.05 is float32 in TRL."""
     return 1e-6 if loss_type == "sapo" else 1e-12
 
 
@@ -240,7 +240,7 @@ def test_off_policy_mask(loss_type: str, per_token: bool) -> None:
     assert_same(ours(term, step), theirs(without, **options)[0], tolerance(loss_type))
     unmasked = ours(our_term(loss_type, "token"), step)[1]
     assert not torch.equal(ours(term, step)[1], unmasked)
-    if loss_type != "vespo":  # ours would take the sampler into phi as well
+    if loss_type != "vespo":  # headloss's phi would include the sampler
         sampling = step["sampling_per_token_logps"]
         got = ours(term, step, sampling_logps=sampling)
         assert_same(got, theirs(step, **options)[0], tolerance(loss_type))
@@ -258,7 +258,8 @@ def test_top_entropy(loss_type: str, quantile: float) -> None:
 @pytest.mark.parametrize("by", [-40.0, 40.0])
 @pytest.mark.parametrize("loss_type", [x for x in LOSS_TYPES if x != "vespo"])
 def test_one_token_far_from_the_old_policy(loss_type: str, by: float) -> None:
-    """Its log-ratio enters the mean of its sequence whole, on both sides."""
+    """One token far from the old policy enters its sequence's mean unclamped, in TRL and
+    headloss."""
     level = "sequence"
     step = inputs(seed=11)
     step["old_per_token_logps"] = step["old_per_token_logps"].clone()
@@ -268,7 +269,7 @@ def test_one_token_far_from_the_old_policy(loss_type: str, by: float) -> None:
 
 
 def sampler_ratio(step: dict[str, Tensor], mode: str) -> Tensor:
-    """The ratio that a TRL step comes with ([B, T] or [B, 1])."""
+    """Return the sampler ratio of a TRL step, [B, T] or [B, 1]."""
     difference = step["old_per_token_logps"] - step["sampling_per_token_logps"]
     difference = (difference * step["completion_mask"]).nan_to_num(nan=0.0)
     if mode.startswith("sequence"):
@@ -337,7 +338,7 @@ def test_everything_at_once(loss_type: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_clip_metrics(level: str) -> None:
-    # They count a sequence without a scored token among their sequences; we do not.
+    # TRL counts sequences without scored tokens, headloss does not.
     step = inputs(empty=False, seed=9)
     stats, batch = packed(step)
     stats = stats.map(Tensor.detach)
@@ -356,7 +357,7 @@ def test_clip_metrics(level: str) -> None:
 
 
 def test_gmpo() -> None:
-    # A sequence without a scored token has loss 0; theirs takes its ratio of 1 times its advantage.
+    # Without scored tokens a sequence has loss 0 in headloss, ratio 1 times advantage in TRL.
     step = inputs(empty=False, seed=10)
     loss, want = theirs(step, GMPOTrainer, epsilon_low=0.4, epsilon_high=0.4)
     assert_same(ours(h.gmpo(), step), loss)
@@ -372,7 +373,7 @@ def test_gmpo() -> None:
 
 
 def their_preference(step: dict[str, Tensor], loss_type: str, beta: float) -> tuple[Any, ...]:
-    """DPOTrainer's loss; its rows are all chosen answers, then all rejected ones."""
+    """Return DPOTrainer's loss; TRL's rows are all chosen answers, then all rejected answers."""
     order = torch.tensor([0, 2, 1, 3])
     mask = step["completion_mask"][order]
     leaf = step["logps"].clone().requires_grad_()
@@ -412,7 +413,7 @@ def their_preference(step: dict[str, Tensor], loss_type: str, beta: float) -> tu
 
 
 def pairs(seed: int) -> dict[str, Tensor]:
-    """Four rows: chosen, rejected, chosen, rejected."""
+    """Return four rows: chosen, rejected, chosen, rejected."""
     step = inputs(empty=False, seed=seed)
     return {name: value[:4] if value.dim() else value for name, value in step.items()}
 

@@ -1,6 +1,6 @@
-"""Preference terms against TRL's own loss methods, on a stub whose model is one leaf of log-probs.
+"""Preference terms agree with TRL's loss methods, run on a stub with a leaf of log-probs as model.
 
-Rows are the segments: 2k is chosen, 2k + 1 rejected. In float64, value and gradient.
+Rows are segments: row 2k is chosen, row 2k + 1 rejected. Values and gradients are float64.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ LENGTHS = {
 
 
 class Step:
-    """[B, T] log-probs of a policy and a reference; each row's first `lengths` tokens count."""
+    """Log-probs [B, T] of a policy and a reference; the first `lengths` tokens of each row
+    count."""
 
     def __init__(self, name: str = "random", far: float = 0.5, dtype: Any = torch.float64) -> None:
         generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -78,7 +79,7 @@ class Step:
 
 
 def _reduced(objective: Term | Objective, stats: Statistics, batch: Any) -> Tensor:
-    """`reduced`, where a term may keep the chosen segments alone: a mean over their tokens."""
+    """Return `reduced`, with a mean over kept tokens for terms on chosen segments only."""
     total = torch.zeros((), dtype=torch.float64)
     for coefficient, term in Objective.of(objective).parts:
         if term.kept_field is None:
@@ -90,20 +91,21 @@ def _reduced(objective: Term | Objective, stats: Statistics, batch: Any) -> Tens
 
 
 def row_order(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """TRL's rows are all chosen answers, then all rejected ones; a column for the prompt."""
+    """Return TRL's order of rows (all chosen, then all rejected), and the mask with a prompt
+    column."""
     order = torch.cat([torch.arange(0, B, 2), torch.arange(1, B, 2)])
     return order, torch.cat([torch.zeros(B, 1, dtype=torch.int64), mask[order].long()], 1)
 
 
 def model() -> torch.nn.Module:
-    """What their trainers ask of one."""
+    """Return a model stub for TRL's trainers."""
     made = torch.nn.Identity().eval()
     made.is_gradient_checkpointing = False  # type: ignore[assignment]
     return made
 
 
 def direct(step: Step, loss_type: str | list[str], beta: float, **options: Any) -> list[Tensor]:
-    """DPOTrainer._compute_loss."""
+    """Return the loss of DPOTrainer._compute_loss with its gradients."""
     order, with_prompt = row_order(step.mask)
     zero = torch.zeros(B, T, dtype=step.logps.dtype)
     outputs = SimpleNamespace(
@@ -167,13 +169,13 @@ def test_direct_preference(loss_type: str, shape: str) -> None:
     for beta, far in ((0.1, 0.5), (0.7, 3.0)):
         step = Step(shape, far)
         want = direct(step, loss_type, beta, label_smoothing=smoothing)
-        # They take epsilon in float32.
+        # TRL's epsilon is float32.
         step.check(OURS[loss_type](beta), want, 1e-6 if loss_type == "exo_pair" else 1e-12)
 
 
 @pytest.mark.parametrize("loss_type", [*OURS, "kto"])
 def test_far_from_the_reference_stays_finite(loss_type: str) -> None:
-    """Where the log-ratios overflow what is exponentiated."""
+    """All losses are finite far from the reference, where exponentials overflow."""
     for far in (300.0, 1e4):
         step = Step("far", far, torch.float32)
         make = OURS.get(loss_type, lambda beta: h.kto(beta=beta))
@@ -196,7 +198,7 @@ F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "di
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("loss_type", F_LOSSES)
 def test_f_divergences(loss_type: str, divergence: str) -> None:
-    # Their alpha divergence knows no float64.
+    # TRL's alpha divergence has no float64 version.
     single = divergence == "alpha_divergence"
     step = Step(dtype=torch.float32 if single else torch.float64)
     smoothing = SMOOTHING.get(loss_type, 0.0)
@@ -218,7 +220,7 @@ def test_length_desensitization(loss_type: str, shape: str) -> None:
 @pytest.mark.parametrize("shape", LENGTHS)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "apo_zero", "ipo"])
 def test_weighting(loss_type: str, shape: str) -> None:
-    """WPO, from the log of sum p^2 of each position."""
+    """WPO's weighting agrees, from the log of sum p^2 at each position."""
     step = Step(shape)
     squares = torch.lerp(step.logps.exp().square(), torch.tensor(1.0).double(), 0.3)
     options = {"use_weighting": True, "log_sum_sq_probs": squares.log()}
@@ -232,7 +234,8 @@ def test_weighting(loss_type: str, shape: str) -> None:
 
 
 def test_several_loss_types_are_a_sum() -> None:
-    """MPO: loss_type=["sigmoid", "sft"], loss_weights=[1, 0.3]."""
+    """Several loss types are a sum, such as MPO: loss_type=["sigmoid", "sft"], loss_weights=[1,
+    0.3]."""
     step = Step()
     want = direct(step, ["sigmoid", "sft"], 0.2)
     step.check(h.dpo(beta=0.2) + 0.3 * h.cross_entropy().where("chosen"), want)
@@ -242,7 +245,7 @@ def test_several_loss_types_are_a_sum() -> None:
 
 
 def unpaired(step: Step, loss_type: str, kl: float) -> tuple[list[Tensor], dict[str, list]]:
-    """KTOTrainer._compute_loss, with a KL estimate from answers of its own."""
+    """Return KTOTrainer's loss and metrics, with a KL estimate from separate answers."""
     ids = torch.cat([torch.zeros(B, 1, dtype=torch.int64), step.mask.long()], 1)
     outputs = SimpleNamespace(
         log_probs=step.leaf * step.mask, entropy=step.logps, mean_logits=step.logps
@@ -278,7 +281,7 @@ def test_unpaired(loss_type: str, shape: str) -> None:
         options = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
         term = h.kto(loss_type=loss_type, **options)
         fields = {"desirable": step.desirable, "reference_kl": torch.full((B,), kl)}
-        step.check(term, want, 1e-7, **fields)  # their KL is a float32
+        step.check(term, want, 1e-7, **fields)  # TRL's KL is float32
         assert term.observe is not None
         stats = Statistics(logp=step.logps[step.mask])
         found = term.observe(stats, step.batch(**fields))
@@ -291,7 +294,7 @@ def test_unpaired(loss_type: str, shape: str) -> None:
 
 
 def contrastive(step: Step, loss_type: str, beta: float, **options: Any) -> Tensor:
-    """CPOTrainer.cpo_loss of sums, or of means where it takes these."""
+    """Return CPOTrainer.cpo_loss of log-prob sums, or of means for losses that use means."""
     score = (step.leaf * step.mask).sum(1)
     if loss_type in ("ipo", "simpo"):
         score = score / step.mask.sum(1)
@@ -318,7 +321,7 @@ NLL = 0.5
     ],
 )
 def test_contrastive(loss_type: str, options: dict[str, float], term: Term) -> None:
-    """With the part of the chosen answers' likelihood, cpo_alpha."""
+    """Contrastive losses agree, including the chosen answers' likelihood (cpo_alpha)."""
     step = Step()
     nll = -step.leaf[step.mask & step.chosen[:, None]].mean()
     want = step.theirs(contrastive(step, loss_type, 0.3, **options) + NLL * nll)
@@ -331,7 +334,7 @@ def test_odds_ratio(shape: str) -> None:
     means = (step.leaf * step.mask).sum(1) / step.mask.sum(1)
     trainer = SimpleNamespace(beta=0.4, accelerator=SimpleNamespace(device="cpu"))
     losses, chosen, rejected, *_ = ORPOTrainer.odds_ratio_loss(trainer, means[::2], means[1::2])
-    # They go through float32.
+    # TRL computes in float32.
     step.check(h.orpo(beta=0.4), step.theirs(-losses.mean()), 1e-6)
     observe = h.orpo(beta=0.4).observe
     assert observe is not None
@@ -342,7 +345,7 @@ def test_odds_ratio(shape: str) -> None:
 
 
 def test_odds_of_nearly_certain_answers() -> None:
-    """Down to where TRL's gradient is not a number, its value keeps its digits."""
+    """Odds of nearly certain answers agree with TRL until TRL's gradient becomes NaN."""
     step = Step("one_token")
     step.logps = -torch.logspace(-29, -4, B).double()[:, None].expand(B, T)
     means = step.logps[:, 0]
@@ -353,7 +356,7 @@ def test_odds_of_nearly_certain_answers() -> None:
 
 
 def test_odds_of_certain_answers() -> None:
-    """TRL's log(1 - p) is -inf there, and its loss not a number."""
+    """Odds of certain answers are finite, although TRL's log(1 - p) is -inf and its loss NaN."""
     step = Step("one_token")
     step.logps = torch.zeros(B, T)
     means = step.logps[:, 0]
@@ -367,10 +370,11 @@ def test_odds_of_certain_answers() -> None:
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "tpo-l"])
 def test_triple(loss_type: str) -> None:
-    """TPOTrainer without its gold answer, whose likelihood is `cross_entropy().where(...)`."""
+    """TPOTrainer's loss without the gold answer agrees; the gold answer is
+    `cross_entropy().where(...)`."""
     step = Step()
     order, with_prompt = row_order(step.mask)
-    # Logits of a vocabulary of two, whose log-softmax at token 0 or 1 is the leaf.
+    # Two-token logits with the leaf as log-softmax at token 0 or 1.
     other = torch.log1p(-step.leaf.exp())
     logits = torch.stack([other, step.leaf], 2)[order]
     logits = torch.cat([logits, logits[:, :1]], 1)
@@ -395,7 +399,7 @@ def test_triple(loss_type: str) -> None:
 
 @pytest.mark.parametrize("shape", ["random", "one_token"])
 def test_advantage_regression(shape: str) -> None:
-    """A2POTrainer.compute_loss, its sums of log-probs given."""
+    """Advantage regression agrees with A2POTrainer.compute_loss on given sums of log-probs."""
     step = Step(shape)
     rewards = step.desirable.double()
     values = torch.linspace(0.1, 0.9, B, dtype=torch.float64)

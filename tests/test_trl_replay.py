@@ -1,6 +1,6 @@
-"""Log-probs over the sets that a sampler kept, from a plain configuration to the log.
+"""TRL trainers replay a sampler's kept sets, from a plain configuration to the logged ratios.
 
-Generation is Transformers' own; what it draws from is recomputed here from the model's logits.
+Transformers generates; the sampling distribution is recomputed from the model's logits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ RATIOS = tuple(f"headloss/sampling/ratio_{name}" for name in ("min", "mean", "ma
 
 def make(kind: type = rl.GRPO, model: Any = None, more: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = trl.GRPOConfig if kind in (GRPOTrainer, trl.GRPOTrainer) else kind.config  # type: ignore[attr-defined]
+    # Type: ignore[attr-defined].
+    config = trl.GRPOConfig if kind in (GRPOTrainer, trl.GRPOTrainer) else kind.config
     return kind(
         model=load(llama()) if model is None else model,
         reward_funcs=reward,
@@ -54,7 +55,7 @@ def generated(trainer: Any) -> dict[str, Any]:
 
 
 def logits_of(trainer: Any, inputs: dict[str, Any], temperature: float = 0.8) -> Tensor:
-    """[B, C, V]"""
+    """Return the model's logits [B, C, V]."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     columns = inputs["completion_ids"].shape[1]
@@ -64,7 +65,7 @@ def logits_of(trainer: Any, inputs: dict[str, Any], temperature: float = 0.8) ->
 
 
 def masked_logps(trainer: Any, inputs: dict[str, Any]) -> Tensor:
-    """[B, C] over the sets, with logits that are masked elsewhere."""
+    """Return log-probs [B, C] over the sets, from masked logits."""
     z, support = logits_of(trainer, inputs), support_of(inputs)
     inside = torch.zeros_like(z).scatter_add_(2, support.clamp_min(0), (support >= 0).float()) > 0
     inside |= (support < 0).all(2, keepdim=True)
@@ -82,9 +83,9 @@ def first_step(trainer: Any) -> dict[str, float]:
 
 
 def measured(trainer: Any, inputs: dict[str, Any]) -> dict[str, float]:
-    """Metrics of one micro-batch."""
+    """Return the metrics of one micro-batch."""
     trainer.model.train()
-    trainer.state.logging_steps = 1  # metrics are measured in steps that log
+    trainer.state.logging_steps = 1  # metrics are measured only in logging steps
     trainer.current_gradient_accumulation_steps = 1
     trainer._compute_loss(trainer.model, inputs)
     append_logged(trainer)
@@ -92,7 +93,8 @@ def measured(trainer: Any, inputs: dict[str, Any]) -> dict[str, float]:
 
 
 def check_first_step(trainer: Any) -> None:
-    """Each ratio is 1 within 1e-5, and so are its extremes over the micro-batches of the step."""
+    """Check that all ratios of a first step, and their extremes over micro-batches, are 1 within
+    1e-5."""
     log = first_step(trainer)
     for name in RATIOS:
         assert log[name] == pytest.approx(1, abs=1e-5), name
@@ -102,7 +104,8 @@ def check_first_step(trainer: Any) -> None:
 
 
 def test_a_plain_configuration_replays() -> None:
-    """Stock TRL's ratio against what was drawn is far from 1; with one changed import it is 1."""
+    """A plain configuration replays: stock TRL's ratio to the sampler is far from 1, headloss's is
+    1."""
     trainer = make(GRPOTrainer, beta=0.1, num_iterations=2)
     inputs = generated(trainer)
     scored = scored_of(inputs)
@@ -156,7 +159,8 @@ def test_lora(targets: list[str]) -> None:
 
 
 def test_losses_are_those_of_masked_logits() -> None:
-    """Also after the weights have moved: old and reference stay, the sets too."""
+    """Losses equal those of masked logits, even after weights change with fixed sets, old and
+    reference log-probs."""
     trainer = make(beta=0.3, num_iterations=2, use_bias_correction_kl=False)
     inputs = generated(trainer)
     with torch.no_grad():
@@ -199,7 +203,7 @@ def test_sampled_log_probs_that_are_missing_are_left_out() -> None:
 
 
 def test_off_is_trl() -> None:
-    """No sets and no log-probs of the sampler; the losses are stock TRL's."""
+    """With replay off no sets or sampler log-probs are kept, and losses equal stock TRL's."""
     trainer = make(rl.GRPO, sampling_support=False)
     inputs = generated(trainer)
     assert "support_ids" not in inputs and "sampling_per_token_logps" not in inputs
@@ -227,7 +231,8 @@ def test_where_nothing_is_taken_away_none_is_off_and_true_on() -> None:
     "own", [{"epsilon_cutoff": 0.02}, {"suppress_tokens": [3, 4, 5]}, {"typical_p": 0.6}]
 )
 def test_filters_of_the_model_count(own: dict[str, Any]) -> None:
-    """No argument of the trainer truncates: the processors that were built do."""
+    """Filters of the model's generation config are replayed, without truncation arguments of the
+    trainer."""
     model = load(llama())
     for name, value in own.items():
         setattr(model.generation_config, name, value)
@@ -238,7 +243,7 @@ def test_filters_of_the_model_count(own: dict[str, Any]) -> None:
     assert log["headloss/sampling/ratio_max"] == pytest.approx(1, abs=1e-5)
 
 
-OFF: dict[str, dict[str, Any]] = {  # the option that is named, and a configuration
+OFF: dict[str, dict[str, Any]] = {  # named option: configuration
     "temperature": {"generation_kwargs": {"temperature": 0.5}},
     "top_k": {"top_k": 1},
     "do_sample": {"generation_kwargs": {"do_sample": False}},
@@ -268,7 +273,7 @@ def test_none_warns_once_by_name(option: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make(**options)
-        if option != "use_transformers_continuous_batching":  # which wants a GPU
+        if option != "use_transformers_continuous_batching":  # needs a GPU
             inputs = generated(trainer)
             generated(trainer)
             assert ("support_ids" in inputs) is (option in ON)
@@ -278,7 +283,8 @@ def test_none_warns_once_by_name(option: str) -> None:
 
 
 def test_other_numbers_than_those_of_trl_are_announced_once(caplog: Any) -> None:
-    """Of a trainer that replays by itself, with the switch; not where it was asked for."""
+    """A trainer that replays by default announces differing numbers once, with the switch;
+    requested replay does not."""
     for choice, lines in ((None, 1), (True, 0), (False, 0)):
         caplog.clear()
         trainer = make(rl.GRPO, sampling_support=choice)
@@ -384,7 +390,7 @@ def test_a_token_whose_set_is_missing_is_an_error_that_names_the_sequence() -> N
 
 
 def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids of all turns stand in their places, a tool's tokens have none; ratios are 1."""
+    """With tools, sets of all turns are in place, tool tokens have none, and ratios are 1."""
 
     def parse(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": "x"}
@@ -412,7 +418,7 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, scored, support = inputs["tool_mask"], scored_of(inputs), support_of(inputs)
     tool = (mask == 0) & inputs["completion_mask"].bool()
     turns = (mask.diff(dim=1) == 1).sum(1)
-    assert tool.any() and int(turns.max()) >= 2  # a row has called more than once
+    assert tool.any() and int(turns.max()) >= 2  # some row calls tools more than once
     assert (support[tool] == -1).all()
     hit = (support == inputs["completion_ids"].unsqueeze(2)).any(2)
     assert hit[scored].all()
@@ -429,7 +435,8 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 x 4096 tokens of 8 ids and one of 2,000 stay under 16 MB; nothing cuts a set."""
+    """Wide sets cost only their ids: 64 x 4096 tokens of 8 ids plus one set of 2,000 stay under 16
+    MB uncut."""
     rows, columns, device = 64, 4096, torch.device("cpu")
     recorder = SupportRecorder()
     counts = torch.full((rows,), 8, dtype=torch.int32)
@@ -446,7 +453,7 @@ def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder._end(torch.zeros(rows, 3 + columns, dtype=torch.int64))
     sets = recorder.sets
     assert sets is not None and sets.ids.nbytes + sets.counts.nbytes < 16e6
-    lengths = [columns - b for b in range(rows)]  # rows end
+    lengths = [columns - b for b in range(rows)]  # rows of different lengths
     logps = drawn_logps(sets, recorder.drawn_logps, [[0] * n for n in lengths])
     entries = rows_drawn(logps, None, device)
     del logps
@@ -454,7 +461,8 @@ def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"completion_ids": torch.arange(rows), "support_ids": entries}
     shuffled = shuffle_sequence_dict(batch)
     assert size_of(shuffled["support_ids"]) < 16e6
-    for at, entry in zip(shuffled["completion_ids"].tolist(), shuffled["support_ids"], strict=True):  # type: ignore[union-attr]
+    # Type: ignore[union-attr].
+    for at, entry in zip(shuffled["completion_ids"].tolist(), shuffled["support_ids"], strict=True):
         assert entry is entries[at] and len(entry[1]) == lengths[at]
     parts = split_tensor_dict(shuffled, 4)  # type: ignore[arg-type]
     assert sum(size_of(part["support_ids"]) for part in parts) < 16e6
@@ -467,7 +475,7 @@ def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def size_of(entries: Any) -> int:
-    """Bytes of all memory behind them."""
+    """Return the bytes of all memory of the entries."""
     storages = {t.untyped_storage() for row in entries for t in row}
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 

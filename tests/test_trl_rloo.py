@@ -1,4 +1,4 @@
-"""The same numbers as TRL's RLOO, asynchronous GRPO and reward trainers, on stubs."""
+"""Terms agree with TRL's RLOO, asynchronous GRPO and reward trainers, run on stubs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 @pytest.mark.parametrize("epsilon", [0.2, 1e-3])
 def test_rloo(epsilon: float) -> None:
-    """One ratio per sequence, of the product of its tokens' probabilities."""
+    """RLOO agrees, with one ratio per sequence from the product of token probabilities."""
     for seed in range(3):
         step = inputs(empty=False, seed=seed)
         mask = step["completion_mask"]
@@ -58,7 +58,7 @@ def test_reward(with_margin: bool, centre: float | None) -> None:
         {**batch, "attention_mask": torch.ones(6, 2)},
     )
     fields = {"margin": margin.repeat_interleave(2)} if with_margin else {}
-    order = torch.tensor([0, 3, 1, 4, 2, 5])  # theirs are all chosen, then all rejected
+    order = torch.tensor([0, 3, 1, 4, 2, 5])  # TRL's order: all chosen, then all rejected
     got = hl.bradley_terry(
         rewards[order, 0],
         hl.Batch(torch.zeros(6, 2).long(), **fields),  # type: ignore[arg-type]
@@ -68,7 +68,8 @@ def test_reward(with_margin: bool, centre: float | None) -> None:
 
 
 def test_async_grpo() -> None:
-    """Packed tokens; the mean is over the tokens of the step, of which half are another rank's."""
+    """Asynchronous GRPO agrees on packed tokens, with a mean over the step's tokens of two
+    ranks."""
     step = inputs(empty=False, per_token=True)
     mask = step["completion_mask"].bool()
     leaf = step["logps"].clone().requires_grad_()

@@ -1,6 +1,6 @@
-"""Two steps of TRL's other trainers, with its own functions and with `install()`: the same numbers.
+"""Two steps of further TRL trainers give equal numbers with and without `install()`.
 
-Losses, metrics and parameters; the optimizer is SGD, so that what parameters moved by is gradients.
+Losses, metrics and parameters are compared; with SGD parameter changes equal gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def afterwards() -> Iterator[None]:
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Run]) -> None:
-    """`run()` without and with `install()`, which must be called."""
+    """Compare `run()` without and with `install()`, and check that headloss was called."""
     calls, module = [], sys.modules[install.__module__]
     for name in ("head_stats", "head_loss"):
         own = getattr(module, name)
@@ -102,7 +102,7 @@ SLOW = [pytest.param(beta, marks=pytest.mark.slow) for beta in (0.0, 0.5)]
 
 @pytest.mark.parametrize("beta", [*SLOW, 1.0])
 def test_distillation(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, beta: float) -> None:
-    """On-policy distillation from a larger model of another head: the successor of GKD."""
+    """On-policy distillation (GKD's successor) from a larger model with a different head agrees."""
     from trl import DistillationConfig, DistillationTrainer
 
     def run() -> Run:
@@ -127,13 +127,15 @@ def test_distillation(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, beta: floa
 
 
 def test_async_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss on packed rows: the trainer itself wants a server of vLLM and attention of a GPU, so
-    that its own `compute_loss` runs on a small stand-in for its state."""
+    """Async GRPO's loss on packed rows agrees.
+
+    The trainer needs a vLLM server and GPU attention, so its `compute_loss` runs on a stub.
+    """
     trainers = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
 
     def run() -> Run:
         model: Any = trl_case.load(trl_case.llama())
-        own = model.base_model.forward  # eager attention has no place for the tree's indices
+        own = model.base_model.forward  # eager attention ignores tree indices
         model.base_model.forward = lambda *args, **kwargs: own(
             *args, **{k: v for k, v in kwargs.items() if not k.startswith("tree_")}
         )
@@ -162,7 +164,8 @@ def test_async_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows(seed: int) -> dict[str, Tensor]:
-    """One packed row of two completions of 5 and 4 tokens behind prompts of 3, and padding."""
+    """Return a packed row of two prompts of 3 tokens with completions of 5 and 4 tokens, and
+    padding."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 100, (1, 17), generator=generator)
     scored = torch.tensor([[2, 3, 4, 5, 6, 10, 11, 12, 13]])

@@ -1,4 +1,4 @@
-"""Stock TRL and headloss train step for step alike: supervised and on preferences."""
+"""Stock TRL's SFT and DPO trainers and headloss agree step by step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_sft(options: dict[str, Any]) -> None:
     if "path" in options:
         options = {**options, "path": saved(options["path"])}
     got = same_sft(**options)
-    if "gradient_accumulation_steps" not in options:  # where TRL averages shares of micro-batches
+    if "gradient_accumulation_steps" not in options:  # TRL averages this metric over micro-batches
         assert got[0]["headloss/cross_entropy/top1"] == pytest.approx(
             got[0]["mean_token_accuracy"], abs=1e-6
         )
@@ -106,7 +106,8 @@ def test_an_objective_of_ones_own() -> None:
 
 
 def test_a_copy_of_a_trainers_model_runs_its_own_weights() -> None:
-    """An average of weights, or a frozen reference, which TRL's own wrapper binds to the first."""
+    """A copy of a trainer's model (averaged weights, frozen reference) runs its own weights, unlike
+    TRL's wrapper."""
     model = sft(SFTTrainer).model
     copy = deepcopy(model)
     with torch.no_grad():
@@ -121,7 +122,8 @@ def test_a_copy_of_a_trainers_model_runs_its_own_weights() -> None:
 
 
 def test_packed_documents_are_sequences() -> None:
-    """A mean over sequences, of rows and of the same documents in one row, and their padding."""
+    """Packed documents are sequences: a sequence mean is equal for rows and for documents in one
+    padded row."""
 
     class PerSequence(SFTTrainer):
         def objective(self, inputs):
@@ -139,7 +141,7 @@ def test_packed_documents_are_sequences() -> None:
 def test_lora_on_the_head_learns() -> None:
     lora = LoraConfig(r=4, target_modules=["lm_head"])
     logs, parameters = train(sft(SFTTrainer, peft_config=lora, max_steps=12))
-    epoch = len(logs) // 3  # four batches
+    epoch = len(logs) // 3  # four batches per epoch
     assert sum(x["loss"] for x in logs[-epoch:]) < sum(x["loss"] for x in logs[:epoch])
     assert all(bool(p.any()) for p in parameters.values())
 

@@ -1,4 +1,4 @@
-"""Supervised terms against TRL's SFTTrainer and PyTorch's F.cross_entropy, in float64.
+"""Supervised terms agree with TRL's SFTTrainer and PyTorch's F.cross_entropy, in float64.
 
 B rows of T positions, V vocabulary.
 """
@@ -20,7 +20,7 @@ LENGTHS = {"random": (5, 3, 4), "one_token": (1, 1, 1), "empty_answer": (4, 0, 2
 
 
 def problem(name: str = "random") -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, head and labels."""
+    """Return hidden states, head and labels."""
     generator = torch.Generator().manual_seed(len(name))
     hidden = torch.randn(B, T, H, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64).requires_grad_()
@@ -29,13 +29,14 @@ def problem(name: str = "random") -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(name: str, term: hl.Term | hl.Objective, want: Tensor, leaves, **fields: Tensor) -> None:
-    """Loss and gradients, padded and packed."""
+    """Check loss and gradients, padded and packed."""
     hidden, weight, labels = leaves
     wanted = (want, *torch.autograd.grad(want, (hidden, weight)))
     for keep in (..., labels != -100):
         lengths = torch.tensor(LENGTHS[name])
         segments = None if keep is ... else hl.Segments.from_lengths(lengths)
-        batch = hl.Batch(labels[keep], segments, **{n: f[keep] for n, f in fields.items()})  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        batch = hl.Batch(labels[keep], segments, **{n: f[keep] for n, f in fields.items()})
         out = hl.head_loss(hidden[keep], hl.Head(weight), batch, term)
         found = (out.loss, *torch.autograd.grad(out.loss, (hidden, weight)))
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
@@ -71,7 +72,7 @@ def test_loss_type(loss_type: str, shape: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_class_weights(reduction: str) -> None:
-    """`weight=`: of each target's class. PyTorch divides by the sum of the weights."""
+    """Class weights (`weight=`) agree; PyTorch divides by the sum of the weights."""
     leaves = hidden, weight, labels = problem()
     classes = torch.rand(V, dtype=torch.float64) + 0.1
     logits = (hidden @ weight.t()).view(-1, V)
@@ -91,7 +92,7 @@ def test_label_smoothing() -> None:
 
 @pytest.mark.parametrize("pad", [0, V // 2, V - 1])
 def test_ignore_index(pad: int) -> None:
-    """Of another value, for targets and for labels that are shifted here."""
+    """A custom ignore_index works for targets and for unshifted labels."""
     hidden, weight, labels = problem()
     padded = labels.where(labels != -100, pad)
     logits = hidden @ weight.t()

@@ -1,4 +1,4 @@
-"""The ids that a sampler kept travel from the generation to every pass of a trainer."""
+"""A sampler's kept ids reach every pass of a trainer."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def make(kind: type = rl.GRPO, rollout_func: Any = None, **options: Any) -> Any:
 
 
 def generated(trainer: Any) -> dict[str, Any]:
-    """What one generation gives, before any step."""
+    """Return the inputs from one generation, before any step."""
     return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
 def support_of(inputs: dict[str, Any]) -> Tensor:
-    """[B, C, K] of the rows in TRL's batch."""
+    """Return the support [B, C, K] of the rows in TRL's batch."""
     rows, shape = inputs["support_ids"], inputs["completion_ids"].shape
     ids, _ = pairs(rows, shape[1])
     padded = padded_pairs(ids, counts_of(rows, shape[1]).flatten())
@@ -48,7 +48,7 @@ def support_of(inputs: dict[str, Any]) -> Tensor:
 
 
 def logits_of(trainer: Any, inputs: dict[str, Any]) -> Tensor:
-    """[B, C, V] what the sampler had before it left ids out."""
+    """Return the sampler's logits [B, C, V] before filtering."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     columns = inputs["completion_ids"].shape[1]
@@ -58,12 +58,12 @@ def logits_of(trainer: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def sampler_logps(trainer: Any, inputs: dict[str, Any], support: Tensor) -> Tensor:
-    """[B, C] log-probs of the tokens among the ids that were kept."""
+    """Return the tokens' log-probs [B, C] over the kept ids."""
     z = logits_of(trainer, inputs)
     left = torch.full_like(z, -torch.inf)
     left.scatter_(2, support.clamp_min(0), z.gather(2, support.clamp_min(0)))
     empty = (support < 0).any(2) & (support != 0).all(2)
-    left[..., 0] = torch.where(empty, -torch.inf, left[..., 0])  # where -1 stood for it
+    left[..., 0] = torch.where(empty, -torch.inf, left[..., 0])  # undoes the write at index -1
     return left.log_softmax(2).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
 
 
@@ -96,7 +96,7 @@ def test_ratio_is_one_on_the_first_step(sampler: str) -> None:
 
 @pytest.mark.parametrize("kind", [rl.GRPO, rl.PPO, rl.REINFORCE])
 def test_every_pass_has_the_support(kind: type) -> None:
-    """Old log-probs and those of the reference are of the same softmax."""
+    """Every pass uses the support, including old and reference log-probs."""
     options: dict[str, Any] = {"num_iterations": 2} if kind is not rl.REINFORCE else {}
     trainer = make(kind, sampling_support=True, top_k=4, beta=0.1, **options)
     inputs = generated(trainer)
@@ -112,7 +112,7 @@ def test_every_pass_has_the_support(kind: type) -> None:
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Two tokens for each prompt: of the first the sampler kept some ids, of the second all."""
+    """Return two tokens per prompt: the first with kept ids, the second unfiltered."""
     ids = [[10 + i, 20 + i] for i in range(len(prompts))]
     prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
     support = [[[3, first, 50], None] for first, _ in ids]
@@ -135,7 +135,7 @@ def test_a_rollout_says_what_was_kept() -> None:
 
 
 def test_what_was_kept_may_be_an_array() -> None:
-    """As an engine's may be; of a completion, or of all."""
+    """Kept ids may be arrays, per completion or for all completions."""
     kept = torch.tensor([[[3, 5], [7, -1]], [[2, -1], [4, 6]]])
     for given in (kept, kept.numpy(), [*kept.numpy()], kept.tolist()):
         rows = rows_given(given, [[8, 8], [9, 9]], CPU)
@@ -151,7 +151,7 @@ def test_what_was_kept_may_be_an_array() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        torch.tensor([[3, 5], [7, 2]]),  # [K] of a completion
+        torch.tensor([[3, 5], [7, 2]]),  # [tokens, K] of a completion
         [[3, 5], [7]],
         [[[3.5]], [[7]]],
         [torch.tensor([[3.5]]), None],

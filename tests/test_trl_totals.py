@@ -1,4 +1,4 @@
-"""Terms that are added to headloss's TRL trainers: a step is that of one large batch."""
+"""With added terms, a step of headloss's TRL trainers equals a step on one large batch."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def assert_same_step(cut: Any, large: Any) -> None:
 def large_batch(
     trainer: Any, terms: Any
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Loss, trained weights and terms of a step on all rows at once, through plain logits."""
+    """Return loss, trained weights and terms of a step on all rows at once, from plain logits."""
     model = load(llama())
     rows = [{k: v for k, v in row.items() if k != "text"} for row in trainer.train_dataset]
     inputs = trainer.data_collator(rows)
     logits = model(inputs["input_ids"], inputs["attention_mask"]).logits[:, :-1].float()
     if "labels" in inputs:
         batch = hl.Batch(inputs["labels"][:, 1:])
-    else:  # the model is its own reference
+    else:  # the reference is the initial model
         ids = inputs["input_ids"][:, 1:, None]
         logps = logits.detach().log_softmax(-1).gather(-1, ids).squeeze(-1)
         chosen, rejected = (logps * inputs["completion_mask"][:, 1:]).sum(1).chunk(2)
@@ -63,7 +63,7 @@ def large_batch(
 
 
 def same_as_large_batch(of: Any, micro_batches: int, ranks: int = 1) -> list[dict[str, float]]:
-    """All twelve rows in a step of SGD."""
+    """Check an SGD step on all twelve rows against one large batch; return the logs."""
     cut = {
         "per_device_train_batch_size": 12 // micro_batches // ranks,
         "gradient_accumulation_steps": micro_batches,
@@ -115,7 +115,7 @@ def test_rl(kind: type) -> None:
 
 
 def without_answers(trainer: Any, scored: int) -> Any:
-    """Evaluates rows of which only the first ones have anything to score."""
+    """Evaluate rows of which only the first `scored` have scored tokens."""
     rows = [dict(row) for row in trainer.train_dataset]
     for row in rows[scored:]:
         if "labels" in row:
@@ -130,7 +130,8 @@ def without_answers(trainer: Any, scored: int) -> Any:
 @pytest.mark.parametrize("scored", [0, 1, 5])
 @pytest.mark.parametrize("kinds", [(trl.SFTTrainer, SFTTrainer), (trl.DPOTrainer, DPOTrainer)])
 def test_evaluation_of_batches_with_nothing_scored(kinds: tuple[type, type], scored: int) -> None:
-    """TRL's SFT has 0 there, and its DPO the loss of a margin of 0."""
+    """An evaluation of batches without scored tokens agrees with TRL (SFT 0, DPO the loss of margin
+    0)."""
     of = sft if kinds[1] is SFTTrainer else dpo
     more = {} if of is sft else {"loss_type": ["sigmoid", "ipo"], "loss_weights": [1.0, 0.3]}
     want, got = (
@@ -141,7 +142,7 @@ def test_evaluation_of_batches_with_nothing_scored(kinds: tuple[type, type], sco
 
 def test_training_on_pairs_without_tokens() -> None:
     class Truncated:
-        """A collator of TRL's whose first pair has no answer left."""
+        """A TRL collator whose first pair has fully truncated answers."""
 
         def __init__(self, stock: Any) -> None:
             self.stock = stock

@@ -1,4 +1,4 @@
-"""Vision-language models in headloss's trainers, step for step beside TRL's."""
+"""Vision-language models in headloss's trainers agree with TRL's step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from headloss import rl
 from headloss.integrations import trl as ours
 
-IMAGE = "w119"  # a word that stands for an image's patches
+IMAGE = "w119"  # placeholder token of image patches
 TEMPLATE = (
     "{% for m in messages %}{% if m['content'] is string %}{{ m['content'] }} {% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}" + IMAGE + " {% else %}"
@@ -101,7 +101,7 @@ def trainer(kind: str, owner: Any, folder: Path, **more: Any) -> Any:
         class Given(made):
             def _generate_single_turn(self, prompt_ids, *args, **kwargs):
                 ids = trl_case.sampled(1, len(prompt_ids), seed=self.state.global_step)[0]
-                return [[min(i, 118) for i in row] for row in ids], None  # no image among them
+                return [[min(i, 118) for i in row] for row in ids], None  # without image tokens
 
         made = Given
     else:

@@ -1,4 +1,4 @@
-"""Replay under vLLM in TRL's process: TRL's own code around a stand-in for the engine."""
+"""Replay works under colocated vLLM, with TRL's code around a replacement engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def colocated(monkeypatch: pytest.MonkeyPatch, engine: Any = None, **options: Any) -> Any:
-    """(trainer, engines that were built)"""
+    """Return (trainer, list of built engines)."""
     built = vllm_engine.install(monkeypatch, load(llama()), **(engine or {}))
     return make(rl.GRPO, use_vllm=True, **options), built
 
@@ -53,7 +53,7 @@ def test_sets_come_from_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ratios_are_one_on_the_first_step(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """TRL's own measure of the mismatch, and ours."""
+    """Ratios to vLLM are 1 on the first step, by TRL's and by headloss's measure."""
     trainer, _ = colocated(monkeypatch, **options)
     trainer.train()
     log = next(row for row in trainer.state.log_history if "loss" in row)
@@ -66,7 +66,7 @@ def test_ratios_are_one_on_the_first_step(
 
 
 def test_off_is_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine is built as TRL builds it, and the log says how far off the ratios are."""
+    """With replay off the engine is built as in stock TRL, and the log shows the ratio mismatch."""
     trainer, (engine,) = colocated(
         monkeypatch, sampling_support=False, vllm_importance_sampling_mode="token_truncate"
     )
@@ -110,7 +110,7 @@ ON = ("repetition_penalty", "presence_penalty")
 @pytest.mark.parametrize("option", [*OBSTACLES, "use_vllm"])
 def test_true_refuses_by_name(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr("headloss.integrations.trl.replay._version", lambda: "0.27.1")
-    if option == "vllm_mode":  # TRL would look for the server
+    if option == "vllm_mode":  # TRL would search for the server
         monkeypatch.setattr(vllm_engine.grpo_trainer, "VLLMGeneration", lambda **options: None)
         more = {"vllm_importance_sampling_correction": False}
     else:

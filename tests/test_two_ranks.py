@@ -1,9 +1,8 @@
-"""Trainers on two processes that are started once, half of each batch on each.
+"""Trainers on two processes, with half of each batch per process, agree with one process.
 
-Under DDP again step for step as stock TRL; models that FSDP2 shards by hand; `headloss train` as
-one process runs it; and what passes through wrappers with mixed precision survives being rebuilt
-by them. accelerate takes FSDP2 for a matter of accelerators, which
-`trainer_cases.allow_sharding_on_cpus` lifts.
+Covered: stock TRL under DDP step by step, models sharded by FSDP2, `headloss train`, and wrappers
+with mixed precision that rebuild outputs. accelerate allows FSDP2 only on accelerators;
+`trainer_cases.allow_sharding_on_cpus` removes the restriction.
 """
 
 from __future__ import annotations
@@ -28,8 +27,11 @@ MIXED += ("float32", "replay", "replay, lora")
 
 
 def test_trainers(tmp_path: Path) -> None:
-    """Greedy "sampling" gives the ranks the completions of one process; REINFORCE has advantages
-    nevertheless, for it compares across prompts."""
+    """Trainers on two ranks agree with one process.
+
+    Greedy sampling gives ranks the completions of one process; REINFORCE still has advantages,
+    since it compares prompts.
+    """
     steps = ["trainer.max_steps=3", "trainer.save_steps=3", "trainer.learning_rate=0.01"]
     recipes: dict[str, list[str]] = {
         "sft": [*steps, "terms.z_loss=0.01"],
@@ -54,7 +56,7 @@ def launched(folder: Path, recipes: dict[str, list[str]], cases: tuple[str, ...]
 
 
 def same_run(name: str, overrides: list[str], folder: Path) -> None:
-    """The run of two ranks is that of one."""
+    """Check that a run on two ranks equals a run on one."""
     alone, two = folder / "one" / name, folder / "two" / name
     assert run(name, alone, *overrides) == 0
     want, got = metrics(alone), metrics(two)

@@ -1,4 +1,4 @@
-"""Types of the public surface: every argument and result has one, and `Any` is rare."""
+"""Every public argument and result has a type, and `Any` is rare."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import headloss as hl
 from headloss.losses.term import Term
 
 LINES_WITH_ANY = 120
-BESIDE = ("losses", "integrations", "rl", "train", "naive.py")  # as in counts.py
+BESIDE = ("losses", "integrations", "rl", "train", "naive.py")  # not core, as in counts.py
 
 
 def hinted(value: object) -> Iterator[tuple[str, object]]:
-    """The names of a function's arguments and result, and their types; of a class those of its
-    fields and of its public methods."""
+    """Yield names and types of a function's arguments and result, or of a class's fields and public
+    methods."""
     if inspect.isclass(value):
         yield from typing.get_type_hints(value).items()
         for name, method in vars(value).items():
@@ -37,7 +37,7 @@ def hinted(value: object) -> Iterator[tuple[str, object]]:
 def test_public_names_have_types(name: str) -> None:
     value = getattr(hl, name)
     free = {"schedule", "args", "options", "overrides", "fields", "lengths", "tokens", "segments"}
-    free |= {"lists", "ids", "counts"}  # of anything that the docstring names, checked at run time
+    free |= {"lists", "ids", "counts"}  # union types checked at run time
     for argument, hint in hinted(value):
         assert hint is not None, (name, argument)
         assert hint is not typing.Any or argument in free, (name, argument)
@@ -49,7 +49,7 @@ def test_factories_make_terms(name: str) -> None:
 
 
 def test_any_is_rare() -> None:
-    """A line that has `Any`, its import too, tells a type checker nothing."""
+    """Few lines contain `Any`, which disables type checking."""
     lines = 0
     for path in SOURCES:
         if path.relative_to(PACKAGE).parts[0] not in BESIDE:

@@ -1,4 +1,5 @@
-"""Losses over a few values: against loops in float64, padded, packed, accumulated; and shaping."""
+"""Losses of value, reward and classification heads, and shaped advantages, agree with float64
+loops."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ def normal(*shape: int) -> Tensor:
 
 
 def layouts(**fields: Tensor) -> list[tuple[hl.Batch, Callable[[Tensor], Tensor]]]:
-    """The batch in rows, poisoned where nothing is scored, and packed; and what lays values out."""
+    """Return the batch in rows (NaN at unscored positions) and packed, each with a layout function
+    for values."""
     poisoned = {
         n: t.masked_fill(~MASK, math.nan) if t.shape == MASK.shape and t.is_floating_point() else t
         for n, t in fields.items()
@@ -32,7 +34,8 @@ def layouts(**fields: Tensor) -> list[tuple[hl.Batch, Callable[[Tensor], Tensor]
     return [
         (hl.Batch(torch.where(MASK, 0, -100), **poisoned), lambda x: x),  # type: ignore[arg-type]
         (
-            hl.Batch(torch.zeros(8).long(), hl.Segments.from_lengths(LENGTHS), **packed),  # type: ignore[arg-type]
+            # Type: ignore[arg-type].
+            hl.Batch(torch.zeros(8).long(), hl.Segments.from_lengths(LENGTHS), **packed),
             lambda x: x[MASK] if x.shape[:2] == MASK.shape else x,
         ),
     ]
@@ -95,7 +98,7 @@ def test_bradley_terry(centre: float, with_margin: bool) -> None:
 
 
 def test_bradley_terry_at_the_last_token() -> None:
-    """The second pair has an empty answer: it counts, with a loss of 0."""
+    """Bradley-Terry at the last token counts a pair with an empty answer, with loss 0."""
     values = normal(4, 5).requires_grad_()
     want = value_and_gradient(torch.log1p(torch.exp(values[1, 0] - values[0, 2])) / 2, values)
     for batch, lay in layouts():
@@ -167,11 +170,11 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
         return [-r * (a - 0.5 * (k - mean)) for r, a, k in shaped]
 
     asked = {"centred": centred, "through": through}
-    flags = {name: True for name, value in asked.items() if value}  # False by default
+    flags = {name: True for name, value in asked.items() if value}  # flags default to False
     term = hl.dppo(delta_low=1.0, delta_high=1.0, surrogate="ratio", ratio_max=None)
     term = hl.kl_shaped(term, beta=0.5, estimator="k3", **flags)
     got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
-    if not through:  # weights are constants: with a gradient through A, so is r
+    if not through:  # the loop treats advantages and r as constants
         assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
     clipped = hl.kl_shaped(
         hl.grpo(epsilon_low=0.999, epsilon_high=1e6).over("token_mean"),
@@ -205,7 +208,8 @@ def test_a_term_without_advantages_cannot_be_shaped(name: str) -> None:
 
 
 def test_kl_shaped_lets_a_term_read_as_ever() -> None:
-    """A field by name, one that may be missing, the advantages by `get`."""
+    """A term under `kl_shaped` reads fields by name, optional fields, and advantages by `get` as
+    usual."""
 
     @hl.term
     def scaled(stats, batch):
@@ -222,7 +226,7 @@ def test_kl_shaped_lets_a_term_read_as_ever() -> None:
 
 
 def test_staleness_weights() -> None:
-    """Weights by the age of a sample are a field: the denominator stays."""
+    """Staleness weights are a field, with an unchanged denominator."""
     case = make()
     age = torch.tensor([0, 1, 2, 0, 3, 1])
     weights = 0.9**age.double()

@@ -1,4 +1,4 @@
-"""`logits_loss`, `head_stats`, `head_topk`, `plan`, and what becomes of the upstream gradient."""
+"""`logits_loss`, `head_stats`, `head_topk`, `plan` and upstream gradients are correct."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problem(dtype=torch.float64):
 
 
 def by_autograd(logits: Tensor, batch, objective, dtype=torch.float64, **transform):
-    """The objective on these logits by plain autograd in `dtype`: an identity head."""
+    """Return the objective on logits by plain autograd in `dtype`, with an identity head."""
     leaf = logits.detach().to(dtype).requires_grad_()
     head = hl.Head(torch.eye(logits.shape[-1], dtype=dtype), **transform)
     found = plain(leaf, head, batch, objective, mode="input")
@@ -60,7 +60,7 @@ def test_logits_loss(dtype, objective, inplace):
 
 @pytest.mark.parametrize("objective", [hl.cross_entropy(), hl.grpo()])
 def test_inplace_writes_into_the_logits(objective):
-    """Also where a token carries no gradient."""
+    """`inplace` overwrites the logits, even at tokens without gradient."""
     hidden, weight, batch = problem(torch.float32)
     advantages = batch.advantages.clone()
     advantages[1] = 0
@@ -90,7 +90,7 @@ def test_schedules_of_given_logits(schedule):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_logits_that_no_view_makes_flat(inplace):
-    """The usual shift, logits[:, :-1], and a transposed batch: strides are kept."""
+    """Logits without a flat view (logits[:, :-1], a transposed batch) keep their strides."""
     logits = torch.randn(3, 8, V, dtype=torch.float64)
     targets = torch.randint(V, (3, 7))
     targets[1, 2:4] = -100
@@ -161,7 +161,8 @@ def test_logits_without_a_gradient_are_only_read():
 
 
 def stats_by_autograd(hidden, head: hl.Head, targets):
-    """logp, lse, entropy from materialised logits, 0 where unscored; differentiable."""
+    """Return differentiable logp, lse and entropy from materialised logits, 0 at unscored
+    positions."""
     z = head.logits(hidden)
     scored = targets != -100
     log_p = z.log_softmax(-1)
@@ -215,7 +216,7 @@ def test_head_stats(parts, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 def test_a_16_bit_adapter_rounds_its_features_and_nothing_else(dtype):
-    """As PEFT does: scaling * hidden @ a.T is of the adapter's dtype."""
+    """A 16-bit adapter rounds only its features, scaling * hidden @ a.T, as in PEFT."""
     hidden, weight, batch = problem(dtype)
     lora = hl.Lora(a=torch.randn(3, H).to(dtype), b=torch.randn(V, 3).to(dtype), scaling=0.5)
     z = hidden.double() @ weight.double().T + lora.features(hidden).double() @ lora.b.double().T
@@ -248,7 +249,7 @@ def test_head_stats_in_any_shape_with_a_temperature_per_token():
 
 @pytest.mark.parametrize("name", ["logp", "lse", "entropy"])
 def test_each_statistic_alone(name):
-    """The other two get no gradient at all."""
+    """A loss of one statistic gives no gradient to the other two."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
     found = hl.head_stats(hidden, hl.Head(weight), batch.targets)
@@ -262,7 +263,8 @@ def test_each_statistic_alone(name):
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
 def test_head_stats_of_one_trained_part(trained):
-    """The others get no gradient, and its own is the same as when all are trained."""
+    """`head_stats` with one trained part gives only its gradient, equal to that of full
+    training."""
     hidden, weight, batch = problem()
     parts = {"hidden": hidden, "weight": weight, "bias": torch.randn(V, dtype=torch.float64)}
     u = torch.randn(T, dtype=torch.float64)
@@ -292,7 +294,7 @@ def test_head_stats_of_nothing():
 
 
 def test_head_stats_serves_a_loss_of_ones_own():
-    """DPO's sums written by hand over it, against `head_loss`."""
+    """`head_stats` supports an outside loss: hand-written DPO equals `head_loss`."""
     hidden, weight, batch = problem()
     hidden.requires_grad_()
     logp = hl.head_stats(hidden, hl.Head(weight), batch.targets).logp
@@ -319,7 +321,7 @@ def test_head_topk(dtype, k):
     torch.testing.assert_close(
         found.logps.view(24, k), want.values.to(found.logps.dtype), rtol=1e-5, atol=1e-5
     )
-    # Ids may differ between equal values alone: the ids' own log-probs are those reported.
+    # Ids may differ only for equal values, so reported log-probs are checked by id.
     own = head.logits(hidden).log_softmax(-1).gather(1, found.ids.view(24, k))
     torch.testing.assert_close(own, want.values, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in found.ids.view(24, k).tolist())
@@ -335,7 +337,7 @@ def test_head_topk_in_tiles(chunk):
 
 
 def test_head_topk_ranks_the_transformed_logits():
-    """A negative scale turns the order round."""
+    """`head_topk` ranks transformed logits; a negative scale reverses the order."""
     hidden, weight, _ = trained_looking(9, H, V, torch.float64)
     temperature = torch.linspace(0.5, 2, 9, dtype=torch.float64)
     head = hl.Head(weight, logit_scale=-1.0, temperature=temperature, vocab_size=30)
@@ -357,7 +359,7 @@ def test_head_topk_with_an_adapter_has_no_gradient():
 
 
 def test_head_topk_feeds_distillation():
-    """A teacher's top k of its own: the divergence of a model from itself is 0."""
+    """`head_topk` feeds distillation: a model's divergence from its own top k is 0."""
     hidden, weight, batch = problem()
     top = hl.head_topk(hidden, hl.Head(weight), 5)
     data = hl.Batch(batch.targets, teacher_topk_ids=top.ids, teacher_topk_logps=top.logps)
@@ -369,7 +371,7 @@ def test_head_topk_feeds_distillation():
 
 
 def test_plan_on_meta_tensors():
-    """A model's size costs nothing to plan for."""
+    """`plan` works on meta tensors of any size."""
     targets = torch.zeros(16384, dtype=torch.long)
     hidden = torch.empty(16384, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(128256, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -442,7 +444,8 @@ def test_the_upstream_gradient_of_a_frozen_head():
 
 
 def test_a_loss_inside_a_larger_one():
-    """A nonlinear function of it, beside a regulariser on the same leaves."""
+    """A loss works inside a larger loss: a nonlinear function plus a regulariser on the same
+    leaves."""
     hidden, weight, batch = problem()
     hidden.requires_grad_()
     out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
@@ -500,7 +503,7 @@ def test_a_declared_upstream_gradient_that_is_not_the_real_one(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("upstream", [None, 1.0, 2.0])
 def test_main_grad(schedule, upstream, dtype):
-    """The weight gradient is added to what is there, unrounded; none is returned."""
+    """The weight gradient is added unrounded to `main_grad`, and none is returned."""
     hidden, weight, batch = problem(dtype)
     factor = 3.0 if upstream is None else upstream
     start = torch.randn(V, H)
@@ -518,7 +521,7 @@ def test_main_grad(schedule, upstream, dtype):
         upstream=factor,
     )
     exact = want.gradients["weight"]
-    # float32 though the weight is not: better than one rounding to the weight's dtype.
+    # float32 main_grad is more exact than a rounding to the weight's dtype.
     tolerance = 2e-6 if dtype == torch.float32 else 5e-5
     error = ((total - start).double() - exact).norm() / exact.norm()
     assert float(error) < tolerance
@@ -526,7 +529,8 @@ def test_main_grad(schedule, upstream, dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_main_grad_is_written_when_it_should_be(schedule):
-    """In the backward pass; in the forward pass of one pass where the upstream is declared."""
+    """`main_grad` is written in the backward pass, or in the forward pass of one pass with declared
+    upstream."""
     hidden, weight, batch = problem(torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
     for upstream in (None, 1.0, 2.0):
@@ -570,7 +574,7 @@ def test_micro_batches_add_up_in_main_grad():
 
 @pytest.mark.parametrize("static", [False, True])
 def test_one_temperature_for_all_tokens_may_be_a_tensor(static):
-    """In every verb, compiled too; each gives what the number gives."""
+    """A tensor temperature for all tokens equals a number in every function, even compiled."""
     hidden, weight, batch = problem()
     hidden, weight, targets = hidden.detach(), weight.detach(), batch.targets
     number, tensor = 0.75, torch.tensor(0.75)

@@ -1,4 +1,4 @@
-"""Ids beyond 2^24, where float32 no longer holds each integer: the last columns of a wide head."""
+"""Ids beyond 2^24, not exact in float32, are correct in a wide head's last columns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import headloss as hl
 
 V, H = (1 << 24) + 9, 2
 TARGETS = torch.tensor([V - 1, V - 2, (1 << 24) + 1])
-CHOSEN = torch.tensor([[V - 3, 5], [V - 1, (1 << 24) + 1], [0, V - 1]])  # beside the targets
+CHOSEN = torch.tensor([[V - 3, 5], [V - 1, (1 << 24) + 1], [0, V - 1]])  # in addition to targets
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     hidden, weight = torch.randn(3, H), 0.1 * torch.randn(V, H)
-    weight[CHOSEN[:, 1]] += 2 * hidden.sign()  # the likeliest lie at the end
+    weight[CHOSEN[:, 1]] += 2 * hidden.sign()  # the likeliest columns are last
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
@@ -31,14 +31,14 @@ def test_targets_and_candidates_at_the_end() -> None:
     want = torch.autograd.grad(-(logp.sum() + 0.5 * candidates.sum()), (hidden, weight))
     for mine, exact in zip(got, want, strict=True):
         assert (mine - exact).norm() <= 1e-5 * exact.norm()
-    last = torch.cat([TARGETS, CHOSEN[:, 1]])  # whole rows, not those of a rounded id
+    last = torch.cat([TARGETS, CHOSEN[:, 1]])  # rows at exact, unrounded ids
     assert torch.allclose(got[1][last], want[1][last], atol=1e-6)
 
 
 def test_a_support_and_the_likeliest_at_the_end() -> None:
     hidden, weight = inputs()
     support = torch.cat([TARGETS[:, None], CHOSEN], 1)
-    support[1, 1:2] = 7  # distinct ids
+    support[1, 1:2] = 7  # keeps ids distinct
     support[2, 1:2] = 3
     logits = hidden.detach().double() @ weight.detach().double().T
     with torch.no_grad():

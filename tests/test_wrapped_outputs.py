@@ -1,5 +1,5 @@
-"""A forward that returns `Output` or `HeadStats` trains under wrappers, which look for tensors in
-what it returns, as without one."""
+"""A forward that returns `Output` or `HeadStats` trains under wrappers, which search outputs for
+tensors, as without a wrapper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong values for every argument: a ValueError or a TypeError that names it, nothing else."""
+"""Wrong values for every argument raise only a ValueError or TypeError that names the argument."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OTHERS += [hl.cross_entropy(), (torch.arange(T), None), (torch.arange(T),) * 3]
 
 
 def tensors() -> list[Any]:
-    """Of many shapes, dtypes and layouts."""
+    """Return tensors of many shapes, dtypes and layouts."""
     ones, ids = torch.ones(T), torch.arange(T)
     found = [torch.tensor(0.5), torch.tensor(3), torch.zeros(0), ones, ids, ones.bool(), ones * 1j]
     found += [ones.half(), ones.double(), ones.to(EIGHT_BITS), ones * math.nan, ids.to(torch.uint8)]
@@ -51,7 +51,7 @@ def head(**given: Any) -> hl.Head:
 
 
 def batch(**given: Any) -> hl.Batch:
-    """With every field that a term of the library reads."""
+    """Return a batch with every field that library terms read."""
     names = ("old_logps", "ref_logps", "sampling_logps", "teacher_logps")
     fields: dict[str, Any] = {name: -torch.rand(T) for name in names}
     names = ("advantages", "draws", "returns", "old_values", "reference_kl")
@@ -62,7 +62,7 @@ def batch(**given: Any) -> hl.Batch:
 
 
 def used(given: hl.Batch, objective: Any, **more: Any) -> None:
-    """A whole step, and all that it returns."""
+    """Run a whole step and read all its results."""
     out = hl.head_loss(hidden(), more.pop("head", None) or head(), given, objective, **more)
     declared = more["options"].upstream if "options" in more else None
     out.loss.backward(None if declared is None else torch.tensor(float(declared)))
@@ -99,7 +99,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_of_a_batch(name: str) -> None:
-    # Other targets or segments do not fit the other fields.
+    # Wrong targets or segments do not match the remaining fields.
     says = {"targets": ("targets", "per token"), "segments": ("segments", "per segment")}
     call = lambda v: used(batch(**{name: v}), FIELDS[name])  # noqa: E731
     check(name, call, [*NUMBERS, *OTHERS, *tensors()], says.get(name, (name,)))
@@ -166,7 +166,8 @@ def test_a_head(name: str) -> None:
 @pytest.mark.parametrize("name", list(inspect.signature(hl.Lora).parameters))
 def test_an_adapter(name: str) -> None:
     fine = {"a": torch.ones(2, H), "b": torch.ones(V, 2), "scaling": 1.0}
-    call = lambda v: used(batch(), CE, head=head(lora=(hl.Lora(**{**fine, name: v}),)))  # noqa: E731
+    # Noqa: E731.
+    call = lambda v: used(batch(), CE, head=head(lora=(hl.Lora(**{**fine, name: v}),)))
     check(name, call, [*NUMBERS, *OTHERS, *tensors()], ("lora.", "lora["))
 
 
@@ -230,7 +231,7 @@ FACTORIES = [name for name in hl.losses.__all__ if inspect.isfunction(getattr(hl
 
 @pytest.mark.parametrize("name", [name for name in FACTORIES if name != "term"])
 def test_options_of_terms(name: str) -> None:
-    """Numbers that are accepted also run."""
+    """Accepted numbers also run."""
     make = getattr(hl, name)
     given = batch()
     for option in inspect.signature(make).parameters:
@@ -282,7 +283,7 @@ def test_what_terms_are_made_of() -> None:
 
 
 def test_a_boolean_field_with_several_values_per_token() -> None:
-    """Totals count what a field keeps; a field of K values at each token keeps nothing."""
+    """A boolean field with several values per token is accepted, and is not counted by totals."""
     allowed = torch.rand(T, 3) > 0.5
     given = hl.Batch(torch.arange(T), allowed=allowed)
     assert hl.Totals.of(given) == hl.Totals(torch.tensor(T), 1)
@@ -321,7 +322,7 @@ def test_a_term_of_a_partial_has_a_name() -> None:
 
 
 def test_a_teacher_of_eight_bits() -> None:
-    """Stored states of 8 bits are what they are in float32."""
+    """A teacher's 8-bit states equal their float32 values."""
     x, own, states = hidden(), head(), torch.randn(T, H).to(EIGHT_BITS)
     objective = hl.distillation(teacher_head=hl.Head(torch.randn(V, H)))
     calls = (batch(teacher_hidden=given) for given in (states, states.float()))
@@ -338,7 +339,7 @@ def test_no_vocabulary() -> None:
 
 @pytest.mark.parametrize("name", ["teacher_logits", "candidate_ids"])
 def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
-    """Where the backward pass reads a field again, another value would be another gradient."""
+    """A field read by forward and backward may not change in between."""
     chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
     values = {"teacher_logits": torch.randn(T, V), "candidate_ids": torch.arange(T)[:, None] + 1}
     objective = {"teacher_logits": hl.distillation(), "candidate_ids": chosen()}[name]
@@ -354,7 +355,8 @@ def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["frozen", "one_pass"])
 def test_candidates_of_a_frozen_head_may_not_change_in_between(schedule: str) -> None:
-    """Their part of dX is added in the backward pass; in one pass everything is there by then."""
+    """Candidates of a frozen head may not change before the backward pass, which adds their part of
+    dX."""
     chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
     ids, frozen = torch.arange(T)[:, None] + 1, hl.Head(head().weight.detach())
     options = hl.Options(schedule=schedule)
