@@ -1,5 +1,7 @@
-"""What every rank of a test world runs: output layers of Megatron-Core's own `GPTModel` as
-Megatron-Bridge and Transformer Engine change them, with headloss's processor and without.
+"""Comparison of Megatron-Core's `GPTModel` with and without headloss's processor, run on every
+rank.
+
+The output layers are those of Megatron-Bridge and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ DEV = SOURCES / "megatron-dev"
 
 
 def bridge() -> Path | None:
-    """Where Megatron-Bridge lies, if it is installed."""
+    """Return the folder of Megatron-Bridge, None if it is not installed."""
     import megatron
 
     places = (Path(place) / "bridge" for place in megatron.__path__)
@@ -41,11 +43,11 @@ def bridge() -> Path | None:
 
 
 def of_bridge(place: str, name: str) -> Any:
-    """A class of Megatron-Bridge, without its package's own imports of all its models, and of
-    Transformer Engine, which a CPU has not."""
+    """Import a class of Megatron-Bridge without the package's imports of all models and of
+    Transformer Engine, which needs a GPU."""
     package = sys.modules.setdefault("megatron.bridge", ModuleType("megatron.bridge"))
     package.__path__ = [str(bridge())]
-    utils = importlib.import_module("megatron.bridge.peft.utils")  # asks whether there is one
+    utils = importlib.import_module("megatron.bridge.peft.utils")  # checks for Transformer Engine
     assert utils is not None
     engine: Any = ModuleType("transformer_engine")
     engine.pytorch = SimpleNamespace(ops=SimpleNamespace(Sequential=object))
@@ -59,7 +61,8 @@ def of_bridge(place: str, name: str) -> Any:
 
 
 def of_source(place: str, *names: str) -> Any:
-    """The last of some names in a file of Megatron-Bridge that cannot be imported here."""
+    """Return the last of `names` from the source of a Megatron-Bridge file that cannot be
+    imported."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     file = Path(bridge() or "", *place.split(".")).with_suffix(".py")
@@ -74,13 +77,14 @@ def of_source(place: str, *names: str) -> Any:
 
 
 def capped_by(model: Any, kind: tuple[str, ...]) -> None:
-    """Bridge changes the class of the layer, and keeps its name."""
+    """Add a soft cap like Megatron-Bridge, which changes the class of the layer and keeps its
+    name."""
     mixin, before = of_source(*kind), type(model.output_layer)
     model.output_layer.__class__ = type(before.__name__, (mixin, before), {})
 
 
 def with_lora(model: Any, config: Any, frozen: bool, **more: Any) -> None:
-    """Bridge's adapter on the output layer, with numbers in both factors."""
+    """Put Megatron-Bridge's adapter on the output layer, with nonzero factors."""
     linear = model.output_layer
     torch.manual_seed(5)
     given = {
@@ -95,7 +99,7 @@ def with_lora(model: Any, config: Any, frozen: bool, **more: Any) -> None:
 
 
 def both(model: Any) -> dict[str, float]:
-    """The model's own losses, and those of the processor, with all gradients."""
+    """Compare the model's own losses and gradients with those of the processor."""
     from headloss.integrations.megatron import TokenLosses
 
     mask, found = mask_of(), []
@@ -110,12 +114,12 @@ def both(model: Any) -> dict[str, float]:
 
 
 def on_dev() -> None:
-    """Megatron's dev branch before the installed release, in this process."""
+    """Use Megatron's dev branch in place of the installed release, in this process."""
     sys.path.insert(0, str(DEV))
 
 
 def of_dev(size: int, spread: bool, tied: bool) -> dict[str, float]:
-    """The dev branch's own model, whose output layer has the loss in its forward."""
+    """Compare on the dev branch's model, whose output layer computes the loss in its forward."""
     parallel(size)
     model = model_of(config_of(size, sequence_parallel=spread), tied)
     assert type(model.output_layer).__name__ == "LinearCrossEntropyModule"
@@ -123,7 +127,7 @@ def of_dev(size: int, spread: bool, tied: bool) -> dict[str, float]:
 
 
 def of_another_class(spread: bool) -> dict[str, Any]:
-    """What layers of other classes give: a difference, or an error."""
+    """Return the difference or the error for output layers of other classes."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(2)
@@ -172,7 +176,7 @@ def lora(size: int, spread: bool, frozen: bool) -> dict[str, float]:
 
 
 def of_losses(model: Any) -> float:
-    """The difference without gradients: an adapter that is off has none."""
+    """Return the difference of losses without gradients, since a disabled adapter has none."""
     from headloss.integrations.megatron import TokenLosses
 
     with torch.no_grad():
@@ -181,7 +185,7 @@ def of_losses(model: Any) -> float:
 
 
 def the_merged_weight_loses_a_gradient() -> bool:
-    """Why the wrapper's own `weight` is not read: A gets nothing from it."""
+    """Check that the wrapper's merged `weight` gives factor A no gradient, so it cannot be used."""
     parallel(2)
     config = config_of(2)
     model = model_of(config)
@@ -220,8 +224,8 @@ def softcap(tied: bool, kind: tuple[str, ...]) -> dict[str, float]:
 
 
 def mxfp8_layer(main_grad: bool) -> dict[str, float]:
-    """A stand-in with the attributes of Transformer Engine's layer and the forward's name, beside
-    the losses of Megatron's own layer with the same weight."""
+    """Compare a stub with the attributes of Transformer Engine's layer with Megatron's layer of
+    equal weight."""
     from headloss.integrations.megatron import TokenLosses
 
     def forward(*args: Any) -> None:
@@ -252,7 +256,7 @@ def mxfp8_layer(main_grad: bool) -> dict[str, float]:
 
 
 class Quantised(Tensor):
-    """As Transformer Engine's parameters, of a class that is not torch's."""
+    """A parameter of a non-torch class, like Transformer Engine's."""
 
 
 def refusals() -> dict[str, str]:

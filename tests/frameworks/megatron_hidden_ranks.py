@@ -1,5 +1,7 @@
-"""What every rank of a test world runs: Megatron-Core's own models whose output layer hands on
-hidden states, beside their logits. R ranks share the vocabulary; b rows of s positions.
+"""Comparison of Megatron-Core models with an output layer that returns hidden states, on every
+rank.
+
+The reference is the model's logits. R ranks share the vocabulary; b rows of s positions.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch import Tensor
 
 
 def hybrid_of(config: Any, tied: bool) -> Any:
-    """Megatron's `HybridModel` of one attention layer, without norms; Mamba wants a GPU."""
+    """Return Megatron's `HybridModel` with one attention layer and no norms, since Mamba needs a
+    GPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -49,7 +52,7 @@ def hybrid_of(config: Any, tied: bool) -> Any:
 
 
 def losses(kind: str, size: int, spread: bool, tied: bool, more: dict[str, Any]) -> dict[str, Any]:
-    """The model's own [b, s] losses and gradients, with the door open and without."""
+    """Compare the model's [b, s] losses and gradients with and without returned hidden states."""
     from headloss.integrations.megatron_hidden import hand_on
 
     parallel(size)
@@ -68,8 +71,11 @@ def losses(kind: str, size: int, spread: bool, tied: bool, more: dict[str, Any])
 
 
 def statistics(size: int, spread: bool, half: bool) -> dict[str, float]:
-    """Log-probs and entropies at a temperature of each token from what the model returns in place
-    of logits, `half`: in bfloat16, which `Float16Module` makes float32."""
+    """Compare log-probs and entropies at token temperatures, from the model's output in place of
+    logits.
+
+    `half` uses bfloat16, which `Float16Module` converts to float32.
+    """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.transformer.module import Float16Module
 
@@ -101,7 +107,7 @@ def statistics(size: int, spread: bool, half: bool) -> dict[str, float]:
 
 
 def layers(kind: str) -> dict[str, float]:
-    """A soft cap or an adapter of Megatron-Bridge on the layer."""
+    """Compare a layer with Megatron-Bridge's soft cap or adapter."""
     from headloss.integrations.megatron_hidden import hand_on
 
     parallel(2)
@@ -123,7 +129,7 @@ def layers(kind: str) -> dict[str, float]:
 
 
 def depths() -> dict[str, float]:
-    """Multi-token prediction beside it, by `megatron_mtp`."""
+    """Compare a model with multi-token prediction by `megatron_mtp`."""
     from headloss.integrations import megatron_mtp
     from headloss.integrations.megatron_hidden import hand_on
 

@@ -1,5 +1,6 @@
-"""What every rank of a test world runs: multi-token prediction in Megatron-Core's own `GPTModel`,
-its own `process_mtp_loss` beside headloss's. b rows of s positions, D depths.
+"""Comparison of Megatron-Core's and headloss's `process_mtp_loss` in `GPTModel`, on every rank.
+
+b rows of s positions, D prediction depths.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from torch import Tensor
 import headloss as hl
 
 D, SCALE = 2, 3.0
-V = 8  # so that the likeliest token is often the label
+V = 8  # small, so that the likeliest token is often the label
 
 
 def model_of(config: Any, tied: bool = False, attention: bool = True, length: int = S) -> Any:
-    """One layer and D depths, without norms: torch's norm refuses sequence parallelism."""
+    """Return a model of one layer and D depths, without norms, since torch's norm refuses sequence
+    parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -45,8 +47,8 @@ def model_of(config: Any, tied: bool = False, attention: bool = True, length: in
 
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    if not attention:  # its plain one takes no packed sequences
-        kind = {"attn_mask_type": AttnMaskType.causal}  # which a depth asks for
+    if not attention:  # Megatron's plain attention refuses packed sequences
+        kind = {"attn_mask_type": AttnMaskType.causal}  # needed by a depth
         layer.submodules.self_attention = ModuleSpec(module=IdentityOp, params=kind)
         layer.submodules.self_attn_bda = IdentityFuncOp
     depths = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
@@ -87,7 +89,7 @@ def headloss_installed(on: bool = True):
 
 
 def logged() -> Tensor:
-    """What Megatron has to log of each depth since it was asked last: [n, D]."""
+    """Return Megatron's logged values per depth since the last query, [n, D]."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     helper = MTPLossLoggingHelper
@@ -107,8 +109,8 @@ def scaled(by: float = SCALE) -> None:
 def both(
     model: Any, forward: Any, processors: tuple[Any, Any] = (None, None), hits: int = 2
 ) -> dict[str, float]:
-    """Megatron's own and headloss's: losses, gradients, and what is logged, at least some `hits` of
-    the likeliest token among it."""
+    """Compare Megatron's and headloss's losses, gradients and logged values, with at least `hits`
+    hits of the likeliest token."""
     found = []
     scaled()
     for ours, processor in zip((False, True), processors, strict=True):
@@ -130,12 +132,12 @@ def both(
 
 
 def depths(size: int, spread: bool, tied: bool, processor: bool, more: dict[str, Any]) -> Any:
-    """The main loss stays Megatron's, or is that of the processor `TokenLosses`."""
+    """Compare depths, with Megatron's main loss or the processor `TokenLosses`."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(size)
     model = model_of(mtp_config(size, sequence_parallel=spread, **more), tied)
-    mask = 0.5 + mask_of()  # weights
+    mask = 0.5 + mask_of()  # token weights
     mask[0, 3] = 0
 
     def forward(model: Any, processor: Any) -> Tensor:
@@ -147,7 +149,7 @@ def depths(size: int, spread: bool, tied: bool, processor: bool, more: dict[str,
 
 
 def one_call(size: int, spread: bool, policy: bool, totals: bool) -> Any:
-    """The main rows and the depths in one `head_loss`, beside Megatron's two losses."""
+    """Compare one `head_loss` of the main rows and the depths with Megatron's two losses."""
     from headloss.integrations.megatron import HeadLoss
 
     parallel(size)
@@ -174,17 +176,18 @@ def one_call(size: int, spread: bool, policy: bool, totals: bool) -> Any:
     found = both(model, forward, (None, HeadLoss(loss)))
     (out,) = outputs
     assert out.logps.shape == (S, B) and len(out.terms) == 1, out
-    assert out.plan.tokens == scored(mask), out.plan  # all rows were in it
+    assert out.plan.tokens == scored(mask), out.plan  # includes all rows
     return found
 
 
 def scored(mask: Tensor) -> int:
-    """Rows that are scored, the main ones and those of the depths."""
+    """Return the number of scored rows, of the main prediction and all depths."""
     return int(sum((mask[:, k:] > 0).sum() for k in range(1 + D)))
 
 
 def two_calls(more: dict[str, Any], segments: bool) -> Any:
-    """Where one gradient does not serve both, the depths are a call of their own."""
+    """Compare cases in which the depths need a separate call, since one gradient cannot serve
+    both."""
     from headloss.integrations.megatron import HeadLoss
 
     parallel(2)
@@ -208,7 +211,8 @@ def two_calls(more: dict[str, Any], segments: bool) -> Any:
 
 
 def packed(context_parallel: bool) -> Any:
-    """Documents of one row, whose borders no depth crosses; a rank has both ends of its halves."""
+    """Compare packed documents, whose borders no depth crosses; with context parallelism a rank has
+    a front and a back chunk."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     size = 2 if context_parallel else 1
@@ -229,7 +233,8 @@ def packed(context_parallel: bool) -> Any:
 
 
 def under_verl() -> Any:
-    """verl's own postprocess, which returns the main logits and has the name bound as another."""
+    """Compare under verl's postprocess, which returns the main logits and binds the function under
+    a second name."""
     import verl_platform  # noqa: F401
     from verl.models.mcore import mtp_patch
 
@@ -248,7 +253,8 @@ def under_verl() -> Any:
 
 
 def without_labels() -> Any:
-    """Labels of the depths are derived from the tokens, and the model returns logits."""
+    """Compare a model without labels: depth labels come from tokens, and the model returns
+    logits."""
     parallel(2)
     model = model_of(mtp_config(2))
     given = inputs()
@@ -257,7 +263,7 @@ def without_labels() -> Any:
 
 
 def main_grad(processor: bool) -> dict[str, float]:
-    """Two micro-batches into `main_grad` under Megatron's own DDP, beside its unfused gradients."""
+    """Compare `main_grad` of two micro-batches under Megatron's DDP with unfused gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from headloss.integrations.megatron import HeadLoss
@@ -273,7 +279,7 @@ def main_grad(processor: bool) -> dict[str, float]:
         process = HeadLoss(hl.cross_entropy()) if ours and processor else None
         for seed in (1, 2):
             with headloss_installed(ours):
-                # The main logits of a fused layer would ask for APEX.
+                # The main logits of a fused layer would need APEX.
                 model.module.output_layer.gradient_accumulation_fusion = ours and processor
                 out = model(**inputs(seed=seed), loss_mask=mask, output_processor=process)
                 (out.loss if process else (out * mask).sum() / mask.sum()).backward()
@@ -285,7 +291,8 @@ def main_grad(processor: bool) -> dict[str, float]:
 
 
 def a_step(processor: bool) -> dict[str, float]:
-    """Megatron's own schedule over two micro-batches, which sets the scale of the depths."""
+    """Compare a step of Megatron's schedule over two micro-batches, which sets the scale of the
+    depths."""
 
     from headloss.integrations.megatron import HeadLoss
 
@@ -318,7 +325,8 @@ def a_step(processor: bool) -> dict[str, float]:
 
 
 def bound() -> dict[str, bool]:
-    """Every module that holds the name has ours, and Megatron's own again."""
+    """Check that every module with the function's name gets headloss's function, and Megatron's
+    after uninstall."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction as home
@@ -335,7 +343,7 @@ def bound() -> dict[str, bool]:
     back = all(getattr(m, n) is theirs for m, n in holders)
     model = model_of(mtp_config(2)).eval()
     with headloss_installed(), torch.no_grad():
-        model.output_layer.forward = None  # no logits are made for depths that nobody reads
+        model.output_layer.forward = None  # unread depths make no logits
         hidden = torch.ones((1 + D) * S, B, 16)
         main = home.process_mtp_loss(
             hidden, inputs()["labels"], None, model.output_layer, None, None, False, None,

@@ -1,5 +1,6 @@
-"""What every rank of a test world runs: Megatron-Core's own `GPTModel` on CPUs, with and without
-headloss. R ranks share the vocabulary; b rows of s positions.
+"""Comparison of Megatron-Core's `GPTModel` on CPUs with and without headloss, run on every rank.
+
+R ranks share the vocabulary; b rows of s positions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from worlds import World
 import headloss as hl
 
 B, S, H, V = 2, 8, 16, 64
-NEAR = 2e-6  # float32 on both sides
+NEAR = 2e-6  # both sides compute in float32
 
 
 def parallel(size: int, **more: int) -> None:
-    """Megatron's groups, with `size` ranks of tensor parallelism; its devices become the CPU."""
+    """Initialise Megatron's groups with `size` ranks of tensor parallelism, on CPU devices."""
     warnings.simplefilter("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
     torch.cuda.current_stream = lambda: None  # type: ignore[assignment]
@@ -30,12 +31,13 @@ def parallel(size: int, **more: int) -> None:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(size, **more)
-    # Its random states are a GPU's; dropout is off.
-    random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
+    # Megatron's random states need a GPU; dropout is off.
+    # Type: ignore[assignment].
+    random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()
 
 
 def check(world: World, function: Any, *args: Any, near: float = NEAR) -> None:
-    """What each rank finds is small."""
+    """Check that all differences found by each rank are below `near`."""
     for found in world.run(function, *args, seconds=300):
         assert max(found.values()) < near, found
 
@@ -60,7 +62,8 @@ def config_of(size: int, **options: Any) -> Any:
 
 
 def model_of(config: Any, tied: bool = False, attention: bool = True, length: int = S) -> Any:
-    """Megatron's model of one layer, without norms: torch's norm refuses sequence parallelism."""
+    """Return Megatron's model with one layer and no norms, since torch's norm refuses sequence
+    parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -68,7 +71,7 @@ def model_of(config: Any, tied: bool = False, attention: bool = True, length: in
 
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    if not attention:  # its plain one takes no packed sequences
+    if not attention:  # Megatron's plain attention refuses packed sequences
         layer.submodules.self_attention, layer.submodules.self_attn_bda = IdentityOp, IdentityFuncOp
     torch.manual_seed(0)
     return GPTModel(
@@ -114,7 +117,7 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def token_losses(size: int, spread: bool, tied: bool, more: dict[str, Any]) -> dict[str, float]:
-    """The model's own losses, masked and averaged outside, and its gradients."""
+    """Compare the model's token losses, masked and averaged outside, and its gradients."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(size)
@@ -130,7 +133,7 @@ def token_losses(size: int, spread: bool, tied: bool, more: dict[str, Any]) -> d
 
 
 def statistics(size: int) -> dict[str, float]:
-    """Log-probs and entropies at a temperature, beside the ones of Megatron's gathered logits."""
+    """Compare log-probs and entropies at a temperature with those of Megatron's gathered logits."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     from headloss.integrations.megatron import TokenStats
@@ -159,7 +162,7 @@ def statistics(size: int) -> dict[str, float]:
 
 
 def main_grad(tied: bool, overlap: bool) -> dict[str, float]:
-    """Two micro-batches into `main_grad` under Megatron's own DDP, beside its unfused gradients."""
+    """Compare `main_grad` of two micro-batches under Megatron's DDP with unfused gradients."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from headloss.integrations.megatron import TokenLosses
@@ -193,7 +196,7 @@ def main_grad(tied: bool, overlap: bool) -> dict[str, float]:
 
 
 def packed(spread: bool, masked: bool) -> dict[str, float]:
-    """GSPO on packed sequences, beside the same of Megatron's own losses."""
+    """Compare GSPO on packed sequences with GSPO from Megatron's token losses."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from headloss.integrations.megatron import HeadLoss
@@ -236,7 +239,7 @@ def packed(spread: bool, masked: bool) -> dict[str, float]:
 
 
 class OnCPU(TorchFunctionMode):
-    """Megatron's schedule makes a counter on the GPU."""
+    """Redirect GPU tensors to the CPU, since Megatron's schedule makes a counter on the GPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         given = dict(kwargs or {})
@@ -246,7 +249,7 @@ class OnCPU(TorchFunctionMode):
 
 
 def scheduled(model: Any, forward_step: Any, data: list[dict[str, Tensor]]) -> Tensor:
-    """The losses of two micro-batches, in a step of Megatron's own schedule."""
+    """Return the losses of two micro-batches in a step of Megatron's schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     with OnCPU():
@@ -263,7 +266,8 @@ def scheduled(model: Any, forward_step: Any, data: list[dict[str, Tensor]]) -> T
 
 
 def a_step(spread: bool) -> dict[str, float]:
-    """Megatron's own schedule in bfloat16 over two micro-batches: cross-entropy as an objective."""
+    """Compare a bfloat16 step of Megatron's schedule over two micro-batches, with cross-entropy as
+    objective."""
     from megatron.core.transformer.module import Float16Module
 
     from headloss.integrations.megatron import HeadLoss
@@ -296,7 +300,7 @@ def a_step(spread: bool) -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    """What each wrong call says."""
+    """Return the error text of each wrong call."""
     from headloss.integrations.megatron import HeadLoss, TokenLosses
 
     parallel(2)

@@ -1,6 +1,7 @@
-"""NeMo-RL's own distillation losses on every rank of a test world, of the logits of Megatron-Core's
-model and of the hidden states that headloss reads: its functions, losses and loop over packed
-sequences out of its sources.
+"""Comparison of NeMo-RL's distillation losses from logits with headloss's from hidden states.
+
+NeMo-RL's functions, losses and packed-sequence loop come from its sources and run on every rank,
+with Megatron-Core's model.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.nn  # of NeMo-RL's functions
+import torch.distributed.nn  # used by NeMo-RL's functions
 from megatron_ranks import V, config_of, gradients, model_of, parallel, worst
 from parity import extracted, file_of
 from torch import Tensor
 
-K, PADDED, LENGTHS = 5, (8, 4), (7, 4)  # of packed sequences
-WIDTHS = 12  # of a teacher's hidden states
-OPD = "nemo_rl_opd"  # .frameworks/nemo-rl-opd: sources after pull request 4045, by hand
+K, PADDED, LENGTHS = 5, (8, 4), (7, 4)  # ids per token; padded and true sequence lengths
+WIDTHS = 12  # width of a teacher's hidden states
+OPD = "nemo_rl_opd"  # .frameworks/nemo-rl-opd: sources with full OPD
 LossInputType = enum.Enum("LossInputType", ["DISTILLATION", "OPD_FULL"])
 LossType = enum.Enum("LossType", ["TOKEN_LEVEL", "SEQUENCE_LEVEL"])
 
 
 class Rows(dict[str, Any]):
-    """In place of NeMo-RL's `BatchedDataDict`."""
+    """A replacement for NeMo-RL's `BatchedDataDict`."""
 
     def slice(self, first: int, last: int) -> Rows:
         return Rows({name: value[first:last] for name, value in self.items()})
 
 
 class Settings(dict[str, Any]):
-    """Read as attributes on main, and as keys in releases."""
+    """Settings with keys (NeMo-RL's releases) and attributes (its main branch)."""
 
     __getattr__ = dict.__getitem__
 
 
 def stock(tree: str) -> Any:
-    """NeMo-RL's functions of logits, and its loss over packed sequences."""
+    """Return NeMo-RL's functions of logits, and its loss over packed sequences."""
     file = file_of(tree, "nemo_rl/distributed/model_utils.py")
     source = file.read_text()
     names = [
@@ -61,7 +62,8 @@ def stock(tree: str) -> Any:
     torch.Tensor.cuda = lambda self, *args, **more: self  # type: ignore[method-assign]
     space: Any = ModuleType("torch")
     vars(space).update(vars(torch))
-    space.tensor = lambda *args, pin_memory=False, **more: torch.tensor(*args, **more)  # on a CPU
+    # No pinned memory on a CPU.
+    space.tensor = lambda *args, pin_memory=False, **more: torch.tensor(*args, **more)
     filtered = {"need_top_k_or_top_p_filtering": lambda settings: False}
     own = extracted(file, *names, Any=Any, Optional=None, torch=space, **filtered)
     wrapper = file_of(tree, "nemo_rl/algorithms/loss/wrapper.py")
@@ -76,7 +78,8 @@ def utilities(tree: str) -> dict[str, Any]:
 
 
 def installed_as(tree: str, own: Any, **more: Any) -> Any:
-    """Modules of NeMo-RL's names that hold what the adapter replaces; that of its forward."""
+    """Install modules under NeMo-RL's names with the replaced functions; return the forward's
+    module."""
     from headloss.integrations import nemo_rl_distillation as adapter
 
     home, train = ModuleType(adapter.MODELS), ModuleType(adapter.TRAIN)
@@ -110,7 +113,7 @@ def groups() -> dict[str, Any]:
 def measured(
     train: Any, model: Any, own: Any, rows: list[Tensor], data: Rows, loss_fn: Any, prepare: Any
 ) -> tuple[dict[str, float], list[Tensor]]:
-    """Loss and metrics of packed sequences, and the model's gradients: NeMo-RL's loop."""
+    """Return loss and metrics of packed sequences and the model's gradients, by NeMo-RL's loop."""
     group = groups()["context_parallel_group"]
     cp, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
     local = [own._get_tokens_on_this_cp_rank(x[None], rank, cp) for x in rows]
@@ -126,7 +129,7 @@ def measured(
 
 
 def batch(rows: list[Tensor], lengths: tuple[int, ...] = LENGTHS, **fields: list[Tensor]) -> Rows:
-    """NeMo-RL's: padded rows, of which the prompts and the padding are masked."""
+    """Return a NeMo-RL batch of padded rows, with masked prompts and padding."""
     mask = torch.zeros(len(rows), max(lengths))
     for row, length in zip(mask, lengths, strict=True):
         row[2:length] = 1
@@ -156,7 +159,8 @@ def compared(found: list[tuple[dict[str, float], list[Tensor]]]) -> dict[str, fl
 
 
 def topk(tree: str, size: int, spread: bool) -> dict[str, float]:
-    """Its six losses over two packed sequences; `size` 1: two ranks of context parallelism."""
+    """Compare six losses over two packed sequences; `size` 1 means two ranks of context
+    parallelism."""
     from headloss.integrations import nemo_rl_distillation as adapter
 
     parallel(size, context_parallel_size=2 // size)
@@ -170,12 +174,12 @@ def topk(tree: str, size: int, spread: bool) -> dict[str, float]:
     rows = [torch.randint(V, (n,), generator=generator) for n in PADDED]
     likeliest = [(4 * torch.randn(n, V, generator=generator)).topk(K) for n in PADDED]
     logits, ids = ([getattr(x, name) for x in likeliest] for name in ("values", "indices"))
-    # Under tensor parallelism NeMo-RL's own backward of one of its ways takes no padded tail.
+    # Under tensor parallelism one of NeMo-RL's backward passes does not support a padded tail.
     lengths = PADDED if size == 2 else LENGTHS
     data = batch(rows, lengths, teacher_topk_logits=logits, teacher_topk_indices=ids)
 
     def prepare(logits: Tensor, data: Rows, loss_fn: Any, **groups: Any) -> Any:
-        """That branch of NeMo-RL's `prepare_loss_input`."""
+        """Run the distillation branch of NeMo-RL's `prepare_loss_input`."""
         home = sys.modules[adapter.MODELS]
         student, teacher, entropy = home.get_distillation_topk_logprobs_from_logits(
             student_logits=logits,
@@ -207,7 +211,7 @@ def topk(tree: str, size: int, spread: bool) -> dict[str, float]:
 
 
 def of_full_vocabulary(own: Any, level: str, payload: str, penalty: float) -> tuple[Any, Any]:
-    """Its loss, and the module that prepares what the loss reads."""
+    """Return NeMo-RL's full-vocabulary loss, and the module that prepares the loss inputs."""
     helpers = {"LossType": LossType, "KL_PENALTY_KEY": "kl_penalty", **utilities(OPD)}
     folder = "nemo_rl/algorithms/loss"
     names = {"Any": Any, "Optional": None, "Tensor": Tensor, **helpers}
@@ -238,7 +242,8 @@ def of_full_vocabulary(own: Any, level: str, payload: str, penalty: float) -> tu
 
 
 def full(size: int, spread: bool, level: str, payload: str, penalty: float) -> dict[str, float]:
-    """`opd_full` with all its metrics, from two teachers or one teacher's logits, packed."""
+    """Compare `opd_full` with all its metrics on packed rows, from two teachers or one teacher's
+    logits."""
     from megatron.core import mpu
 
     from headloss.integrations import nemo_rl_distillation as adapter
@@ -280,5 +285,5 @@ def full(size: int, spread: bool, level: str, payload: str, penalty: float) -> d
             adapter.install()
         found.append(measured(train, model, own, rows, data, loss_fn, prepare))
     adapter.uninstall()
-    assert len(found[0][0]) == 10, found[0][0]  # every metric of the loss, and the loss
+    assert len(found[0][0]) == 10, found[0][0]  # the loss and all its metrics
     return compared(found)

@@ -1,7 +1,8 @@
-"""What the tests beside other frameworks share: a step, our loss on it, and their functions.
+"""Common parts of the framework tests: a step, headloss's loss on the step, and framework
+functions.
 
-B rows of C columns, T scored tokens. A framework is imported where it can be. Where it cannot
-without a GPU, the functions under test are taken out of its source file and run as they stand.
+B rows of C columns, T scored tokens. A framework is imported if possible without a GPU. If not, the
+functions under test are extracted from its source file and run unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from headloss.objective.weighted import bind
 from headloss.statistics.softmax import Statistics
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / ".frameworks"  # of those that no package index has
+SOURCES = ROOT / ".frameworks"  # sources of frameworks not on a package index
 B, C = 5, 7
 EDGES = ("random", "clipped", "one token", "overflow")
 LAYOUTS = ("padded", "packed")
@@ -38,10 +39,10 @@ Step = dict[str, Tensor]
 
 
 def step(edge: str = "random", seed: int = 0, per_token: bool = True, scale: float = 0.4) -> Step:
-    """[B, C] float64 tensors; the last row has no scored token, the first one a hole.
+    """Return [B, C] float64 tensors; the last row has no scored tokens, the first row a gap.
 
-    "clipped": every ratio is beyond any clip, on the side where the advantage pushes; "one token":
-    of each row; "overflow": log-ratios of 90 and -90.
+    "clipped": every ratio is beyond any clip in the advantage's direction; "one token": one scored
+    token per row; "overflow": log-ratios of 90 and -90.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -71,7 +72,7 @@ def step(edge: str = "random", seed: int = 0, per_token: bool = True, scale: flo
 
 
 def theirs(made: Step, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """A framework's loss of the log-probs, and its gradient at the scored tokens."""
+    """Return a framework's loss of log-probs, and its gradient at scored tokens."""
     leaf = made["logp"].clone().requires_grad_()
     value, gradient = value_and_gradient(loss(leaf), leaf)
     assert not gradient[~made["mask"]].any()
@@ -79,11 +80,12 @@ def theirs(made: Step, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def batch_of(made: Step, layout: str, totals: Any = None, **more: Tensor) -> hl.Batch:
-    """The step as a batch, in rows or as its scored tokens alone."""
+    """Return the step as a batch, in rows or packed to its scored tokens."""
     mask = made["mask"]
     fields = {n: t for n, t in made.items() if n not in ("mask", "logp")} | more
     if layout == "padded":
-        return hl.Batch(torch.where(mask, 0, -100), totals=totals, **fields)  # type: ignore[arg-type]
+        # Type: ignore[arg-type].
+        return hl.Batch(torch.where(mask, 0, -100), totals=totals, **fields)
     packed = {n: t[mask] if t.shape == mask.shape else t for n, t in fields.items()}
     targets = torch.zeros(int(mask.sum()), dtype=torch.int64)
     segments = hl.Segments.from_lengths(mask.sum(1))
@@ -97,7 +99,7 @@ def ours(
     totals: hl.Totals | None = None,
     **more: Tensor,
 ) -> list[Tensor]:
-    """Our loss, and its gradient at the scored tokens."""
+    """Return headloss's loss, and its gradient at scored tokens."""
     batch = batch_of(made, layout, totals, **more)
     packed = pack(batch, 1, torch.float64)
     stats = Statistics(logp=made["logp"][made["mask"]])
@@ -116,14 +118,14 @@ def compare(
     totals: hl.Totals | None = None,
     **more: Tensor,
 ) -> None:
-    """Value and gradient, padded and packed."""
+    """Compare value and gradient, padded and packed."""
     want = theirs(made, loss)
     for layout in LAYOUTS:
         assert_same(ours(objective, made, layout, totals, **more), want, tolerance)
 
 
 def measured(term: hl.Term, made: Step) -> dict[str, float]:
-    """What our term reports."""
+    """Return the metrics of a headloss term."""
     packed = pack(batch_of(made, "packed"), 1, torch.float64)
     assert term.observe is not None
     found = term.observe(Statistics(logp=made["logp"][made["mask"]]), packed)
@@ -131,7 +133,7 @@ def measured(term: hl.Term, made: Step) -> dict[str, float]:
 
 
 def filled_rows(made: Step) -> hl.Totals:
-    """Totals that leave rows without a scored token out, as most frameworks count."""
+    """Return totals without rows that have no scored token, as most frameworks count."""
     return hl.Totals(int(made["mask"].sum()), int(made["mask"].any(1).sum()))
 
 
@@ -139,7 +141,8 @@ def filled_rows(made: Step) -> hl.Totals:
 
 
 def file_of(package: str, path: str) -> Path:
-    """A file of an installed package, or of a source tree; skips where there is neither."""
+    """Return a file of an installed package or of a source tree; skip the test if there is
+    neither."""
     spec = importlib.util.find_spec(package)
     places = [] if spec is None else [Path(p) for p in spec.submodule_search_locations or ()]
     for place in (*places, SOURCES / package.replace("_", "-")):
@@ -149,7 +152,7 @@ def file_of(package: str, path: str) -> Path:
 
 
 def extracted(file: Path, *names: str, **namespace: Any) -> SimpleNamespace:
-    """Functions and classes of a source file, by "name" or "Class.method", run as they stand."""
+    """Extract functions and classes of a source file by "name" or "Class.method", unchanged."""
     tree, found = ast.parse(file.read_text()), []
     for name in names:
         holder, _, method = name.rpartition(".")
@@ -167,9 +170,10 @@ def extracted(file: Path, *names: str, **namespace: Any) -> SimpleNamespace:
 
 
 def stubbed(framework: str, *names: str) -> None:
-    """Modules that a framework imports where they are missing, and that nothing here runs.
+    """Install stubs of missing modules that a framework imports but the tests do not run.
 
-    Skips where the framework itself is missing: its tests leave no stub to those of others.
+    Skip if the framework itself is missing, without leaving stubs for the tests of other
+    frameworks.
     """
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed here", allow_module_level=True)

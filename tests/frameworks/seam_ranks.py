@@ -1,4 +1,5 @@
-"""What every rank runs: the vocabulary-parallel functions of NeMo-RL and SkyRL, and ours."""
+"""Comparison of NeMo-RL's and SkyRL's vocabulary-parallel functions with headloss's, on every
+rank."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.nn  # of NeMo-RL's functions
+import torch.distributed.nn  # used by NeMo-RL's functions
 from parity import extracted, file_of
 from torch import Tensor, distributed
 
@@ -18,7 +19,8 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [B, L, H], a weight [V, H], ids [B, L], upstream gradients [B, L]."""
+    """Return hidden states [B, L, H], a weight [V, H], ids [B, L], and upstream gradients [B,
+    L]."""
     torch.manual_seed(0)
     ids = torch.randint(V, (B, L))
     return torch.randn(B, L, H), torch.randn(V, H), ids, torch.randn(B, L)
@@ -49,7 +51,7 @@ def skyrl() -> Any:
 
 
 def ranks() -> tuple[Any, int, int]:
-    """The group of all ranks, or of this one alone where there is no world."""
+    """Return (group, rank, size) of all ranks, or of a single rank without a world."""
     group = distributed.group.WORLD
     return group, distributed.get_rank(), distributed.get_world_size()
 
@@ -60,8 +62,10 @@ def compared(act: Callable[[Callable[..., Tensor]], list[Tensor]], pair: Any) ->
 
 
 def compare_nemo_rl(tree: str) -> dict[str, float]:
-    """Log-probs, this rank's gradient of its slice of hidden states, and of its slice of W. Called
-    as NeMo-RL calls it: 0.6 has a second weight."""
+    """Compare log-probs and this rank's gradients of its slices of hidden states and W.
+
+    The call follows NeMo-RL, whose release 0.6 passes a second weight.
+    """
     from headloss.integrations.nemo_rl import logprobs
     from headloss.integrations.seams import called, fitted
 
@@ -92,7 +96,7 @@ def compare_nemo_rl(tree: str) -> dict[str, float]:
 
 
 def compare_skyrl() -> dict[str, float]:
-    """As its caller uses it: the ranks' hidden gradients are summed."""
+    """Compare SkyRL's function as its caller uses it: hidden gradients are summed over ranks."""
     from headloss.integrations.skyrl import logprobs
 
     group, rank, size = ranks()

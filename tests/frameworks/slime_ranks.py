@@ -1,5 +1,7 @@
-"""What every rank of a test world runs: log-probs of slime and miles, by their own functions, of
-Megatron-Core's own model, from its logits and from hidden states.
+"""Comparison of slime's and miles's log-probs of Megatron-Core's model, from logits and hidden
+states.
+
+The frameworks' own functions run on every rank of a test world.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ TOTALS, RESPONSES = (9, 4, 11), (4, 3, 6)
 
 
 def modules(package: str) -> tuple[Any, Any]:
-    """The framework's module of log-probs, and a stand-in of that of its models, whose own wants
+    """Return the framework's log-prob module, and a stub of its model module, which needs
     Megatron's training package."""
     for name in ("httpx", "ray", "uvicorn"):
         if name not in sys.modules:
@@ -48,7 +50,8 @@ def samples() -> list[Tensor]:
 
 
 def sets(tokens: list[Tensor]) -> dict[str, Any]:
-    """What a sampler kept: a set without the token itself, an empty one, a token without any."""
+    """Return a sampler's sets, including a set without its token, an empty set, and a token without
+    a set."""
     generator = torch.Generator().manual_seed(5)
     ids, offsets = [], []
     for sample, count in zip(tokens, RESPONSES, strict=True):
@@ -64,7 +67,7 @@ def sets(tokens: list[Tensor]) -> dict[str, Any]:
 
 
 def rows_of(tokens: list[Tensor], cp: int, contiguous: bool, rank: int) -> Tensor:
-    """[1, T] tokens of this rank: packed, as zigzag chunks, or as one part of all of them."""
+    """Return this rank's tokens [1, T]: packed, in zigzag chunks, or as one contiguous part."""
     if cp == 1:
         packed = torch.cat(tokens)
         return torch.nn.functional.pad(packed, (0, -len(packed) % 4))[None]
@@ -81,7 +84,7 @@ def rows_of(tokens: list[Tensor], cp: int, contiguous: bool, rank: int) -> Tenso
 
 
 def state_of(cp: int) -> None:
-    """miles' own record of the groups."""
+    """Set miles's record of process groups."""
     from megatron.core import mpu
     from miles.backends.training_utils import parallel as home
 
@@ -95,7 +98,8 @@ def state_of(cp: int) -> None:
 def log_probs(
     package: str, size: int, spread: bool, layout: str, replay: bool, entropy: float
 ) -> dict[str, float]:
-    """`layout`: "packed", or "zigzag" and "contiguous" over two ranks of context parallelism."""
+    """Compare log-probs in a `layout`: "packed", or "zigzag" and "contiguous" over two
+    context-parallel ranks."""
     from headloss.integrations import slime as adapter
 
     cp = 1 if layout == "packed" else 2

@@ -1,4 +1,5 @@
-"""The same numbers as AgileRL's LLM losses, run from their source: its package needs another."""
+"""Terms agree with AgileRL's LLM losses, run from their source, since its package has conflicting
+requirements."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def policy(peer, made: Step, level="token", objective="grpo", sampled=False, tur
 
 
 CLIP = {"epsilon_low": 0.15, "epsilon_high": 0.25}
-NEAR = 3e-7  # its weights of tokens are float32
+NEAR = 3e-7  # AgileRL's token weights are float32
 EDGES = ("random", "clipped", "one token")
 
 
@@ -125,7 +126,7 @@ def test_off_policy_masks(peer) -> None:
 
 
 def test_off_policy_token_mask(peer) -> None:
-    """A token whose live ratio leaves the band has no policy gradient; it still counts."""
+    """A token with a live ratio outside the band has no policy gradient, but still counts."""
     made = step()
     made["sampling_logps"] = made["old_logps"]
     options = {"_masks_off_policy_tokens": True, "off_policy_token_mask_bounds": (0.7, 1.4)}
@@ -138,7 +139,8 @@ def test_off_policy_token_mask(peer) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_reinforce(peer, edge: str) -> None:
-    """By tokens and by sequences; the sampler's weight is truncated as in GRPO."""
+    """REINFORCE agrees by tokens and by sequences, with the sampler's weight truncated as in
+    GRPO."""
     made = step(edge, per_token=edge == "one token")
     weight = (made["old_logps"] - made["sampling_logps"]).exp().clamp(max=1.4)
     terms = {"token": hl.ppo(epsilon_low=0.1, epsilon_high=0.1)}
@@ -184,7 +186,8 @@ class Actor(torch.nn.Module):
 
 
 def test_kl_shaped_advantages(peer) -> None:
-    """Its gradient flows through the advantages: 2.3 % off the policy gradient."""
+    """KL-shaped advantages agree; AgileRL's gradient flows through the advantages, 2.3 % off the
+    policy gradient."""
     made = step()
     want = policy(peer, made, beta=0.3, use_kl_advantage_shaping=True)
     options: dict[str, Any] = {"beta": 0.3, "estimator": "k3", "centred": True}
@@ -196,7 +199,7 @@ def test_kl_shaped_advantages(peer) -> None:
 
 
 def by_turns(made: Step) -> hl.Batch:
-    """Turns as segments: three in the first row, two in the second."""
+    """Return a batch with turns as segments: three in the first row, two in the second."""
     mask = made["mask"] & (TURNS >= 0)
     ids = TURNS + torch.tensor([0, 3, 5, 6, 7])[:, None]
     fields = {n: t for n, t in made.items() if n not in ("mask", "logp")}
@@ -208,7 +211,7 @@ def by_turns(made: Step) -> hl.Batch:
     ("reduction", "level"), [("mean", "sequence"), ("sum", "sequence_product")]
 )
 def test_turns(peer, reduction: str, level: Any) -> None:
-    """A turn is a segment: its ratio is the mean's or the sum's, and the mean is over turns."""
+    """Turns agree as segments, with ratios of means or sums, and a mean over turns."""
     made = step(scale=0.1)
     mask = made["mask"] & (TURNS >= 0)
 
@@ -226,7 +229,7 @@ def test_turns(peer, reduction: str, level: Any) -> None:
     leaf = made["logp"].clone().requires_grad_()
     want = value_and_gradient(loss(leaf), leaf)
     term = hl.grpo(epsilon_low=0.1, epsilon_high=0.1, importance_sampling_level=level)
-    filled = hl.Totals(int(mask.sum()), 7)  # the last row has no turn
+    filled = hl.Totals(int(mask.sum()), 7)  # the last row has no turns
     logits = torch.stack([leaf, torch.log1p(-leaf.exp())], -1)
     out = hl.logits_loss(logits, by_turns(made).with_fields(), term)
     (gradient,) = torch.autograd.grad(out.loss, leaf)

@@ -1,4 +1,4 @@
-"""AgileRL's own algorithms, two updates each, with headloss installed and without."""
+"""AgileRL's algorithms give equal results with and without headloss, in two updates each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALGORITHMS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def agilerl() -> Any:
-    """Its package, without the logger and whatever else of its LLM extra a CPU has no need of."""
+    """Import AgileRL without its logger and other GPU-only parts of its LLM extra."""
     stubbed("agilerl", "wandb")
     package = pytest.importorskip("agilerl")
     package.HAS_LLM_DEPENDENCIES = True
@@ -60,7 +60,7 @@ def agent(
             pad_token_id=0,
         )
     ).to(dtype)
-    model._agilerl_liger_patched = True  # its layers would be Liger's, which need a GPU
+    model._agilerl_liger_patched = True  # avoids Liger's layers, which need a GPU
     module, options = ALGORITHMS[name]
     if name == "PPO":
         from agilerl.utils.ppo_value_head import AutoModelForCausalLMWithValueHead
@@ -125,14 +125,14 @@ def test_two_updates(name: str) -> None:
 
 
 def through_the_layer(self: Any) -> Any:
-    """Log-probs of the logits of AgileRL's own routed layer, in place of its function."""
+    """Return log-probs from the logits of AgileRL's routed layer, in place of its function."""
     from agilerl.lora.fused import ROUTING_STATE
 
     layer, with_gradient = self._get_lm_head(), torch.is_grad_enabled()
 
     def log_probs(hidden, head_w, head_b, target_ids, temperature, **more):
         routing = ROUTING_STATE.get(layer)
-        if with_gradient and routing is not None:  # the actor's rows, of a pass with the critic's
+        if with_gradient and routing is not None:  # the actor's rows of a joint pass
             ROUTING_STATE[layer] = ["actor"] * len(hidden)
         logits = layer(hidden) / temperature
         ROUTING_STATE[layer] = routing
@@ -143,7 +143,7 @@ def through_the_layer(self: Any) -> Any:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
-    """Against the layer's own forward; AgileRL's function leaves the adapter out."""
+    """LoRA on the head agrees with the layer's forward; AgileRL's function ignores the adapter."""
     from agilerl.algorithms.core.base import LLMAlgorithm
 
     from headloss.integrations.agilerl import install
@@ -164,7 +164,8 @@ def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
     named = agent(name, **adapted).actor.named_parameters()
     start = [(n, p.detach()) for n, p in named if p.requires_grad]
     moved = {n: off(b, a) for (n, a), b in zip(start, weights, strict=True) if "lm_head" in n}
-    assert min(moved[n] for n in moved if "critic" not in n) > 1e-4  # a critic has no use for it
+    # A critic does not use the head.
+    assert min(moved[n] for n in moved if "critic" not in n) > 1e-4
     assert any(a[key] != pytest.approx(b[key], rel=1e-3, abs=1e-5, nan_ok=True)
                for a, b in zip(without, metrics, strict=True)
                for key in b if not key.endswith("_s"))  # fmt: skip

@@ -1,4 +1,4 @@
-"""The same numbers as AReaL's losses, run from their source: its actor imports its engines."""
+"""Terms agree with AReaL's losses, run from their source, since its actor imports its engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def peer() -> SimpleNamespace:
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("threshold", [1e-5, 0.04, 0.3, 100.0])
 def test_m2po(peer: SimpleNamespace, edge: str, threshold: float) -> None:
-    """Its proximal policy is the trainer's, its old one the sampler's."""
+    """M2PO agrees; AReaL's proximal policy is the trainer's, its old policy the sampler's."""
     made = step(edge, scale=0.6)
     sampling, old = made["sampling_logps"], made["old_logps"]
     want = peer._apply_m2po_masking(sampling, old, made["mask"], threshold)

@@ -1,4 +1,4 @@
-"""Draft models of NeMo Automodel, whole, with their losses and with headloss's in their place."""
+"""Draft models of NeMo Automodel agree with their own losses if headloss's losses replace them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def inputs(states: str, taught: bool) -> dict[str, Tensor]:
 
 def train(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model.zero_grad()
-    torch.manual_seed(5)  # anchors are drawn
+    torch.manual_seed(5)  # anchors are random
     out = model(**batch)
     out.loss.backward()
     metrics = {f.name: getattr(out, f.name).detach() for f in dataclasses.fields(out)}

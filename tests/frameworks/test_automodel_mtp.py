@@ -1,5 +1,4 @@
-"""Automodel's own `calculate_mtp_loss`, which sends each depth through a loss class: headloss's, by
-hidden states and the head's weight, beside Automodel's own of logits.
+"""Automodel's `calculate_mtp_loss` with headloss's loss class on hidden states agrees with logits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Axolotl's own plugin manager, configuration and trainer, with headloss's plugin and without."""
+"""Axolotl's plugin manager, configuration and trainer give equal runs with and without headloss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from parity import stubbed
 
-stubbed("axolotl", "numba")  # of its samplers
+stubbed("axolotl", "numba")  # imported by its samplers
 
 # ruff: noqa: E402
 from axolotl.core.trainers.base import AxolotlTrainer
@@ -43,7 +43,7 @@ def configured(**settings: Any) -> Any:
 
 
 def data(packed: bool) -> Dataset:
-    """Rows of 24 tokens, prompts masked; packed ones are three documents each."""
+    """Return rows of 24 tokens with masked prompts; packed rows have three documents."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for _ in range(8):
@@ -59,7 +59,7 @@ def data(packed: bool) -> Dataset:
 
 
 def trained(manager: Any, folder: Path, lora: bool, packed: bool, **settings: Any) -> Any:
-    """Two steps of two micro-batches: losses, and what was trained."""
+    """Return losses and trained weights of two steps with two micro-batches."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM, default_data_collator
 
@@ -114,7 +114,7 @@ def test_two_steps(manager: Any, tmp_path: Path, lora: bool, packed: bool) -> No
 
 
 def test_terms(manager: Any) -> None:
-    """Its settings reach the objective; without `headloss: true` nothing is done."""
+    """Axolotl's settings reach the objective; without `headloss: true` nothing changes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model: Any = LlamaForCausalLM(

@@ -1,4 +1,4 @@
-"""The same numbers as Axolotl's losses, run from their source, which is in float32."""
+"""Terms agree with Axolotl's float32 losses, run from their source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEAR = 1e-5
 
 
 def problem() -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, a weight, and labels of which some do not count."""
+    """Return hidden states, a weight, and labels with ignored positions."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(B, C, H, generator=generator).double().requires_grad_()
     weight = torch.randn(V, H, generator=generator).double()
@@ -45,7 +45,7 @@ def test_dft() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_eaft(alpha: float) -> None:
-    """Its weights are of the 20 likeliest tokens, which `head_topk` gives."""
+    """EAFT agrees, with weights from the 20 likeliest tokens of `head_topk`."""
     hidden, weight, _ = problem()
     top = hl.head_topk(hidden.detach(), hl.Head(weight), 20).logps.log_softmax(-1)
     weights = (-(top.exp() * top).sum(-1)) ** alpha

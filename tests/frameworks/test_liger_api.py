@@ -1,6 +1,6 @@
-"""headloss under Liger's names: what its classes return, and the gradients, beside Liger's own.
+"""headloss's classes with Liger's names agree with Liger in return values and gradients.
 
-Liger takes log-probs in float32 and sums losses there: agreement is to 1e-4 of the norm.
+Liger computes log-probs and sums in float32, so values agree to 1e-4 of the norm.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def flat(found: Any) -> list[Tensor]:
 
 
 def compare(name: str, options: dict[str, Any], call: Any, module: Any = theirs) -> None:
-    """Everything that is returned, and the gradients of the loss."""
+    """Compare all return values, and the gradients of the loss."""
     found = []
     for place, more in ((module, {}), (ours, {})):
         kind = getattr(place, name)
@@ -55,12 +55,13 @@ def compare(name: str, options: dict[str, Any], call: Any, module: Any = theirs)
     want, got = found
     assert len(want) == len(got)
     for a, b in zip(want, got, strict=True):
-        # By norm: where a KL of large log-ratios cancels, both are off by 2e-5 to 5e-5 of float64.
+        # Compared by norm, since both sides err by 2e-5 to 5e-5 if a KL of large log-ratios
+        # cancels.
         assert a.shape == b.shape and float((b - a).norm()) <= 1e-4 * float(a.norm()) + 1e-6
 
 
 def test_signatures() -> None:
-    """All arguments, in Liger's order."""
+    """Classes have all arguments in Liger's order."""
     names = [n for n in ours.__all__ if n.endswith("Loss")]
     assert len(names) == 8
     for name in names:
@@ -133,9 +134,9 @@ def test_policy(options: dict[str, Any], more: str) -> None:
     if more in ("ratio", "rows"):
         ratio = normal(B, T).exp() if more == "ratio" else normal(B, 1).exp()
         given["vllm_is_ratio"] = ratio
-        if options["loss_type"] == "luspo":  # over rows alone
+        if options["loss_type"] == "luspo":  # per row only
             given["vllm_is_ratio"] = ratio[:, :1]
-        if options["loss_type"] == "vespo":  # Liger adds up what stands at padding, too
+        if options["loss_type"] == "vespo":  # Liger also sums values at padding
             if more == "rows":
                 with pytest.raises(ValueError, match="vllm_is_ratio"):
                     ours.LigerFusedLinearGRPOLoss(**options)(

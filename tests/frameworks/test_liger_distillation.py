@@ -1,6 +1,6 @@
-"""Liger's fused distillation losses against terms.
+"""Distillation terms agree with Liger's fused distillation losses.
 
-The chunked one runs on a CPU in float64, Triton kernels in the interpreter in float32.
+Liger's chunked loss runs on a CPU in float64, its Triton kernels in the float32 interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ N, V, H = 12, 23, 5
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_jsd(beta: float, temperature: float) -> None:
-    """The hard part is at temperature 1, the soft one has no factor of T^2."""
+    """Liger's JSD agrees: the hard part has temperature 1, the soft part no factor of T^2."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_jsd(beta: float, temperature: float) -> None:
     out = hl.head_loss(hidden, hl.Head(weight), batch, 0.2 * hl.cross_entropy() + 0.8 * soft)
     wanted = (want, *torch.autograd.grad(want, (hidden, weight)))
     found = (out.loss, *torch.autograd.grad(out.loss, (hidden, weight)))
-    for a, b in zip(found, wanted, strict=True):  # the hard part goes through float32
+    for a, b in zip(found, wanted, strict=True):  # the hard part is float32
         torch.testing.assert_close(a, b.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -50,7 +50,8 @@ def kernels(name: str):
 
 
 def single() -> tuple[torch.Tensor, ...]:
-    """Hidden states, weights, those of a teacher, and labels of which some do not count."""
+    """Return hidden states and weights of student and teacher, and labels with ignored
+    positions."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((N, H), (V, H), (N, 2 * H), (V, 2 * H))
     made = [torch.randn(*shape, generator=generator) for shape in shapes]
@@ -61,7 +62,8 @@ def single() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_fused_linear_jsd(beta: float) -> None:
-    """`beta` is the weight of the teacher in both; 0 and 1 are the forward and the reverse KL."""
+    """The fused linear JSD agrees; `beta` weights the teacher, with forward KL at 0 and reverse KL
+    at 1."""
     hidden, weight, teacher_hidden, teacher_weight, labels = single()
     function = kernels("fused_linear_jsd").LigerFusedLinearJSDFunction
     inputs = (hidden, weight, teacher_hidden, teacher_weight, labels)
@@ -76,7 +78,7 @@ def test_fused_linear_jsd(beta: float) -> None:
 
 
 def test_fused_linear_kl_div() -> None:
-    """Its target is a probability for each token of the vocabulary."""
+    """The fused linear KL divergence agrees, for a target probability per vocabulary token."""
     hidden, weight, teacher_hidden, teacher_weight, labels = single()
     target = (teacher_hidden @ teacher_weight.t()).softmax(1)
     function = kernels("fused_linear_kl_div").LigerFusedLinearKLDivFunction

@@ -1,4 +1,4 @@
-"""The same numbers as Liger's fused GRPO: its loss function on the log-probs that it makes."""
+"""Terms agree with the loss function of Liger's fused GRPO."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TERMS: dict[str, tuple[hl.Term, dict[str, Any]]] = {
 def test_loss_type(name: str, edge: str) -> None:
     term, options = TERMS[name]
     made = step(edge, per_token=False)
-    if name == "vespo":  # the sampler would enter phi
+    if name == "vespo":  # the sampler would enter VESPO's phi
         del made["sampling_logps"]
     compare(term, made, liger(made, loss_type=name, **options))
 

@@ -1,7 +1,7 @@
-"""Liger's fused preference losses, called on a CPU, against terms.
+"""Preference terms agree with Liger's fused preference losses, run on a CPU.
 
-Liger takes log-probs in float32 whatever it is given, and sums its loss in float32: agreement is to
-1e-5. Its rows are all chosen answers, then all rejected ones; ours are pairs.
+Liger always computes log-probs and sums in float32, so values agree to 1e-5. Liger's rows are all
+chosen answers, then all rejected answers; headloss's rows are pairs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ORDER = torch.cat([torch.arange(0, B, 2), torch.arange(1, B, 2)])
 
 
 class Step:
-    """Hidden states of a policy and a reference [B, T, H], pairs in row order."""
+    """Hidden states [B, T, H] of a policy and a reference, with pairs in consecutive rows."""
 
     def __init__(self, shape: str, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -58,7 +58,7 @@ class Step:
                 torch.testing.assert_close(a, b.double(), rtol=2e-5, atol=2e-6)
 
     def fused(self, loss: torch.nn.Module, reference: bool = False) -> Tensor:
-        """The whole loss of one of Liger's classes of pairs."""
+        """Return the loss of one of Liger's pairwise classes."""
         more = (self.ref_hidden[ORDER], self.ref_weight) if reference else ()
         found, *_ = loss(self.weight, self.hidden[ORDER], self.labels[ORDER], self.bias, *more)
         return found
@@ -119,7 +119,7 @@ def test_orpo(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_kto(shape: str) -> None:
-    """Liger's `kl` is taken as it is given; ours is at least 0."""
+    """KTO agrees; Liger uses `kl` unchanged, headloss at least 0."""
     step = Step(shape)
     loss = chunked.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True, compiled=False)
     reference = (step.ref_hidden, step.ref_weight, None)

@@ -1,7 +1,7 @@
-"""Liger's fused linear cross-entropy against terms, its Triton kernels in the interpreter.
+"""Terms agree with Liger's fused linear cross-entropy, with its Triton kernels in the interpreter.
 
-It works in float32: agreement is to 1e-5. (In the interpreter its class weights and its soft cap do
-not run.)
+Liger computes in float32, so values agree to 1e-5. Its class weights and soft cap do not run in the
+interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""LLaMA-Factory's own `run_exp` on a tiny model, with headloss's callback and without."""
+"""LLaMA-Factory's `run_exp` on a tiny model gives equal runs with and without headloss's
+callback."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from parity import stubbed
 
 stubbed("llamafactory", "torchaudio")
-os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory's, of what its extras pin
+os.environ["DISABLE_VERSION_CHECK"] = "1"  # skips checks of pinned extras
 tuner = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError)
 
 import headloss as hl  # noqa: E402
@@ -21,7 +22,7 @@ from headloss.integrations.transformers import HeadLossCallback  # noqa: E402
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
-    """A model, its tokenizer and a data set of questions and answers."""
+    """Return a folder with a model, its tokenizer, and a data set of questions and answers."""
     import trl_case
     from transformers import AutoModelForCausalLM
 
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def run(folder: Path, callbacks: list[Any], **more: Any) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of three steps of two micro-batches, and the weights that were saved."""
+    """Return the losses of three steps with two micro-batches, and the saved weights."""
     from safetensors.torch import load_file
 
     output = folder / f"run{len(list(folder.iterdir()))}"
@@ -77,6 +78,6 @@ def test_supervised(name: str, folder: Path, monkeypatch: Any) -> None:
 
 
 def test_a_loss_of_its_own_is_refused(folder: Path) -> None:
-    """DFT takes logits, by `compute_loss_func`."""
+    """LLaMA-Factory's own DFT loss is refused, since `compute_loss_func` needs logits."""
     with pytest.raises(ValueError, match="compute_loss_func"):
         run(folder, [HeadLossCallback()], use_dft_loss=True)

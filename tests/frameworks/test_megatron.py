@@ -1,5 +1,8 @@
-"""Megatron-Core's own `GPTModel`, on two gloo ranks of tensor parallelism, with headloss's output
-processor and without. Differences are relative: of the losses, of the worst parameter's gradient.
+"""Megatron-Core's `GPTModel` agrees with and without headloss's output processor, on two gloo
+ranks.
+
+The ranks are tensor parallel; differences are relative, of losses and of the worst parameter's
+gradient.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ def test_packed_objective(world: World, spread: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_step_of_its_schedule(world: World, spread: bool) -> None:
-    """bfloat16: Megatron rounds its logits to it."""
+    """A step of Megatron's schedule agrees to bfloat16, to which Megatron rounds logits."""
     check(world, ranks.a_step, spread, near=1e-2)
 
 

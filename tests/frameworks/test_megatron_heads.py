@@ -1,6 +1,8 @@
-"""Megatron's output layers with LoRA, a soft cap, and of Transformer Engine, on two gloo ranks of
-tensor parallelism: Megatron-Bridge's own classes in Megatron-Core's own model, with headloss's
-processor and without. Transformer Engine wants a GPU: a stand-in has its layer's attributes.
+"""Megatron's output layers with LoRA, soft cap or Transformer Engine agree with and without
+headloss.
+
+Megatron-Bridge's classes run in Megatron-Core's model on two tensor-parallel gloo ranks.
+Transformer Engine needs a GPU, so a stub has its layer's attributes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def test_the_dev_branch() -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_layer_of_another_class(world: World, spread: bool) -> None:
-    """It serves where its logits are the product, and nowhere else."""
+    """An output layer of another class is supported only if its logits are the plain product."""
     for found in world.run(ranks.of_another_class, spread, seconds=300):
         assert found["alike"] < 2e-6
         off = "output_layer: got Fork, whose logits are off the product of hidden states and weight"

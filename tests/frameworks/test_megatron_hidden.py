@@ -1,5 +1,7 @@
-"""Megatron-Core's own models whose output layer hands on hidden states, on two gloo ranks, beside
-their logits. Differences are relative: of the losses, of the worst parameter's gradient.
+"""Megatron-Core models whose output layer returns hidden states agree with logits, on two gloo
+ranks.
+
+Differences are relative, of losses and of the worst parameter's gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def test_losses(world: World, kind: str, size: int, spread: bool, tied: bool, mo
 def test_statistics(world: World) -> None:
     check(world, ranks.statistics, 1, False, False)
     check(world, ranks.statistics, 2, True, False)
-    check(world, ranks.statistics, 2, False, True, near=1e-2)  # bfloat16: Megatron rounds logits
+    check(world, ranks.statistics, 2, False, True, near=1e-2)  # Megatron rounds logits to bfloat16
 
 
 @pytest.mark.skipif(bridge() is None, reason="megatron-bridge is not installed")

@@ -1,6 +1,7 @@
-"""Multi-token prediction of Megatron-Core's own `GPTModel` on two gloo ranks of tensor parallelism:
-its own `process_mtp_loss` beside headloss's. Differences are relative: of the main losses, of the
-worst parameter's gradient, of the depths' losses that Megatron logs; its counts of hits are equal.
+"""Megatron-Core's and headloss's `process_mtp_loss` agree in `GPTModel`, on two gloo ranks.
+
+The ranks are tensor parallel. Differences are relative, of main losses, of the worst parameter's
+gradient, and of logged depth losses; counts of hits are equal.
 """
 
 from __future__ import annotations
@@ -83,14 +84,15 @@ def test_a_step_of_its_schedule(world: World, processor: bool) -> None:
 
 @pytest.fixture(scope="module")
 def dev():
-    """Two ranks with Megatron's dev branch before the installed release."""
+    """Yield two ranks with Megatron's dev branch in place of the installed release."""
     if not heads.DEV.is_dir():
         pytest.skip("Megatron's dev branch is not here")
     with world_of(2, heads.on_dev) as made:
         yield made
 
 
-@pytest.mark.parametrize("more", ["none", "per token", "detached"])  # its own model fails with MuP
+# The dev branch's model fails with MuP.
+@pytest.mark.parametrize("more", ["none", "per token", "detached"])
 def test_the_dev_branch(dev: World, more: str) -> None:
     check(dev, ranks.depths, 2, more == "none", more == "none", True, MORE.get(more, {}))
 

@@ -1,4 +1,4 @@
-"""The same numbers as ms-swift's losses, run from their source: its trainer imports far more."""
+"""Terms agree with ms-swift's losses, run from their source, since its trainer has many imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TRAINER = "rlhf_trainers/grpo_trainer.py"
 
 
 def branch(assigned: str, **namespace: Any) -> Any:
-    """What the branch of its loss for `loss_type == 'real'` that assigns a name gives it."""
+    """Return the value assigned to a name in the branch `loss_type == 'real'` of ms-swift's
+    loss."""
     tree = ast.parse(file_of("swift", TRAINER).read_text())
     chosen = [
         node
@@ -37,7 +38,7 @@ def branch(assigned: str, **namespace: Any) -> Any:
     "signs", [(1, -1, 1, -1, 1, -1), (1, 1, 1, -1, 1, 1), (0, 1, 1, 1, -1, -1)]
 )
 def test_real(edge: str, signs: tuple[int, ...]) -> None:
-    """Groups of three consecutive rows; the last row of a step has no scored token."""
+    """REAL agrees for groups of three consecutive rows, with a last row without scored tokens."""
     made = step(edge, per_token=False)
     made = {name: torch.cat([value, value[1:2]]) for name, value in made.items()}
     made["advantages"] = made["advantages"].abs() * torch.tensor(signs)[:, None]
@@ -52,7 +53,7 @@ def test_real(edge: str, signs: tuple[int, ...]) -> None:
             advantages=made["advantages"],
         )
 
-    # Its mean is over groups, and a row without a token takes part in its group's.
+    # ms-swift's mean is over groups, and rows without tokens take part in their group.
     value = hl.real().weighted("share")
     rows = made["mask"].any(1).view(2, 3).sum(1, keepdim=True)
     share = (3 / rows).expand(2, 3).reshape(-1).double()
@@ -60,7 +61,7 @@ def test_real(edge: str, signs: tuple[int, ...]) -> None:
 
 
 def whole_rows(edge: str) -> dict[str, Tensor]:
-    """A step without holes: ms-swift counts positions, and headloss scored tokens."""
+    """Return a step without gaps, since ms-swift counts positions and headloss scored tokens."""
     made = step(edge)
     made["mask"][0, 2] = made["mask"][0, 1]
     return made

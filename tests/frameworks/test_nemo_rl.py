@@ -1,6 +1,6 @@
-"""The same numbers as NeMo-RL's loss functions, run from their source: it is on no index.
+"""Terms agree with NeMo-RL's loss functions, run from their source, since no index has the package.
 
-Its means are divided by (count + 1e-8), hence the tolerance.
+NeMo-RL divides by (count + 1e-8), hence the tolerance.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def peer() -> SimpleNamespace:
 
 
 def policy(peer: SimpleNamespace, made: Step, filled: bool = False, **options: Any):
-    """`filled`: rows without a token are marked as no samples, so that they do not count."""
+    """Return NeMo-RL's policy loss; with `filled` rows without tokens do not count as samples."""
     config = {
         "disable_ppo_ratio": False,
         "ratio_clip_min": 0.15,
@@ -159,7 +159,8 @@ def test_correction(peer: SimpleNamespace, name: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("sampler", [False, True])
 def test_kl(peer: SimpleNamespace, estimator: str, scale: float, sampler: bool) -> None:
-    """Its gradient is that of sampling too: a ratio to the policy itself, or to the sampler."""
+    """KL agrees, with a sampling gradient through a ratio to the policy itself or to the
+    sampler."""
     made = step(scale=scale)
     made["sampling_logps"] = made["logp"] + 0.3 * torch.randn(B, C, dtype=torch.float64)
     options = {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": estimator}
@@ -175,7 +176,7 @@ def test_kl(peer: SimpleNamespace, estimator: str, scale: float, sampler: bool) 
 
 
 def test_likelihood_of_what_is_right(peer: SimpleNamespace) -> None:
-    """VAPO: cross-entropy over the samples with a reward."""
+    """VAPO's likelihood of right answers is cross-entropy over samples with a reward."""
     made = step()
     want = policy(peer, made, positive_example_nll_weight=0.2)
     right = torch.tensor([True, False, True, False, False])

@@ -1,5 +1,6 @@
-"""NeMo-RL's distillation losses, by its own functions of logits and from hidden states, on two
-gloo ranks of tensor or of context parallelism, packed with a padded tail.
+"""NeMo-RL's distillation losses agree from logits and from hidden states, on two gloo ranks.
+
+The ranks are tensor or context parallel, with packed rows and a padded tail.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def world():
     ],
 )
 def test_topk(world: World, tree: str, size: int, spread: bool) -> None:
-    """Forward, reverse and mixed, with `zero_outside_topk` and without: losses, their metrics and
-    the model's gradients."""
+    """Forward, reverse and mixed top-k losses agree in metrics and gradients, with and without
+    `zero_outside_topk`."""
     check(world, ranks.topk, tree, size, spread, near=2e-6)
 
 
@@ -49,6 +50,6 @@ def test_topk(world: World, tree: str, size: int, spread: bool) -> None:
 def test_full(
     world: World, size: int, spread: bool, level: str, payload: str, penalty: float
 ) -> None:
-    """`opd_full`, each of its metrics and the gradients."""
-    file_of(ranks.OPD, "nemo_rl/algorithms/loss/loss_input.py")  # skips where it is not here
+    """`opd_full` agrees in all metrics and gradients."""
+    file_of(ranks.OPD, "nemo_rl/algorithms/loss/loss_input.py")  # skips without sources
     check(world, ranks.full, size, spread, level, payload, penalty, near=2e-6)

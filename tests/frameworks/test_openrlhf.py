@@ -1,4 +1,5 @@
-"""The same numbers as OpenRLHF's loss modules, run from their source: its package needs a GPU's."""
+"""Terms agree with OpenRLHF's loss modules, run from their source, since its package needs a
+GPU."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def test_correction(peer: SimpleNamespace, name: str) -> None:
         compare(modified(hl.ppo(**OURS)), made, want, 1e-7)
 
 
-KL = {"k1": 1e-6, "k2": 1e-6, "k3": 1e-6}  # float32 there
+KL = {"k1": 1e-6, "k2": 1e-6, "k3": 1e-6}  # float32 in OpenRLHF
 
 
 @pytest.mark.parametrize("scale", [0.4, 6.0])
@@ -132,7 +133,8 @@ def test_kl_with_unbiased_gradient(
         return peer.masked_mean(values, made["mask"].double(), dim=None)
 
     options: dict[str, Any] = {"bias_corrected": True, "ratio_max": 10} if off_policy else {}
-    term = hl.kl(estimator=estimator, clamp=10, straight_through=True, **options)  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    term = hl.kl(estimator=estimator, clamp=10, straight_through=True, **options)
     compare(term, made, loss, 3e-6)
 
 

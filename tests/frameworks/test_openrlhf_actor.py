@@ -1,4 +1,4 @@
-"""OpenRLHF's own `Actor`, with headloss in place of its forward and without."""
+"""OpenRLHF's `Actor` agrees with and without headloss in place of its forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pad_input(x: Tensor, places: Tensor, rows: int, columns: int) -> Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def peer() -> Any:
-    """Its module, with what it takes of flash-attn for packing written out."""
+    """Import OpenRLHF's module, with flash-attn's packing functions written in PyTorch."""
     stubbed("openrlhf", "deepspeed", "pylatexenc")
     padding, gather = ModuleType("flash_attn.bert_padding"), ModuleType("all_gather")
     vars(padding).update(
@@ -79,7 +79,7 @@ def actor(peer: Any, family: str, packed: bool, lora: bool) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, left-padded, with their mask, and the actions' [B, A]."""
+    """Return left-padded tokens with their mask, and the mask [B, A] of actions."""
     ids = torch.randint(3, V, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
     attended = torch.ones_like(ids)
     attended[1, :3], attended[2, -1] = 0, 0
@@ -96,7 +96,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def test_log_probs_and_entropies(
     peer: Any, family: str, lora: bool, packed: bool, monkeypatch: Any
 ) -> None:
-    """Of actions, as PPO asks for them, and of all tokens, as SFT and DPO do; and all gradients."""
+    """Log-probs, entropies and gradients agree, for actions (PPO) and for all tokens (SFT, DPO)."""
     from headloss.integrations.openrlhf import install
 
     ids, attended, actions = batch()
@@ -121,7 +121,7 @@ def test_log_probs_and_entropies(
 
 
 def test_without_a_gradient_and_with_logits(peer: Any) -> None:
-    """A reference's pass; and whoever asks for logits gets OpenRLHF's own."""
+    """A pass without gradient agrees, and calls that request logits run OpenRLHF's forward."""
     from headloss.integrations.openrlhf import install
 
     ids, attended, actions = batch()

@@ -1,4 +1,5 @@
-"""The losses of OpenRLHF, AgileRL and NeMo-RL on pairs and teachers, out of their sources."""
+"""Terms agree with OpenRLHF's, AgileRL's and NeMo-RL's losses on pairs and teachers, run from
+source."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ LENGTHS = {"random": (7, 4, 3, 5, 1, 6), "one token": (1,) * 6, "empty answer": 
 
 
 class Pairs:
-    """[B, C] log-probs of a policy and a reference; rows 2k are chosen, 2k + 1 rejected."""
+    """Log-probs [B, C] of a policy and a reference; row 2k is chosen, row 2k + 1 rejected."""
 
     def __init__(self, edge: str, far: float = 0.5) -> None:
         generator = torch.Generator().manual_seed(len(edge))
@@ -35,7 +36,7 @@ class Pairs:
         return of_rows[::2], of_rows[1::2]
 
     def check(self, objective: hl.Term | hl.Objective, want: Tensor, tolerance=1e-12) -> None:
-        """Value and gradient, padded and packed."""
+        """Check value and gradient, padded and packed."""
         (gradient,) = torch.autograd.grad(want, self.leaf)
         chosen = torch.arange(B) % 2 == 0
         for keep in (..., self.mask):
@@ -56,7 +57,7 @@ class Pairs:
 @pytest.mark.parametrize("ipo", [False, True])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_openrlhf(label_smoothing: float, ipo: bool, edge: str) -> None:
-    """Its ipo takes sums, and no label smoothing."""
+    """OpenRLHF's DPO agrees; its ipo uses sums and no label smoothing."""
     if ipo and label_smoothing:
         return
     file = file_of("openrlhf", "models/loss.py")
@@ -70,7 +71,7 @@ def test_openrlhf(label_smoothing: float, ipo: bool, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", LENGTHS)
 def test_agilerl(edge: str) -> None:
-    """With the likelihood of the chosen answers, `nll_alpha`."""
+    """AgileRL's DPO agrees, including the likelihood of chosen answers (`nll_alpha`)."""
     file = file_of("agilerl", "algorithms/dpo.py")
     names = ("DPO._dpo_loss_standard", "DPO._compute_implicit_reward")
     found = extracted(file, *names, torch=torch, F=F)
@@ -86,7 +87,8 @@ def test_agilerl(edge: str) -> None:
 @pytest.mark.parametrize("edge", LENGTHS)
 @pytest.mark.parametrize("average", [False, True])
 def test_nemo_rl(average: bool, edge: str) -> None:
-    """preference_average_log_probs; its policy log-probs have no column for the first token."""
+    """NeMo-RL's DPO agrees with preference_average_log_probs; its log-probs have no column for the
+    first token."""
     utils = file_of("nemo_rl", "nemo_rl/algorithms/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Tensor=Tensor, Optional=None).masked_mean
     file = file_of("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py")
@@ -104,15 +106,16 @@ def test_nemo_rl(average: bool, edge: str) -> None:
         "reference_policy_logprobs": torch.cat([pairs.ref, column], 1),
     }
     want, *_ = found._dpo_loss(loss, pairs.leaf, data, torch.tensor(float(B)))
-    # The denominator has an epsilon of 1e-8.
+    # NeMo-RL's denominator has an epsilon of 1e-8.
     pairs.check(hl.dpo(beta=0.3, average_log_prob=average), want, 1e-7)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
-    """From top-k log-probs, renormalised or of the whole vocabulary (`zero_outside_topk`)."""
-    if outside and kind != "forward":  # there the teacher has e^-100 for what it has not stored
+    """NeMo-RL's distillation agrees, from renormalised top-k log-probs or the whole vocabulary
+    (`zero_outside_topk`)."""
+    if outside and kind != "forward":  # NeMo-RL's teacher has e^-100 outside the top k
         return
     utils = file_of("nemo_rl", "nemo_rl/algorithms/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Tensor=Tensor, Optional=None).masked_mean
@@ -135,7 +138,8 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
     data = {"input_ids": torch.zeros(1, 11)}
     want, _ = call(loss, log_p[None], log_q[None], None, data, None, None)
     tail = "truncated" if outside else "renormalized"
-    terms = {k: hl.distillation(divergence=f"{k}_kl", tail=tail) for k in ("forward", "reverse")}  # type: ignore[arg-type]
+    # Type: ignore[arg-type].
+    terms = {k: hl.distillation(divergence=f"{k}_kl", tail=tail) for k in ("forward", "reverse")}
     mixed = 0.3 * terms["forward"] + 0.7 * terms["reverse"]
     fields = {"teacher_topk_ids": ids, "teacher_topk_logps": teacher.log_softmax(1).gather(1, ids)}
     batch = hl.Batch(torch.zeros(10, dtype=torch.int64), **fields)  # type: ignore[arg-type]
@@ -151,7 +155,7 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
 @pytest.mark.parametrize("edge", LENGTHS)
 @pytest.mark.parametrize("per_token", [True, False])
 def test_openrlhf_sft(per_token: bool, edge: str) -> None:
-    """SFTLoss; per sample, rows without a scored token are not counted."""
+    """OpenRLHF's SFTLoss agrees; per sample, rows without scored tokens do not count."""
     utils = file_of("openrlhf", "models/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Optional=Optional).masked_mean
     file = file_of("openrlhf", "models/loss.py")
@@ -161,13 +165,14 @@ def test_openrlhf_sft(per_token: bool, edge: str) -> None:
     want = loss(per_token)(pairs.leaf, pairs.mask.double())
     term = hl.cross_entropy().over("token_mean" if per_token else "sequence_mean")
     if not per_token:
-        want = want * pairs.mask.any(1).double().mean()  # the empty rows count here
-    pairs.check(term, want, 1e-7)  # their denominator has an epsilon of 1e-8
+        want = want * pairs.mask.any(1).double().mean()  # OpenRLHF counts empty rows
+    pairs.check(term, want, 1e-7)  # OpenRLHF's denominator has an epsilon of 1e-8
 
 
 @pytest.mark.parametrize("edge", LENGTHS)
 def test_nemo_rl_likelihood(edge: str) -> None:
-    """NLLLossFn alone, and as DPOLossFn's sft part: a sum or a mean of each chosen answer."""
+    """NeMo-RL's NLLLossFn agrees alone, and as DPOLossFn's sft part with sums or means of chosen
+    answers."""
     utils = file_of("nemo_rl", "nemo_rl/algorithms/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Tensor=Tensor, Optional=None).masked_mean
     file = file_of("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py")

@@ -1,4 +1,5 @@
-"""The same numbers as prime-rl's loss functions, run from their source: it is on no index."""
+"""Terms agree with prime-rl's loss functions, run from their source, since no index has the
+package."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import headloss as hl
 
 FUNCTIONS = ("default_loss_fn", "ipo_loss_fn", "ref_kl_loss_fn", "ce_loss_fn")
-FAR = ("random", "clipped", "one token")  # its ratios are not clamped: e^90 there, e^20 here
+FAR = ("random", "clipped", "one token")  # without overflow: prime-rl's ratios are not clamped
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,8 @@ def peer() -> SimpleNamespace:
 
 
 def of(peer: SimpleNamespace, name: str, made: Step, **config: float):
-    """Summed row by row and divided by the step's tokens, as its `compute_loss` does."""
+    """Return prime-rl's loss, summed over rows and divided by the step's tokens like its
+    `compute_loss`."""
 
     def loss(logp: Tensor) -> Tensor:
         total = logp.sum() * 0
@@ -50,7 +52,7 @@ def of(peer: SimpleNamespace, name: str, made: Step, **config: float):
 
 
 def drift(tau: float) -> hl.Objective:
-    """tau (log r)^2."""
+    """Return the objective tau (log r)^2."""
     return 2 * tau * hl.kl(estimator="k2", against="old_logps")
 
 
@@ -76,7 +78,8 @@ def test_ipo(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", FAR)
 def test_ref_kl(peer: SimpleNamespace, edge: str) -> None:
-    """The reverse divergence as the advantage; only a fall by more than 0.2 is dropped."""
+    """The reference KL agrees: the reverse divergence is the advantage, and only probability drops
+    beyond 0.2 are masked."""
     bounds = {"delta_low": 0.2, "delta_high": 1.0, "one_sided": False}
     term = hl.dppo(**bounds, ratio_max=None, surrogate="ratio")  # type: ignore[arg-type]
     for seed in range(3):

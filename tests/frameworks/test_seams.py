@@ -1,4 +1,4 @@
-"""Functions of frameworks that ours take the place of: theirs run from their source, and ours."""
+"""headloss's replacements of framework functions agree with the originals, run from source."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def world():
 
 @pytest.mark.parametrize("tree", ["nemo_rl", "nemo_rl_06", "nemo_rl_07"])
 def test_nemo_rl(world, tree: str) -> None:
-    case.nemo_rl(tree)  # skips where its source is not there
+    case.nemo_rl(tree)  # skips without sources
     for found in world.run(case.compare_nemo_rl, tree, seconds=300):
         assert max(found.values()) < NEAR, found
 
@@ -40,7 +40,7 @@ def test_skyrl(world) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_prime_rl(softcap: float | None) -> None:
-    """Log-probs and entropies at a temperature of each token, and gradients of the log-probs."""
+    """prime-rl's log-probs, entropies and log-prob gradients agree at token temperatures."""
     from headloss.integrations.prime_rl import forward
 
     file = file_of("prime_rl", "src/prime_rl/trainer/models/layers/lm_head.py")
@@ -82,7 +82,7 @@ def test_prime_rl_entropy_has_a_gradient() -> None:
 
 
 def test_automodel() -> None:
-    """Beside Automodel's masked cross-entropy of logits, and a weight of each token."""
+    """Automodel's masked cross-entropy of logits agrees, also with token weights."""
     file_of("nemo_automodel", "components/loss/linear_ce_base.py")
     pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
     from headloss.integrations.nemo_automodel import HeadLossCrossEntropy

@@ -1,6 +1,6 @@
-"""The same numbers as SkyRL's losses, run from their source: the package imports its engines.
+"""Terms agree with SkyRL's losses, run from their source, since the package imports its engines.
 
-Its ratios are float32, hence the tolerance.
+SkyRL's ratios are float32, hence the tolerance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import headloss as hl
 
 UTILS = "backends/skyrl_train/utils"
 NEAR = 3e-7
-PROMPTS = torch.tensor([4, 4, -1, -1, 0])  # the last one has no scored token
+PROMPTS = torch.tensor([4, 4, -1, -1, 0])  # the last row has no scored tokens
 BOUNDARIES = [(0, 2), (2, 4), (4, 5)]
 
 
@@ -41,7 +41,7 @@ def options(**more: Any) -> SimpleNamespace:
 
 
 def scaled(peer: SimpleNamespace, made: Step, over: str) -> torch.Tensor:
-    """Advantages that make a sum the reduction, as SkyRL's trainer does."""
+    """Return advantages scaled like SkyRL's trainer, so that a sum gives the reduction."""
     given = made["advantages"], made["mask"].double(), over, B, made["mask"].shape[1], BOUNDARIES
     return peer.apply_loss_reduction_to_advantages_minibatch(*given)
 
@@ -59,7 +59,8 @@ def test_reductions(peer: SimpleNamespace, edge: str, over: str) -> None:
 
 
 def test_prompt_mean_over_segments_that_are_whole_prompts(peer: SimpleNamespace) -> None:
-    """Of a term of tokens it is the sequence mean where a segment holds all answers to a prompt."""
+    """A prompt mean of a token term equals a sequence mean over segments with all answers to a
+    prompt."""
     made = step()
     advantages, mask = scaled(peer, made, "prompt_mean"), made["mask"]
     want = (-advantages * made["logp"])[mask].sum()
@@ -94,7 +95,8 @@ def test_importance_sampling(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_rollout_is(peer: SimpleNamespace, edge: str) -> None:
-    """old_logps are the sampler's; no ratio of the step lies on a bound."""
+    """SkyRL's rollout_is agrees, with the sampler's log-probs as old_logps and no ratio on a
+    bound."""
     made = step(edge)
     mask, turned = made["mask"].double(), {**made, "old_logps": made["sampling_logps"]}
 
@@ -123,7 +125,7 @@ def test_cispo_on_the_sampler(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_outliers(peer: SimpleNamespace, edge: str) -> None:
-    """A sequence with a ratio outside of two bounds is left out, and its tokens still count."""
+    """Sequences with a ratio outside two bounds are left out, but their tokens still count."""
     made = step(edge)
     file = file_of("skyrl", f"{UTILS}/off_policy_correction_utils.py")
     names = {"safe_exp_delta": peer.importance_sampling_loss.__globals__["safe_exp_delta"]}

@@ -1,4 +1,4 @@
-"""Outliers as SkyRL 0.4.0 masks them, beside `.rejected("ratio", "sequence_max", ...)`."""
+"""`.rejected("ratio", "sequence_max", ...)` agrees with SkyRL 0.4.0's outlier mask."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Log-probs and entropies of slime and miles, by their own functions out of their sources, of
-Megatron-Core's own model on two gloo ranks, from logits and from hidden states.
+"""slime's and miles's log-probs and entropies agree from logits and hidden states, on two gloo
+ranks.
+
+The frameworks' functions come from their sources and run on Megatron-Core's model.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def test_log_probs(
     args = package, size, spread, layout, replay, entropy
     for found in world.run(ranks.log_probs, *args, seconds=300):
         assert found["values"] < 1e-6, found
-        # Megatron's fused cross-entropy, which miles calls, rounds its gradient to bfloat16.
+        # miles calls Megatron's fused cross-entropy, which rounds gradients to bfloat16.
         assert found["gradient"] < (1e-6 if package == "slime" else 4e-3), found
 
 

@@ -1,4 +1,4 @@
-"""Draft models of SpecForge, whole, with their losses and with headloss's in their place."""
+"""Draft models of SpecForge agree with their own losses if headloss's losses replace them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DOMINO = {"emb_dim": 12, "gru_hidden_dim": 8, "pure_draft_prefix_len": 1}
 
 
 def block_model(kind: str, options: dict[str, Any], **more: Any) -> Any:
-    """A draft of one layer over blocks of K places, and a frozen head of V tokens."""
+    """Return a one-layer draft over blocks of K positions, with a frozen head of V tokens."""
     from specforge.algorithms.common import dflash_family_model as family
     from specforge.modeling.draft import dflash, domino, dspark
 
@@ -62,7 +62,7 @@ def block_inputs(kind: str) -> dict[str, Tensor]:
 
 
 def flat(value: Any) -> list[Tensor]:
-    """Tensors of a structure of metrics, in order."""
+    """Return the tensors of nested metrics, in order."""
     if isinstance(value, Tensor):
         return [value.detach().double().reshape(-1)]
     values = value.values() if isinstance(value, dict) else value
@@ -71,7 +71,7 @@ def flat(value: Any) -> list[Tensor]:
 
 def train(model: Any, loss_of: Any, **batch: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     model.zero_grad()
-    torch.manual_seed(5)  # anchors are drawn
+    torch.manual_seed(5)  # anchors are random
     out = model(**batch)
     loss_of(out).backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -127,7 +127,8 @@ def test_blocks(installed: Any, kind: str, options: dict, more: dict) -> None:
 
 
 def eagle(lk: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """EAGLE-3 of a reduced vocabulary; the soft cross-entropy in PyTorch in place of its kernel."""
+    """Return EAGLE-3 with a reduced vocabulary, and a PyTorch soft cross-entropy in place of its
+    kernel."""
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 
@@ -165,7 +166,8 @@ def of_steps(decay: float) -> Any:
 
 @pytest.mark.parametrize("lk", [None, "alpha", "lambda"])
 def test_eagle(installed: Any, monkeypatch: pytest.MonkeyPatch, lk: str | None) -> None:
-    """Losses, acceptances (of a verifier whose vocabulary is larger) and counts of each step."""
+    """EAGLE-3 agrees in losses, acceptances (of a verifier with a larger vocabulary) and counts of
+    each step."""
     model = eagle(lk, monkeypatch)
     loss = of_steps(0.8)
     agree(train(model, loss, **eagle_inputs()), installed(model, loss, **eagle_inputs()))

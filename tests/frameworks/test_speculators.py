@@ -1,4 +1,4 @@
-"""Draft models of speculators, whole, with their losses and with headloss's in their place."""
+"""Draft models of speculators agree with their own losses if headloss's losses replace them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ D_PACE = {"max_anchors": 6, "per_position_loss_weight": "dpace"}
 
 
 def draft_model(kind: str, **more: Any) -> Any:
-    """A draft of one layer beside a verifier of V tokens, of which it has V_DRAFT."""
+    """Return a one-layer draft with V_DRAFT of its verifier's V tokens."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.proposals.greedy import GreedyTokenProposalConfig
 
@@ -68,7 +68,7 @@ def draft_model(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
     model = getattr(core, adapter.CLASSES[kind])(config)
     with torch.no_grad():
-        head = 0.3 * torch.randn(V_DRAFT, H)  # acceptances above speculators' clamp of nla
+        head = 0.3 * torch.randn(V_DRAFT, H)  # acceptances above speculators's clamp
         model.lm_head.weight.copy_(head)
         model.verifier_lm_head.weight.copy_(head)
         model.embed_tokens.weight.copy_(torch.randn(V, H))
@@ -99,7 +99,7 @@ def losses(kind: str, spec: str) -> dict[str, Any]:
 
 def train(model: Any, batch: dict[str, Tensor], **named: Any) -> tuple[Any, Tensor, dict, dict]:
     model.zero_grad()
-    torch.manual_seed(5)  # anchors are drawn
+    torch.manual_seed(5)  # anchors are random
     tokens, loss, metrics = model(**batch, **named)
     loss.backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -108,7 +108,8 @@ def train(model: Any, batch: dict[str, Tensor], **named: Any) -> tuple[Any, Tens
 
 @pytest.fixture
 def installed() -> Any:
-    """Calls with headloss in place; speculators' own before and after."""
+    """Return a function for calls with headloss installed, checked against speculators before and
+    after."""
 
     def call(*args: Any, **named: Any) -> tuple[Any, Tensor, dict, dict]:
         adapter.install()
@@ -158,7 +159,7 @@ def test_loss_metrics_and_all_gradients(
 
 
 def test_nothing_scored(installed: Any) -> None:
-    """Loss and gradients are zeros, and there; metrics have the same keys."""
+    """Without scored tokens loss and gradients exist and are zero, with unchanged metric keys."""
     model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
     _, loss, metrics, gradients = train(model, inputs(scored=0.0), **named)
     _, got_loss, got_metrics, got_gradients = installed(model, inputs(scored=0.0), **named)
@@ -168,7 +169,8 @@ def test_nothing_scored(installed: Any) -> None:
 
 
 def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
-    """Speculators clamps the acceptance at 1e-5, below which its nla is flat."""
+    """A small acceptance has a gradient, unlike in speculators, which clamps acceptances at
+    1e-5."""
     model, named = draft_model("peagle"), losses("peagle", "nla")
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
@@ -180,7 +182,7 @@ def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
 
 
 def test_autocast(installed: Any) -> None:
-    """Products in bfloat16 as speculators', and no logits rounded to it."""
+    """Under autocast products are bfloat16 as in speculators, without rounded logits."""
     model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
     exact = train(model, inputs(), **named)
     with torch.autocast("cpu", torch.bfloat16):
@@ -197,7 +199,7 @@ def test_other_losses_are_refused(installed: Any) -> None:
 
 
 def test_without_a_verifier_and_after_uninstall(installed: Any) -> None:
-    """A forward that asks for tokens alone is speculators' own, as all are after `uninstall`."""
+    """A forward without a verifier is speculators's own, like all forwards after `uninstall`."""
     model = draft_model("eagle3")
     batch = inputs() | {"verifier_last_hidden_states": None}
     want = model(**batch, ttt_steps=2)
@@ -218,7 +220,7 @@ def test_what_is_replaced_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Batches of headloss's calls."""
+    """Record the batches of headloss's calls."""
     from headloss.integrations import drafts
 
     seen = []
@@ -245,8 +247,8 @@ def test_all_steps_are_one_call_and_share_the_verifiers_rows(
 def test_a_compiled_forward_is_compiled_once(
     installed: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """As on a GPU, where speculators compiles its forwards: neither another step nor other values
-    of it compile anything again, and the numbers are those without a compiler."""
+    """A compiled forward is compiled once for all steps and values, with the uncompiled results, as
+    on a GPU."""
     graphs = []
 
     def backend(graph: Any, _: Any) -> Any:

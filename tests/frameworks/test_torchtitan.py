@@ -1,4 +1,5 @@
-"""The same numbers as torchtitan's RL losses, run from their source: importing them needs vLLM."""
+"""Terms agree with torchtitan's RL losses, run from their source, since importing them needs
+vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import headloss as hl
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_dapo(edge: str) -> None:
-    """Divided by the tokens of all micro-batches and ranks: token_mean with the step's totals."""
+    """DAPO agrees, as a token mean with the totals of all micro-batches and ranks."""
     file = file_of("torchtitan", "experiments/rl/losses/dapo.py")
     method = extracted(
         file,

@@ -1,4 +1,4 @@
-"""torchtitan's own model and loss wrapper, with headloss's wrapper and without."""
+"""torchtitan's model gives equal results with its own and with headloss's loss wrapper."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_cross_entropy(tied: bool, capped: bool) -> None:
 
 
 def test_validation() -> None:
-    """A sum, and no graph."""
+    """Validation returns a sum without an autograd graph."""
     kinds, model = case.both(), case.model_of()
     ids, labels = case.batch_of(1)
     found = []
@@ -49,7 +49,7 @@ def test_validation() -> None:
 
 
 def test_its_policy_loss() -> None:
-    """torchtitan's DAPO on its own log-probs, in chunks, beside our term in one pass."""
+    """torchtitan's DAPO on chunked log-probs agrees with headloss's term in one pass."""
     kinds, model = case.both(), case.model_of()
     from torchtitan.components.loss import BaseLoss, compute_logprobs
 
@@ -107,7 +107,7 @@ def test_documents_are_segments() -> None:
 
 @dataclass
 class Term:
-    """As torchtitan has it after 0.3."""
+    """A loss term like torchtitan's after 0.3."""
 
     pred: Any
     labels: Any
@@ -117,8 +117,12 @@ class Term:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_multi_token_prediction(layout: str) -> None:
-    """0.3's list of [B, L, H] with positions, and the flat tuple with masks of later sources: the
-    main rows and two depths beside torchtitan's own loss of their logits."""
+    """Multi-token prediction with two depths agrees with torchtitan's loss of logits, in both
+    layouts.
+
+    torchtitan 0.3 passes a list of [B, L, H] with positions, later sources a flat tuple with
+    masks.
+    """
     kinds, model = case.both(), case.model_of()
     from torchtitan.models.deepseek_v3.mtp import MTPLoss, roll_mtp_sequence
 
@@ -159,7 +163,7 @@ def test_multi_token_prediction(layout: str) -> None:
 
 
 def test_flat_tokens() -> None:
-    """Documents of flat positions are the segments, as those of rows."""
+    """Documents of flat positions are segments, like documents of rows."""
     kinds, model = case.both(), case.model_of()
     ids, labels = case.batch_of(1)
     given, model._skip_lm_head = case.dapo(3), True
@@ -190,7 +194,7 @@ def test_refusals() -> None:
 
 
 def test_fsdp2() -> None:
-    """In float32 and bfloat16, where torchtitan rounds logits; with tied embeddings and without."""
+    """FSDP2 agrees in float32 and in bfloat16 (where torchtitan rounds logits), tied and untied."""
     with world_of(2) as world:
         for tied, half in itertools.product((False, True), repeat=2):
             for found in world.run(case.sharded, tied, half, seconds=300):
@@ -210,7 +214,8 @@ def test_data_parallel_dtensors(world: World) -> None:
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
 def test_pipelines(world: World, kind: str) -> None:
-    """The head's gradient is reduced once in a step; one call holds a gradient at a time."""
+    """In pipelines the head's gradient is reduced once per step, and one gradient exists at a
+    time."""
     for found in world.run(case.pipelined, kind, seconds=300):
         assert found["heads"] == 1 and found["gradient"] < 1e-12, found
         later = "recompute" if kind == "ScheduleGPipe" else "one_pass"

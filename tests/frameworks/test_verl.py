@@ -1,4 +1,4 @@
-"""The same numbers as verl: `core_algos` called as its workers call it."""
+"""Terms agree with verl's `core_algos`, called like its workers do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.25}
 
 
 def config(made: Step, **options: Any) -> ActorConfig:
-    """As a worker has it, with the totals of the step."""
+    """Return a worker's configuration, with the totals of the step."""
     loss = options.pop("policy_loss", {})
     found = ActorConfig(
         strategy="fsdp",
@@ -87,7 +87,7 @@ TERMS: dict[str, tuple[hl.Term, dict[str, Any]]] = {
         {"policy_loss": {"kl_cov_ratio": 0.2}},
     ),
 }
-# A loss divided by (tokens + 1e-8) there.
+# verl divides these losses by (tokens + 1e-8).
 TOLERANCE = {"geo_mean": 1e-7, "sapo": 1e-7}
 UNCLAMPED = ("kl_cov", "gspo", "geo_mean")
 
@@ -95,20 +95,22 @@ UNCLAMPED = ("kl_cov", "gspo", "geo_mean")
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", TERMS)
 def test_policy_loss(name: str, edge: str) -> None:
-    """What is not clamped there, or at e^10, is left out where it overflows: see below."""
+    """Policy losses agree, except overflowing ratios that verl clamps differently
+    (test_overflow)."""
     if edge == "overflow" and name in UNCLAMPED:
         return
     term, options = TERMS[name]
     for seed in range(3):
         made = step(edge, seed, per_token=name != "geo_mean")
-        if name == "geo_mean":  # its mean counts a row without a token with its advantage of 0
+        if name == "geo_mean":  # counts empty rows with advantage 0
             made["advantages"][-1] = 0
         compare(term, made, verl(name, made, **options), TOLERANCE.get(name, 1e-12))
 
 
 @pytest.mark.parametrize("name", UNCLAMPED)
 def test_overflow(name: str) -> None:
-    """A log-ratio of 90: verl's weights are e^90 (or e^10), ours e^20, and both are finite."""
+    """At a log-ratio of 90 both losses are finite, with weights e^90 (or e^10) in verl and e^20 in
+    headloss."""
     term, options = TERMS[name]
     made = step("overflow", per_token=name != "geo_mean")
     assert theirs(made, verl(name, made, **options))[0].isfinite()
@@ -133,7 +135,8 @@ def test_reductions(mode: str, over: Any) -> None:
         compare(term, made, verl("vanilla", made, mode), tolerance)
 
         def alone(logp: Tensor, made: Step = made) -> Tensor:
-            """Without totals from outside: rows without a token do not count."""
+            """Compute verl's loss without given totals, so that rows without tokens do not
+            count."""
             return core_algos.agg_loss(logp.exp(), made["mask"].double(), mode)
 
         likelihood = hl.term(lambda stats, batch: stats.logp.exp(), name="p")().over(over)
@@ -148,7 +151,7 @@ def test_token_sum() -> None:
 
 @pytest.mark.parametrize("share", [1e-4, 0.3])
 def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draws decide which tokens are dropped: here verl's own permutation of them."""
+    """Clip-Cov agrees if the draws are verl's permutation of the candidate tokens."""
     for seed in range(3):
         made = step(seed=seed)
         chosen: list[Tensor] = []
@@ -162,7 +165,7 @@ def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"clip_cov_ratio": share, "clip_cov_lb": 0.05, "clip_cov_ub": 2.0}
         want = theirs(made, verl("clip_cov", made, policy_loss=options))
         monkeypatch.undo()
-        order = chosen[-1].argsort()  # the place of each of their candidates
+        order = chosen[-1].argsort()  # rank of each of verl's candidates
         draws = torch.full((B, C), torch.inf, dtype=torch.float64)
         draws[candidates(made, 0.05, 2.0)] = order.double()
         clip = {"epsilon_low": 0.15, "epsilon_high": 0.25}
@@ -173,7 +176,7 @@ def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def candidates(made: Step, low: float, high: float) -> Tensor:
-    """[B, C] bool: those that verl chooses from."""
+    """Return [B, C] bool, True for verl's candidate tokens."""
     mask, a, n = made["mask"], made["advantages"], made["logp"]
     r = (n - made["old_logps"]).exp()
     c = (a - a[mask].mean()) * (n - n[mask].mean())
@@ -192,7 +195,7 @@ def candidates(made: Step, low: float, high: float) -> Tensor:
     ],
 )
 def test_metrics(name: str, clipped: str, drift: str) -> None:
-    """The number that verl logs, under the name that docs/losses.md gives for ours."""
+    """Metrics equal verl's logged numbers, under the names of docs/losses.md."""
     term, options = TERMS[name]
     for seed in range(3):
         made = step(seed=seed)
@@ -209,7 +212,7 @@ def test_metrics(name: str, clipped: str, drift: str) -> None:
 
 
 def test_sft() -> None:
-    """The step's tokens as the denominator; masks there are of tokens, shifted inside."""
+    """SFT agrees, with the step's tokens as denominator; verl's token masks are shifted inside."""
     made = step()
     rows, mask = [made["logp"][0], made["logp"][1]], [made["mask"][0], made["mask"][1]]
     made = {n: x[:2] for n, x in made.items()}
@@ -219,7 +222,7 @@ def test_sft() -> None:
         packed = torch.nested.nested_tensor_from_jagged(
             logp.flatten(), torch.tensor([0, *lengths]).cumsum(0)
         )
-        # Its roll brings the mask of a token to the position that predicts it.
+        # verl rolls a token's mask to the predicting position.
         shifted = torch.roll(torch.cat(mask).double(), 1)
         shifted = torch.nested.nested_tensor_from_jagged(
             shifted, torch.tensor([0, *lengths]).cumsum(0)
@@ -286,7 +289,7 @@ def test_rollout_weights(level: str, threshold: Any, mode: dict, normalized: boo
         )
         term = hl.ppo(epsilon_low=0.15, epsilon_high=0.25, dual_clip=3.0)
         corrected = term.corrected(**mode, normalized=normalized)
-        tolerance = 1e-7 if normalized else 1e-12  # a mean is a sum over (count + 1e-8) there
+        tolerance = 1e-7 if normalized else 1e-12  # verl divides by (count + 1e-8)
         compare(corrected, made, verl("vanilla", made, weights=weights), tolerance)
 
 
@@ -313,7 +316,8 @@ REJECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REJECTIONS)
 def test_rejection(name: str) -> None:
-    """With the mask as a field: what is rejected does not count in the denominator."""
+    """Rejection agrees with the mask as a field, where rejected tokens do not count in the
+    denominator."""
     threshold, options = REJECTIONS[name]
     dropped = 0
     for seed in range(3):
@@ -339,7 +343,7 @@ def test_rejection(name: str) -> None:
 
 
 def as_rows(field: Tensor, made: Step) -> Tensor:
-    """[B, C] of what may be packed."""
+    """Return a possibly packed field as [B, C]."""
     if field.shape == (B, C):
         return field
     return torch.zeros(B, C, dtype=torch.bool).masked_scatter(made["mask"], field)
@@ -348,7 +352,8 @@ def as_rows(field: Tensor, made: Step) -> Tensor:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", ["2.0", "0.5_2.5"])
 def test_bypass_mode(level: str, threshold: str) -> None:
-    """The sampler's log-probs are the old ones; weights are those of the policy as it is now."""
+    """Bypass mode agrees, with the sampler's log-probs as old ones and weights of the current
+    policy."""
     made = step()
     correction = {"loss_type": "reinforce", "rollout_is": level, "rollout_is_threshold": threshold}
     masks = "_" in threshold

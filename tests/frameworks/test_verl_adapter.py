@@ -1,6 +1,6 @@
-"""headloss inside verl, against verl's own: its fused head, its losses, and its FSDP engine.
+"""headloss inside verl agrees with verl's fused head, losses, and FSDP engine.
 
-The engine is verl's, built and run on a CPU: see `verl_case`.
+verl's engine is built and run on a CPU (see `verl_case`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Engines = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
-    """Engines by (backend, family, options), each built once."""
+    """Return engines by (backend, family, options), each built once."""
     paths: dict[Any, str] = {}
 
     @functools.cache
@@ -55,7 +55,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
 
 
 def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    """The norm of what two tensors, or two lists of them, differ by, relative."""
+    """Check the relative norm of the difference of two tensors or lists of tensors."""
     pairs = zip(got, want, strict=True) if isinstance(want, list) else [(got, want)]
     for a, b in pairs:
         assert a.shape == b.shape
@@ -63,7 +63,7 @@ def close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
-    """What an engine returns for a batch, with its gradients; the norm of what they differ by."""
+    """Check that two engines' outputs and gradients for a batch agree in norm."""
     (mine, my_gradients), (theirs, their_gradients) = got, want
     close(torch.tensor(mine["loss"]), torch.tensor(theirs["loss"]), tolerance)
     for name, value in theirs["metrics"].items():
@@ -81,7 +81,7 @@ def same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.6, -0.3)])
 def test_fused_linear(shape: tuple[int, ...], temperature: float, weights: Any) -> None:
-    """Log-probs, entropies, and the gradient of either and of both."""
+    """The fused linear layer agrees in log-probs, entropies, and gradients of either or both."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, H, generator=generator) for s in (shape, (V,)))
     ids = torch.randint(V, shape, generator=generator)
@@ -112,7 +112,7 @@ def test_a_temperature_per_token() -> None:
 
 @pytest.mark.parametrize("mode", [*OF_VERL, "geo_mean"])
 def test_losses_of_core_algos(mode: str) -> None:
-    """verl's losses on its log-probs and on ours: value, and gradient of the head."""
+    """verl's losses agree on verl's and headloss's log-probs, in value and head gradient."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(4, 5, H, generator=generator), torch.randn(V, H)
     ids = torch.randint(V, (4, 5), generator=generator)
@@ -138,7 +138,8 @@ def test_losses_of_core_algos(mode: str) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.8, "of each sample"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) -> None:
-    """Two micro-batches of PPO with entropy and KL, with the logits and without."""
+    """The engine agrees with and without logits, on two micro-batches of PPO with entropy and
+    KL."""
     if isinstance(temperature, str):
         temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     loss = loss_of("vanilla", entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.2)
@@ -149,13 +150,14 @@ def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) ->
         found.append(trained(engines(backend, tied=tied, packed=packed), data, loss))
     same(found[1], found[0])
     outputs = [out["model_output"] for out, _ in found]
-    for name in ("log_probs", "entropy"):  # in rows, the last position's label is another
+    for name in ("log_probs", "entropy"):  # in rows the last position has a different label
         got, want = ([row[:-1] for row in out[name].unbind()] for out in reversed(outputs))
         close(got, want)
 
 
 def test_verls_fused_engine(engines: Engines) -> None:
-    """Where verl's own fused head runs under FSDP2: tied, one temperature."""
+    """The engine agrees with verl's own fused head where that runs under FSDP2: tied, one
+    temperature."""
     loss = loss_of("gspo", entropy_coeff=0.1)
     kind = LlamaForCausalLM
     own = kind.forward
@@ -163,13 +165,14 @@ def test_verls_fused_engine(engines: Engines) -> None:
     try:
         want = trained(theirs, step(), loss)
     finally:
-        kind.forward = own  # verl leaves its own on the class
+        kind.forward = own  # verl leaves its forward on the class
     same(trained(engines("headloss", tied=True), step(), loss), want)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "qwen3"])
 def test_families(engines: Engines, family: str) -> None:
-    """With the soft cap and the logit scale that verl's own fused head leaves out."""
+    """Model families agree, including the soft cap and logit scale that verl's fused head
+    ignores."""
     for mode in ("vanilla", "headloss_vanilla"):
         got = trained(engines("headloss", family), step(), loss_of(mode, entropy_coeff=0.1))
         data = step(use_fused_kernels=False)
@@ -178,7 +181,7 @@ def test_families(engines: Engines, family: str) -> None:
 
 
 def test_log_probs_alone(engines: Engines) -> None:
-    """As for the old and the reference policy."""
+    """Log-probs alone agree, as for the old and the reference policy."""
     found = []
     for backend in (None, "headloss"):
         data = step(use_fused_kernels=bool(backend))
@@ -188,7 +191,7 @@ def test_log_probs_alone(engines: Engines) -> None:
 
 
 def test_two_steps(tmp_path: Path) -> None:
-    """verl's AdamW and clipping after it: parameters and the norm of gradients."""
+    """Two steps with verl's AdamW and clipping agree in parameters and gradient norms."""
     found, path = [], saved(tmp_path)
     loss = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2}
     for backend, mode in [(None, "gspo"), ("headloss", "gspo"), ("headloss", "headloss_gspo")]:
@@ -206,7 +209,7 @@ def test_two_steps(tmp_path: Path) -> None:
 
 
 def test_bfloat16(engines: Engines) -> None:
-    """Temperatures and fields arrive as they are where FSDP casts what goes into a model."""
+    """In bfloat16 temperatures and fields keep their dtype, although FSDP casts model inputs."""
     temperature = torch.tensor([0.701, 1.303, 0.907, 1.001])
     found = []
     for mode in ("vanilla", "headloss_vanilla"):
@@ -224,7 +227,8 @@ def test_bfloat16(engines: Engines) -> None:
 
 
 def test_lora_on_the_head(tmp_path: Path) -> None:
-    """verl's own fused head reads the base weight alone, and would leave the adapter untrained."""
+    """LoRA on the head is trained, unlike in verl's fused head, which reads only the base
+    weight."""
     path, found = saved(tmp_path, tied=True), []
     loss = loss_of("vanilla", entropy_coeff=0.1)
     for backend in (None, "headloss"):
@@ -258,7 +262,7 @@ MODES = (
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("over", MODES)
 def test_one_pass(engines: Engines, mode: str, weights: bool, over: str) -> None:
-    """Loss, the metrics that verl has, and gradients, of `headloss_NAME` and of verl's NAME."""
+    """One pass (`headloss_NAME`) agrees with verl's NAME in loss, verl's metrics, and gradients."""
     options: dict[str, Any] = {"dro_beta": 0.3, "kl_cov_ratio": 0.4}
     config = {
         "loss_agg_mode": over, "entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2,
@@ -270,7 +274,7 @@ def test_one_pass(engines: Engines, mode: str, weights: bool, over: str) -> None
     got = trained(engines("headloss"), data, loss_of(f"headloss_{mode}", **config))
     same(got, want)
     log_probs = got[0]["model_output"]["log_probs"]
-    assert not log_probs.unbind()[2][: verl_case.PROMPTS[2] - 1].any()  # nothing for the prompt
+    assert not log_probs.unbind()[2][: verl_case.PROMPTS[2] - 1].any()  # zeros at prompt tokens
 
 
 KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
@@ -289,7 +293,8 @@ def test_kl_of_the_configuration(engines: Engines, kind: str) -> None:
 def test_one_pass_of_other_batches(
     engines: Engines, packed: bool, entropy: bool, scale: int | None
 ) -> None:
-    """Rows with padding, a temperature per sample, no entropy asked for, no totals."""
+    """One pass works for padded rows, a temperature per sample, without entropy, and without
+    totals."""
     temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     config = {"entropy_coeff": 0.1, "loss_agg_mode": MODES[-1], "loss_scale_factor": scale}
     found = []
@@ -303,7 +308,7 @@ def test_one_pass_of_other_batches(
 
 
 def test_an_objective_of_ones_own(engines: Engines) -> None:
-    """Three terms by name; what verl calls the policy loss is their sum."""
+    """A custom objective of three named terms works, with their sum as verl's policy loss."""
     adapter.register("calm", lambda config: hl.ppo(epsilon_low=config.clip_ratio_low,
         epsilon_high=config.clip_ratio_high, dual_clip=3.0).over("sequence_mean")
         + 0.5 * hl.z_loss())  # fmt: skip
@@ -320,7 +325,7 @@ def test_an_objective_of_ones_own(engines: Engines) -> None:
 
 
 def squared_lse(engines: Engines) -> list[float]:
-    """The mean of lse^2 over the tokens of the global batch, of each micro-batch, by the logits."""
+    """Return each micro-batch's sum of lse^2 over the global number of tokens, from logits."""
     engine, found = engines(None), []
     module, data = engine.module, step()
     tokens = data["loss_mask"].values().sum()
@@ -336,7 +341,7 @@ def squared_lse(engines: Engines) -> list[float]:
 
 
 def test_options(tmp_path: Path) -> None:
-    """What stands beside `impl_backend` are headloss's options."""
+    """Options next to `impl_backend` are headloss's options."""
     engine = engine_of(saved(tmp_path), "headloss", options={"schedule": "recompute"})
     want = engine_of(saved(tmp_path), "headloss")
     loss = loss_of("headloss_gspo", entropy_coeff=0.1)
@@ -385,7 +390,7 @@ def released(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
 
 
 def test_other_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They work where all holds, with one warning."""
+    """Other verl releases work with one warning if all replaced functions match."""
     adapter.uninstall()
     released(monkeypatch, "99.0")
     with pytest.warns(UserWarning, match=r"verl 99.0 was not tested .* \(tested: 0\.9\.1\)"):
@@ -422,7 +427,7 @@ def test_seams_that_do_not_hold(
 
 
 def test_uninstall() -> None:
-    adapter.install()  # a second one changes nothing
+    adapter.install()  # a second install changes nothing
     owners = [
         (torch_functional, "FusedLinearForPPO"), (monkey_patch, "patch_forward_with_backends"),
         (EngineRegistry, "new"),
@@ -457,7 +462,7 @@ print(type(FusedLinearForPPO(impl_backend="headloss")).__name__)
 
 @pytest.mark.parametrize("how", ["entry point", "external module"])
 def test_found_by_verl(tmp_path: Path, how: str) -> None:
-    """`import verl` loads it by itself; it does nothing before a configuration asks for it."""
+    """`import verl` loads headloss, which does nothing until a configuration requests it."""
     path = saved(tmp_path / "model")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (name, module), = project["entry-points"]["verl.plugins"].items()

@@ -1,6 +1,6 @@
-"""verl's top-k distillation against a term.
+"""A distillation term agrees with verl's top-k distillation.
 
-verl sums q (log q - log p) over the teacher's top k alone, in float32, and clamps it at 0.
+verl sums q (log q - log p) over only the teacher's top k, in float32, and clamps the sum at 0.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ N, V, H, K = 14, 23, 5, 6
 
 
 def test_forward_kl_topk() -> None:
-    """Where the student has more mass on the stored tokens the sum is negative and is clamped: such
-    tokens have no gradient, though they diverge."""
+    """verl's forward KL over the top k agrees.
+
+    If the student has more mass on the stored tokens, the sum is negative and clamped, without
+    gradient.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -39,8 +42,8 @@ def test_forward_kl_topk() -> None:
     )
     whole = found["distillation_losses"].squeeze(0)
     assert (whole < 0).any() and (whole > 0).any()
-    want = whole.clamp_min(0).mean()  # as the loss of that name does with it
-    # With the rest as one more outcome, none is negative.
+    want = whole.clamp_min(0).mean()  # like verl's loss
+    # With the remaining columns as an outcome no value is negative.
     batch = hl.Batch(ids[:, 0].contiguous(), teacher_topk_ids=ids, teacher_topk_logps=log_q)
     out = hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation(tail="clamped"))
     torch.testing.assert_close(out.loss, want.double(), rtol=1e-5, atol=1e-7)
@@ -64,7 +67,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_reverse_kl_estimators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the sampled tokens: the teacher's log-probs are the reference's."""
+    """Reverse-KL estimators of sampled tokens agree, with the teacher's log-probs as reference."""
     registered = pytest.importorskip("verl.trainer.distillation.losses")
     monkeypatch.setattr(registered, "no_padding_2_padding", lambda x, data: x)
     made = step()

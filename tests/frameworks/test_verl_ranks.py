@@ -1,4 +1,5 @@
-"""verl on two gloo ranks, with headloss and without: FSDP2, Ulysses, Megatron's vocabulary."""
+"""verl agrees with and without headloss on two gloo ranks: FSDP2, Ulysses, Megatron's
+vocabulary."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ def test_data_parallel(world: World, tmp_path: Path, mode: str, tied: bool) -> N
 
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla", "headloss_gspo"])
 def test_sequence_parallel(world: World, tmp_path: Path, mode: str) -> None:
-    """Each rank has half of the packed positions; attention is the same on both sides."""
+    """Under sequence parallelism each rank has half of the packed positions, and results agree."""
     check(world, ranks.engine, saved(tmp_path), mode, True, False)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("spread", [False, True])
 def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> None:
-    """A teacher's top k, data parallel and with half of the packed positions on each rank."""
+    """A teacher's top k agrees, data parallel or with half of the packed positions per rank."""
     check(world, ranks.teacher, saved(tmp_path), spread, alone)
 
 
@@ -47,14 +48,15 @@ def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> Non
 def test_whole_vocabulary(
     world: World, tmp_path: Path, spread: bool, ceiling: float | None
 ) -> None:
-    """A teacher's hidden states, in both layouts, beside its top k of all tokens."""
+    """A teacher's hidden states agree in both layouts with a top k of all tokens."""
     check(world, ranks.whole, saved(tmp_path), spread, ceiling)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_megatron(world: World, layout: str) -> None:
-    """A temperature per sample and padding, in both layouts; a teacher's top k, clamped and not."""
+    """Megatron agrees in both layouts with padding, temperatures per sample, and a teacher's top
+    k."""
     check(world, ranks.megatron, False, True, layout, near=2e-6)
     check(world, ranks.megatron, True, False, layout, True, near=2e-6)
     check(world, ranks.megatron, False, False, layout, True, -4.0, near=2e-6)

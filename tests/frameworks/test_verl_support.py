@@ -1,6 +1,6 @@
-"""The sets that a sampler kept, from verl's batch to both ways of its FSDP engine.
+"""A sampler's sets reach both modes of verl's FSDP engine from verl's batch.
 
-Against the model's own logits, masked outside the sets, and verl's own losses of them.
+Results are compared with masked logits, and with verl's losses of masked logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def with_sets(data: TensorDict, **flags: Any) -> Sets:
-    """Sets of one to nine ids with the token among them; one token lost nothing."""
+    """Add sets of one to nine ids including the token, and one unfiltered token."""
     generator = torch.Generator().manual_seed(5)
     sets: Sets = []
     for response in data["responses"].unbind():
@@ -47,15 +47,15 @@ def with_sets(data: TensorDict, **flags: Any) -> Sets:
             lists.append(sorted({*ids, token}))
         sets.append(lists)
     sets[0][1] = []  # type: ignore[index]
-    sets[0][2] = None  # type: ignore[index]  # is not scored
-    sets[-1] = None  # nothing of it is
+    sets[0][2] = None  # type: ignore[index]  # an unscored token
+    sets[-1] = None  # an unscored row
     tu.assign_non_tensor_stack(data, "support_ids", sets)
     tu.assign_non_tensor(data, **flags)
     return sets
 
 
 def masked(model: Any, data: TensorDict, sets: Sets) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each sequence log-probs and entropies of its response, and which are scored."""
+    """Return each sequence's response log-probs, entropies, and mask of scored tokens."""
     measured = []
     rows = zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)
     for b, (ids, mask) in enumerate(rows):
@@ -73,7 +73,7 @@ def masked(model: Any, data: TensorDict, sets: Sets) -> list[tuple[Tensor, Tenso
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla"])
 def test_log_probs_are_over_the_sets(path: str, packed: bool, mode: str) -> None:
-    """By `head_stats` under verl's own loss, and in one pass."""
+    """Log-probs are over the sets, by `head_stats` under verl's loss, and in one pass."""
     engine, data = engine_of(path, "headloss", packed=packed), step()
     sets = with_sets(data, use_remove_padding=packed)
     plain = engine_of(path, None).module
@@ -88,7 +88,7 @@ def test_log_probs_are_over_the_sets(path: str, packed: bool, mode: str) -> None
 
 
 def test_both_ways_train_alike(path: str) -> None:
-    """And otherwise than without the sets."""
+    """Both modes train equally, and differently from training without sets."""
     found = []
     for mode, sets in (("vanilla", True), ("headloss_vanilla", True), ("vanilla", False)):
         engine, data = engine_of(path, "headloss"), step()
@@ -106,14 +106,16 @@ def test_both_ways_train_alike(path: str) -> None:
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla"])
 @pytest.mark.parametrize("way", ["a row", "a token", "the end"])
 def test_a_missing_set_names_its_sequence(path: str, mode: str, way: str) -> None:
-    """As a tool loop that keeps the sets of its first turn alone."""
+    """A missing set raises with the sequence's name, as from a tool loop that keeps only first-turn
+    sets."""
     engine, data = engine_of(path, "headloss"), step()
     sets = with_sets(data)
     b = 1 if way == "a row" else 0
     if way == "a row":
         sets[1] = None
     else:
-        sets[0] = [*sets[0][:3], None] if way == "a token" else sets[0][:3]  # type: ignore[index, list-item]
+        # Type: ignore[index, list-item].
+        sets[0] = [*sets[0][:3], None] if way == "a token" else sets[0][:3]
     tu.assign_non_tensor_stack(data, "support_ids", sets)
     match = f"support_ids: sequence {b} has no set at token {0 if way == 'a row' else 3} of its"
     with pytest.raises(ValueError, match=match):
@@ -121,7 +123,7 @@ def test_a_missing_set_names_its_sequence(path: str, mode: str, way: str) -> Non
 
 
 def test_no_sets_are_none(path: str) -> None:
-    """A batch of which no sample has any, and a step after one that had."""
+    """A batch without sets works, even after a step with sets."""
     engine, data = engine_of(path, "headloss"), step()
     want = trained(engine, data, loss_of("vanilla"))[0]
     sets = step()

@@ -1,5 +1,4 @@
-"""A teacher's top k inside the fused head of verl's FSDP engine, beside verl's own of the logits:
-loss, metrics and gradients.
+"""A teacher's top k in the fused head of verl's FSDP engine agrees with verl's loss of logits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from verl_case import (
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By (tied, packed, backend), each built once."""
+    """Return engines by (tied, packed, backend), each built once."""
     paths = {tied: saved(tmp_path_factory.mktemp("llama"), tied=tied) for tied in (False, True)}
     built: dict[Any, Any] = {}
 
@@ -44,7 +43,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def old_log_probs(engine: Any) -> torch.Tensor:
-    """[B, R] near the policy's, so that clipped losses have a gradient."""
+    """Return [B, R] old log-probs near the policy's, so that clipped losses have a gradient."""
     data, packed = taught(use_fused_kernels=False), engine.model_config.use_remove_padding
     tu.assign_non_tensor(data, distillation_use_topk=False, use_remove_padding=packed)
     logps = engine.infer_batch(data)["model_output"]["log_probs"].unbind()
@@ -56,8 +55,8 @@ def old_log_probs(engine: Any) -> torch.Tensor:
 
 
 def both(engines: Any, loss: Any, flags: Any = None, **engine: Any) -> list[Any]:
-    """What verl's engine returns of its logits, without the metric that wants the student's own
-    top k, and what it returns with headloss at the head."""
+    """Return the outputs of verl's engine with logits and with headloss, without the metric of the
+    student's own top k."""
     results, old = [], old_log_probs(engines(None, **engine))
     for backend in (None, "headloss"):
         data = taught(use_fused_kernels=bool(backend), **(flags or {}))
@@ -83,7 +82,8 @@ WAYS = {
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(engines: Any, way: str, packed: bool, tied: bool) -> None:
-    """Two micro-batches, with verl's entropy and KL beside the policy loss."""
+    """All modes agree on two micro-batches, with verl's entropy and KL in addition to the policy
+    loss."""
     loss = distillation_of("vanilla", WAYS[way], entropy_coeff=0.1, use_kl_loss=True)
     only = way == "supervised alone"
     flags = {"distillation_only": only, "calculate_entropy": not only}
@@ -97,7 +97,8 @@ CLAMPS = [(None, None), (-10.0, 10.0), (-4.0, 0.5), (-2.0, None)]
 @pytest.mark.parametrize(("floor", "ceiling"), CLAMPS)
 @pytest.mark.parametrize("over", ["token-mean", "seq-mean-token-mean"])
 def test_clamps(engines: Any, floor: float | None, ceiling: float | None, over: str) -> None:
-    """Of log-probs from below before the sum, which masses do not see, and of losses."""
+    """Clamps agree: a lower bound of log-probs before the sum (not in masses), and a bound of
+    losses."""
     settings = {**WAYS["supervised beside rewards"], "log_prob_min_clamp": floor,
         "loss_max_clamp": ceiling}  # fmt: skip
     want, got = both(engines, distillation_of("gspo", settings, loss_agg_mode=over))
@@ -113,8 +114,8 @@ def test_a_temperature_per_sample(engines: Any, packed: bool) -> None:
 
 
 def test_outputs(engines: Any) -> None:
-    """Nested like the tokens; 0 where no token of a response is scored. The next batch, without a
-    teacher, has none of it."""
+    """Outputs are nested like the tokens and 0 at unscored responses, and absent in a batch without
+    a teacher."""
     loss = distillation_of("vanilla", WAYS["supervised alone"])
     results = both(engines, loss, {"distillation_only": True, "calculate_entropy": False})
     theirs, ours = (out["model_output"] for out, _ in results)
@@ -133,7 +134,7 @@ def test_outputs(engines: Any) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """verl rounds the student's log-probs to bfloat16 and headloss does not."""
+    """Results agree to bfloat16, to which verl (not headloss) rounds the student's log-probs."""
     path, losses = saved(tmp_path), []
     loss = distillation_of("vanilla", WAYS["supervised alone"])
     for backend, dtype in ((None, "fp32"), ("headloss", "bf16"), (None, "bf16")):
@@ -160,7 +161,7 @@ def test_refused(engines: Any) -> None:
 
 
 def test_a_policy_loss_that_is_not_read(engines: Any) -> None:
-    """Supervised alone, whatever the name of the policy loss."""
+    """A policy loss that is not read has no effect on purely supervised distillation."""
     engine, results = engines("headloss"), []
     for mode in ("vanilla", "headloss_gspo"):
         data = taught(distillation_only=True, calculate_entropy=False)

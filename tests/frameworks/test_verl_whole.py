@@ -1,5 +1,7 @@
-"""Distillation over the whole vocabulary from a teacher's hidden states, inside verl's FSDP engine:
-beside that engine's own of the logits, with a teacher's top k of all V tokens.
+"""Full-vocabulary distillation from a teacher's hidden states in verl's FSDP engine agrees with
+logits.
+
+verl's reference uses a teacher's top k of all V tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def head() -> Any:
     whole.FACTORIES.clear()
 
 
-def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any) -> list[Any]:  # noqa: F811
+# Noqa: F811.
+def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any) -> list[Any]:
     results, engine = [], {name: more.pop(name) for name in ("tied", "packed") if name in more}
     old = old_log_probs(engines(None, **engine))
     settings = {"topk": V, "log_prob_min_clamp": None, **settings}
@@ -49,7 +52,7 @@ def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any)
         results.append(trained(engines(backend, **engine), data, loss))
     (theirs, _), (ours, _) = results
     for name in list(theirs["metrics"]):
-        if "mass" in name or "overlap" in name:  # of a top k
+        if "mass" in name or "overlap" in name:  # metrics of a top k
             del theirs["metrics"][name]
             assert name not in ours["metrics"]
     assert {"distillation/loss", "distillation/loss_max"} <= ours["metrics"].keys()
@@ -70,7 +73,8 @@ def test_ways(
     way: str,
     packed: bool,
 ) -> None:
-    """Two micro-batches, with verl's entropy and KL beside the policy loss."""
+    """All modes agree on two micro-batches, with verl's entropy and KL in addition to the policy
+    loss."""
     if kind == "reverse_kl":
         monkeypatch.setattr(of_logits, "kl_divergence", reverse)
     only = way == "supervised alone"
@@ -86,7 +90,7 @@ def test_ways(
     "over", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
 def test_ceilings(engines: Any, ceiling: float | None, over: str) -> None:  # noqa: F811
-    """Some tokens lie above the lower one, and have no gradient."""
+    """Loss ceilings agree; tokens above a ceiling have no gradient."""
     settings = {**WAYS["supervised beside rewards"], "loss_max_clamp": ceiling}
     want, got = both(engines, "forward_kl", settings, loss_agg_mode=over)
     same(got, want)
@@ -94,7 +98,7 @@ def test_ceilings(engines: Any, ceiling: float | None, over: str) -> None:  # no
 
 
 def test_a_list_of_hidden_states(engines: Any) -> None:  # noqa: F811
-    """As an agent loop's `extra_fields` bring them."""
+    """A list of hidden states works, as from an agent loop's `extra_fields`."""
     settings = {**WAYS["supervised alone"], "log_prob_min_clamp": None}
     loss, results = distillation_of("vanilla", settings, "headloss_reverse_kl"), []
     for nested in (True, False):

@@ -1,4 +1,4 @@
-"""torchtitan's own Llama on CPUs, with its chunked loss and with headloss's."""
+"""Comparison of torchtitan's Llama on CPUs with its chunked loss and with headloss's loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ B, L = 2, 16
 
 
 def model_of(tied: bool = False, capped: bool = False, spread: bool | None = None) -> Any:
-    """One layer; `spread` says whether it is sharded with sequence parallelism or without."""
+    """Return a one-layer model, sharded with (`spread` True) or without sequence parallelism."""
     from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
@@ -42,20 +42,20 @@ def model_of(tied: bool = False, capped: bool = False, spread: bool | None = Non
     for name, layer in model.layers.items():
         if spread is None:
             layer.attention = Mean()
-        else:  # the embedding, the norm and the head are what is sharded
+        else:  # only embedding, norm and head are sharded
             model.layers[name] = Squashed()
     return model
 
 
 class Mean(torch.nn.Module):
-    """The mean of all tokens so far, in place of attention, which needs a GPU."""
+    """The mean of all previous tokens, in place of attention, which needs a GPU."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1).to(x.dtype)[:, None]
 
 
 class Squashed(torch.nn.Module):
-    """In place of a layer, for DTensors and for rows of them."""
+    """A replacement for a layer that works on DTensors and their rows."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return torch.tanh(x)
@@ -79,7 +79,7 @@ def off_all(got: list[Tensor], want: list[Tensor]) -> float:
 def a_step(
     model: Any, config: Any, ids: Tensor, labels: Tensor, count: Any, **given: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """What the trainer does in a step."""
+    """Run a step like torchtitan's trainer."""
     loss_fn = config.build(compile_config=None)
     loss_fn.set_lm_head(model.lm_head)
     model._skip_lm_head = True
@@ -104,7 +104,7 @@ def both() -> SimpleNamespace:
 
 
 def sharded(tied: bool, half: bool) -> dict[str, float]:
-    """FSDP2 over two ranks with different tokens, divided by the tokens of both."""
+    """Compare FSDP2 over two ranks with different tokens, divided by the tokens of both ranks."""
     from torch.distributed import get_rank
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -141,8 +141,8 @@ OBJECTIVE = hl.dapo(epsilon_low=0.15, epsilon_high=0.25)
 
 
 def of_data() -> dict[str, float]:
-    """full_dtensor with data parallelism alone: every parameter is a DTensor, gathered whole over
-    the data, with other rows on each rank."""
+    """Compare full_dtensor with only data parallelism: parameters are DTensors, gathered over ranks
+    with different rows."""
     from torchtitan.distributed import full_dtensor, parallel_dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 
@@ -173,9 +173,13 @@ def of_data() -> dict[str, float]:
 
 
 def pipelined(kind: str) -> dict[str, Any]:
-    """FSDP2 over two ranks in a schedule of torch's pipelines, of one stage and four micro-batches,
-    in float64, which torchtitan's own loss then has for float32 too: reduce-scatters of the head's
-    gradient, schedules of the calls, gradients beside torchtitan's own wrapper."""
+    """Compare FSDP2 over two ranks in a torch pipeline schedule of one stage and four
+    micro-batches.
+
+    The result has the reduce-scatters of the head's gradient, the schedules of the calls, and
+    gradient differences from torchtitan's wrapper. All computations, torchtitan's loss included,
+    are float64.
+    """
     from torch import distributed
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
@@ -192,7 +196,7 @@ def pipelined(kind: str) -> dict[str, Any]:
     torch.manual_seed(7 + distributed.get_rank())
     ids, labels = torch.randint(2048, (2, 8, L))
     rows, found, scattered = 2048 * model.lm_head.in_features, {}, []
-    name = "reduce_scatter_single"  # of FSDP2 in torch 2.13
+    name = "reduce_scatter_single"  # used by FSDP2 in torch 2.13
     name = name if hasattr(distributed, name) else "reduce_scatter_tensor"
     scatter, called, plans = getattr(distributed, name), adapter.head_loss, []
 
@@ -239,14 +243,14 @@ def pipelined(kind: str) -> dict[str, Any]:
 
 
 def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
-    """torchtitan's own sharding over two ranks of tensor parallelism, with its loss of shards of
-    logits and with headloss's."""
+    """Compare torchtitan's loss of sharded logits with headloss's, under torchtitan's tensor
+    parallelism on two ranks."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.distributed import full_dtensor, parallel_dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 
     kinds, parallel_dims.device_type = both(), "cpu"
-    set_spmd_backend("partial_dtensor")  # the others ask for a mesh to make numbers
+    set_spmd_backend("partial_dtensor")  # other backends need a mesh for random numbers
     model = model_of(tied, spread=spread)
     set_spmd_backend(backend)
     try:
@@ -256,7 +260,7 @@ def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
         dims.build_mesh()
         with get_spmd_context(parallel_dims=dims)():
             model.parallelize(dims)
-            if tied:  # as its `init_states` does after it
+            if tied:  # ties again like `init_states`
                 model.tok_embeddings.weight = model.lm_head.weight
             ids, labels = batch_of(1)
             count = (labels != -100).sum()

@@ -1,4 +1,4 @@
-"""verl's own FSDP engine on a CPU: a small model, and a step of data.
+"""verl's FSDP engine on a CPU, with a small model and a step of data.
 
 B sequences, R response tokens at most, V vocabulary.
 """
@@ -50,7 +50,7 @@ def installed() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of one rank."""
+    """Yield a process group of one rank."""
     store = tmp_path_factory.mktemp("gloo") / "store"
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=0, world_size=1
@@ -60,7 +60,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def saved(folder: Path, family: str = "llama", tied: bool = False) -> str:
-    """A small model of a family, on disk."""
+    """Save a small model of a family; return its path."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family, vocab_size=V, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -68,7 +68,7 @@ def saved(folder: Path, family: str = "llama", tied: bool = False) -> str:
         tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():  # far from uniform
+    with torch.no_grad():  # makes predictions non-uniform
         model.get_output_embeddings().weight.mul_(20)
     model.save_pretrained(folder)
     return str(folder)
@@ -85,7 +85,7 @@ def engine_of(
     engine: Any = None,
     **model: Any,
 ) -> Any:
-    """As a worker builds it; without a backend, with the logits."""
+    """Build an engine like a worker; without a backend the engine uses logits."""
     fused = backend is not None
     model_config = HFModelConfig(
         path=path, load_tokenizer=False, override_config={"attn_implementation": "eager"},
@@ -111,7 +111,8 @@ def jagged(rows: list[Tensor]) -> Tensor:
 
 
 def step(seed: int = 0, temperature: Any = 0.8, **more: Any) -> TensorDict:
-    """What a worker hands its engine; the last response has no token, another a hole."""
+    """Return a worker's data for its engine; the last response has no tokens, one response a
+    gap."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(lengths: tuple[int, ...], scale: float = 1.0, shift: float = 0.0) -> list[Tensor]:
@@ -152,7 +153,7 @@ def step(seed: int = 0, temperature: Any = 0.8, **more: Any) -> TensorDict:
 
 
 def loss_of(mode: str, **options: Any) -> Any:
-    """As the worker of an actor has it."""
+    """Return the loss function of an actor's worker."""
     policy = {"loss_mode": mode, **options.pop("policy_loss", {})}
     config = ActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=2,
@@ -163,8 +164,10 @@ def loss_of(mode: str, **options: Any) -> Any:
 
 
 def taught(seed: int = 0, **more: Any) -> TensorDict:
-    """A step with a teacher's K likeliest at each token, as verl's servers return them: nested
-    [B, L, K], and one id K times at the last token of a sequence."""
+    """Return a step with a teacher's K likeliest tokens, nested [B, L, K] as from verl's servers.
+
+    The last token of a sequence has one id K times.
+    """
     data = step(seed, **{"distillation_use_topk": True, **more})
     generator = torch.Generator().manual_seed(seed + 7)
     logps, ids = [], []
@@ -178,7 +181,7 @@ def taught(seed: int = 0, **more: Any) -> TensorDict:
     return data
 
 
-WIDTH = 12  # of a teacher's hidden states
+WIDTH = 12  # width of a teacher's hidden states
 
 
 def teacher_weight() -> Tensor:
@@ -186,8 +189,8 @@ def teacher_weight() -> Tensor:
 
 
 def taught_whole(seed: int = 0, temperature: float = 0.8, **more: Any) -> TensorDict:
-    """A step with a teacher's hidden states, nested [B, L, H'], and the log-probs of all V tokens
-    that they mean, as a top k of V."""
+    """Return a step with a teacher's hidden states, nested [B, L, H'], and their log-probs as a top
+    k of all V tokens."""
     data = step(seed, **{"distillation_use_topk": True, "temperature": temperature, **more})
     generator = torch.Generator().manual_seed(seed + 7)
     hidden = [torch.randn(len(x), WIDTH, generator=generator) for x in data["input_ids"].unbind()]
@@ -201,7 +204,7 @@ def taught_whole(seed: int = 0, temperature: float = 0.8, **more: Any) -> Tensor
 def distillation_of(
     mode: str, settings: Any, divergence: str = "forward_kl_topk", **options: Any
 ) -> Any:
-    """As the worker of an actor has it where a teacher is configured."""
+    """Return the loss function of an actor's worker with a configured teacher."""
     config = loss_of(mode, **options).keywords["config"]
     loss = DistillationLossConfig(loss_mode=divergence, **{"topk": K, **settings})
     teacher = DistillationConfig(distillation_loss=loss)
@@ -209,7 +212,7 @@ def distillation_of(
 
 
 def gradients(engine: Any) -> dict[str, Tensor]:
-    """[..] whole gradients of the parameters."""
+    """Return the full gradients of the parameters."""
     found = {}
     for name, parameter in engine.module.named_parameters():
         grad = parameter.grad
@@ -219,7 +222,7 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def trained(engine: Any, data: TensorDict, loss: Any) -> tuple[Any, dict[str, Tensor]]:
-    """One batch forward and backward: metrics, and gradients."""
+    """Run a batch forward and backward; return metrics and gradients."""
     engine.optimizer_zero_grad()
     tu.assign_non_tensor(data, return_model_output=True)
     out = engine.forward_backward_batch(copy.deepcopy(data), loss, forward_only=False)

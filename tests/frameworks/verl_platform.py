@@ -1,4 +1,4 @@
-"""verl knows CUDA and NPUs, by an object: here one for a CPU. Import it before verl's engines."""
+"""A CPU platform object for verl, which supports CUDA and NPUs; import before verl's engines."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class PlatformCPU(PlatformCUDA):
 
 
 platform_manager._current_platform = PlatformCPU()
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # the key of the engine's class, and nothing else
-monkey_patch.is_trl_available = lambda: False  # verl wants a class that TRL 1.16 has not
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # only the key of the engine's class
+monkey_patch.is_trl_available = lambda: False  # verl needs a class removed in TRL 1.16

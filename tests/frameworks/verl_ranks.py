@@ -1,5 +1,8 @@
-"""What each of two ranks runs: verl's engine with data of its own or with a part of each sequence,
-and its output processor under Megatron."""
+"""Comparison of verl's engine and Megatron output processor with and without headloss, on two
+ranks.
+
+Ranks have different data or parts of each sequence.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch
 
 
 def differences(got: tuple[Any, Any], want: tuple[Any, Any]) -> dict[str, float]:
-    """Of two batches of an engine: losses, metrics, all gradients, relative."""
+    """Return the relative differences of two engine results in losses, metrics and gradients."""
     (mine, my_gradients), (theirs, their_gradients) = got, want
     found = {"loss": _off(mine["loss"], theirs["loss"])}
     for name, value in theirs["metrics"].items():
@@ -29,7 +32,8 @@ def _off(got: Any, want: Any) -> float:
 
 
 def engine(path: str, mode: str, spread: bool, tied: bool) -> dict[str, float]:
-    """Under FSDP2, data parallel or (`spread`) with Ulysses sequence parallelism; beside logits."""
+    """Compare with logits under FSDP2, data parallel or (`spread`) with Ulysses sequence
+    parallelism."""
     from verl_case import loss_of, step
 
     loss = {"entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2}
@@ -40,7 +44,7 @@ def engine(path: str, mode: str, spread: bool, tied: bool) -> dict[str, float]:
 
 
 def teacher(path: str, spread: bool, alone: bool) -> dict[str, float]:
-    """As `engine`, with a teacher's top k, `alone` or beside a policy loss."""
+    """Compare like `engine`, with a teacher's top k, `alone` or in addition to a policy loss."""
     from verl_case import distillation_of, taught
 
     loss = distillation_of(
@@ -51,7 +55,7 @@ def teacher(path: str, spread: bool, alone: bool) -> dict[str, float]:
 
 
 def whole(path: str, spread: bool, ceiling: float | None) -> dict[str, float]:
-    """As `teacher`, over the whole vocabulary from hidden states, beside verl's own top k of V."""
+    """Compare full-vocabulary distillation from hidden states with verl's top k of all V tokens."""
     from verl_case import V, distillation_of, taught_whole, teacher_weight
 
     import headloss as hl
@@ -83,7 +87,7 @@ def _beside(path: str, spread: bool, theirs: Any, ours: Any, batch: Any) -> dict
         )  # fmt: skip
         found.append(trained(made, data, loss))
     set_ulysses_sequence_parallel_group(None)
-    for name in list(found[0][0]["metrics"]):  # of a top k, also of the student's own
+    for name in list(found[0][0]["metrics"]):  # top-k metrics, the student's included
         if "overlap" in name or ("mass" in name and name not in found[1][0]["metrics"]):
             del found[0][0]["metrics"][name]
     return differences(found[1], found[0])
@@ -92,8 +96,8 @@ def _beside(path: str, spread: bool, theirs: Any, ours: Any, batch: Any) -> dict
 def megatron(
     spread: bool, tied: bool, layout: str, topk: bool = False, floor: float | None = None
 ) -> dict[str, float]:
-    """verl's own forward of its Megatron engine, packed (thd) or in rows (bshd), with its own
-    logits processor and ours: what it returns, and all gradients."""
+    """Compare verl's Megatron forward, packed (thd) or in rows (bshd), with verl's and headloss's
+    logits processor, in outputs and gradients."""
     import megatron_ranks as ranks
 
     ranks.parallel(2)
@@ -110,13 +114,13 @@ def megatron(
     asked = SimpleNamespace(
         use_fused_kernels=True, fused_kernel_options={"impl_backend": "headloss"}
     )
-    with contextlib.suppress(TypeError):  # the engine itself is not built: it wants a GPU
+    with contextlib.suppress(TypeError):  # building the engine would need a GPU
         EngineRegistry.new("language_model", "megatron", model_config=asked)
     assert Engine._lm_head_logits_processor is not own
     model = ranks.model_of(
         ranks.config_of(2, sequence_parallel=spread), tied, attention=False, length=16
     )
-    model.embedding.add_position_embedding = False  # verl hands on none of packed tokens
+    model.embedding.add_position_embedding = False  # verl passes no positions of packed tokens
     generator = torch.Generator().manual_seed(2)
     ids = [torch.randint(ranks.V, (n,), generator=generator) for n in (5, 2, 7)]
     batch = {}
