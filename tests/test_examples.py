@@ -33,8 +33,7 @@ def run_example(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_sft_learns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run_example("sft", capsys)
-    # Type: ignore[index].
-    perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]
+    perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]  # type: ignore[index]
     assert perplexities[0] > 500 and perplexities[-1] < 3
     assert "of 160 tokens" in lines[-1]  # 8 rows of 24 tokens minus 4 prompt tokens
 

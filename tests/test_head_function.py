@@ -222,8 +222,7 @@ def test_what_is_refused():
     loss = losses()["token"]
 
     def call(fn: object, separable: object = "token", **options: object) -> Tensor:
-        # Type: ignore[arg-type].
-        return hl.head_function(x, head, batch, fn, separable, hl.Options(**options))
+        return hl.head_function(x, head, batch, fn, separable, hl.Options(**options))  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="separable: got 'segment', want"):
         call(loss, "segment")

@@ -54,8 +54,7 @@ def test_workflows_cover_what_the_package_says_it_supports() -> None:
     matrix = jobs["tests"]["strategy"]["matrix"]
     text = (ROOT / "pyproject.toml").read_text()
     assert matrix["python"] == re.findall(r"Python :: (3\.\d+)", text)
-    # Type: ignore[index].
-    assert matrix["torch"] == [re.search(r"torch>=([\d.]+)", text)[1], "newest"]
+    assert matrix["torch"] == [re.search(r"torch>=([\d.]+)", text)[1], "newest"]  # type: ignore[index]
     assert {"lint", "tests", "docs", "package"} == jobs.keys()
     publishing = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]
     assert publishing["index"]["permissions"] == {"id-token": "write"}

@@ -67,8 +67,7 @@ def test_formula(kind: str, temperature: float) -> None:
     case = problem(temperature=temperature)
     agree(
         case,
-        # Type: ignore[arg-type].
-        hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),
+        hl.distillation(divergence=kind, beta=0.3, temperature=temperature, tail="generalized"),  # type: ignore[arg-type]
         lambda log_p, targets, fields: generalized(
             student(case, log_p, temperature), fields, kind, 0.3
         ),
@@ -83,8 +82,7 @@ def test_all_of_the_vocabulary_is_the_divergence_itself(kind: str) -> None:
     stored = case.got(term, hl.Options())
     ids, logps = case.fields.pop("teacher_topk_ids"), case.fields.pop("teacher_topk_logps")
     case.fields["teacher_logits"] = torch.zeros_like(logps).scatter(1, ids, logps)
-    # Type: ignore[arg-type].
-    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")
+    same(stored, case.got(hl.distillation(divergence=kind), hl.Options()), "bucket")  # type: ignore[arg-type]
     same(case.got(term, hl.Options()), stored, "a teacher's logits have no tail")
 
 
@@ -101,8 +99,7 @@ def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str)
     assert abs(loss) < 1e-15
     assert all(g.abs().max() < 1e-14 for g in gradients)
     if kind == "forward_kl":  # the truncated sum has a gradient there
-        # Type: ignore[arg-type].
-        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())
+        _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
         assert all(g.abs().max() > 1e-3 for g in others)
     for seed in range(5):
         case = problem(seed=seed)
@@ -117,8 +114,7 @@ def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str)
 def test_the_truncated_sum_of_a_js_is_the_same() -> None:
     case, options = problem(), hl.Options()
     both = (
-        # Type: ignore[arg-type].
-        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)
+        case.got(hl.distillation(divergence="js", beta=0.3, tail=tail), options)  # type: ignore[arg-type]
         for tail in ("generalized", "truncated")
     )
     same(*both, "js")
@@ -255,8 +251,7 @@ def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
 def test_all_stored_has_no_second_part() -> None:
     case = with_samples(k=V)
     both = (
-        # Type: ignore[arg-type].
-        case.got(hl.distillation(divergence="reverse_kl", tail=tail), hl.Options())
+        case.got(hl.distillation(divergence="reverse_kl", tail=tail), hl.Options())  # type: ignore[arg-type]
         for tail in ("sampled", "truncated")
     )
     same(*both, "all of the vocabulary")

@@ -153,8 +153,7 @@ def test_all_forms_give_one_loss() -> None:
 
 BAD: tuple[tuple[Any, type[Exception], str], ...] = (
     (lambda: hl.support_from_scores(torch.ones(2, 3).long()), TypeError, "scores: got torch.int64"),
-    # Type: ignore[arg-type].
-    (lambda: hl.support_from_scores([[1.0]]), TypeError, "scores: got list"),
+    (lambda: hl.support_from_scores([[1.0]]), TypeError, "scores: got list"),  # type: ignore[arg-type]
     (lambda: hl.support_from_scores(torch.tensor(1.0)), ValueError, r"scores: got shape \(\)"),
     (lambda: hl.support_from_scores(torch.ones(2, 0)), ValueError, r"scores: got shape \(2, 0\)"),
     (lambda: hl.support_from_lists(3), TypeError, "support.* got int for lists,"),
@@ -175,8 +174,7 @@ BAD: tuple[tuple[Any, type[Exception], str], ...] = (
     ),
     (lambda: hl.support_from_lists([[[1 << 70]]]), ValueError, r"support.*lists\[0\]\[0\] has 118"),
     (lambda: hl.support_from_lists([], columns=-1), ValueError, "columns: got -1"),
-    # Type: ignore[arg-type].
-    (lambda: hl.support_from_lists([], columns=1.5), TypeError, "columns: got 1.5"),
+    (lambda: hl.support_from_lists([], columns=1.5), TypeError, "columns: got 1.5"),  # type: ignore[arg-type]
     (lambda: hl.support_from_counts([1], [1]), TypeError, "ids: got list"),
     (
         lambda: hl.support_from_counts(torch.ones(2), torch.ones(1)),

@@ -220,8 +220,7 @@ def test_an_unscored_document_counts() -> None:
     call = {"position_ids": positions, "input_ids": tokens}
     documents = documents_of(call, targets)
     assert documents is not None and documents.count == 5
-    # Type: ignore[union-attr].
-    assert documents_of({"position_ids": torch.zeros(3, 1)}, torch.full((3, 1), -100)).count == 3
+    assert documents_of({"position_ids": torch.zeros(3, 1)}, torch.full((3, 1), -100)).count == 3  # type: ignore[union-attr]
     assert documents_of({}, targets) is None
 
 

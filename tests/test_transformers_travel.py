@@ -32,8 +32,7 @@ def saved(model: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    # Type: ignore[attr-defined].
-    "pickle in Python": lambda model: pickle._loads(pickle._dumps(model)),
+    "pickle in Python": lambda model: pickle._loads(pickle._dumps(model)),  # type: ignore[attr-defined]
     "oldest protocol": lambda model: pickle.loads(pickle.dumps(model, 2)),
     "torch.save": saved,
     "spawn": lambda model: pickle.loads(ForkingPickler.dumps(model)),

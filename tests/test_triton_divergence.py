@@ -88,8 +88,7 @@ def normalizer_of(raw, transform) -> Normalizer:
 
 def sides(raw, raw_teacher, transforms) -> tuple[Distribution, Distribution]:
     pair = zip((raw, raw_teacher), transforms, strict=True)
-    # Type: ignore[return-value].
-    return tuple(Distribution(t, normalizer_of(tile, t)) for tile, t in pair)
+    return tuple(Distribution(t, normalizer_of(tile, t)) for tile, t in pair)  # type: ignore[return-value]
 
 
 def in_double(side: Distribution) -> Distribution:

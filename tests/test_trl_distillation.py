@@ -61,8 +61,7 @@ class Step:
                 self.labels[keep],
                 hl.Segments.from_cu_seqlens(ends) if packed else None,
                 sampling_logps=self.old[keep],
-                # Type: ignore[arg-type].
-                **{name: value.detach()[keep] for name, value in fields.items()},
+                **{name: value.detach()[keep] for name, value in fields.items()},  # type: ignore[arg-type]
             )
             head = hl.Head(self.weight)
             out = hl.head_loss(self.hidden[keep], head, batch, term)
@@ -90,8 +89,7 @@ def generalized(beta: float, temperature: float = 1.0, head: hl.Head | None = No
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     if beta in ends:
         kind = ends[beta]
-        # Type: ignore[arg-type].
-        return hl.distillation(divergence=kind, temperature=temperature, teacher_head=head)
+        return hl.distillation(divergence=kind, temperature=temperature, teacher_head=head)  # type: ignore[arg-type]
     return hl.distillation(divergence="js", beta=beta, temperature=temperature, teacher_head=head)
 
 

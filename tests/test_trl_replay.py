@@ -38,8 +38,7 @@ RATIOS = tuple(f"headloss/sampling/ratio_{name}" for name in ("min", "mean", "ma
 
 def make(kind: type = rl.GRPO, model: Any = None, more: Any = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    # Type: ignore[attr-defined].
-    config = trl.GRPOConfig if kind in (GRPOTrainer, trl.GRPOTrainer) else kind.config
+    config = trl.GRPOConfig if kind in (GRPOTrainer, trl.GRPOTrainer) else kind.config  # type: ignore[attr-defined]
     return kind(
         model=load(llama()) if model is None else model,
         reward_funcs=reward,
@@ -461,8 +460,7 @@ def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = {"completion_ids": torch.arange(rows), "support_ids": entries}
     shuffled = shuffle_sequence_dict(batch)
     assert size_of(shuffled["support_ids"]) < 16e6
-    # Type: ignore[union-attr].
-    for at, entry in zip(shuffled["completion_ids"].tolist(), shuffled["support_ids"], strict=True):
+    for at, entry in zip(shuffled["completion_ids"].tolist(), shuffled["support_ids"], strict=True):  # type: ignore[union-attr]
         assert entry is entries[at] and len(entry[1]) == lengths[at]
     parts = split_tensor_dict(shuffled, 4)  # type: ignore[arg-type]
     assert sum(size_of(part["support_ids"]) for part in parts) < 16e6

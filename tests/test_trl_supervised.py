@@ -35,8 +35,7 @@ def check(name: str, term: hl.Term | hl.Objective, want: Tensor, leaves, **field
     for keep in (..., labels != -100):
         lengths = torch.tensor(LENGTHS[name])
         segments = None if keep is ... else hl.Segments.from_lengths(lengths)
-        # Type: ignore[arg-type].
-        batch = hl.Batch(labels[keep], segments, **{n: f[keep] for n, f in fields.items()})
+        batch = hl.Batch(labels[keep], segments, **{n: f[keep] for n, f in fields.items()})  # type: ignore[arg-type]
         out = hl.head_loss(hidden[keep], hl.Head(weight), batch, term)
         found = (out.loss, *torch.autograd.grad(out.loss, (hidden, weight)))
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)

@@ -34,8 +34,7 @@ def layouts(**fields: Tensor) -> list[tuple[hl.Batch, Callable[[Tensor], Tensor]
     return [
         (hl.Batch(torch.where(MASK, 0, -100), **poisoned), lambda x: x),  # type: ignore[arg-type]
         (
-            # Type: ignore[arg-type].
-            hl.Batch(torch.zeros(8).long(), hl.Segments.from_lengths(LENGTHS), **packed),
+            hl.Batch(torch.zeros(8).long(), hl.Segments.from_lengths(LENGTHS), **packed),  # type: ignore[arg-type]
             lambda x: x[MASK] if x.shape[:2] == MASK.shape else x,
         ),
     ]

@@ -166,8 +166,7 @@ def test_a_head(name: str) -> None:
 @pytest.mark.parametrize("name", list(inspect.signature(hl.Lora).parameters))
 def test_an_adapter(name: str) -> None:
     fine = {"a": torch.ones(2, H), "b": torch.ones(V, 2), "scaling": 1.0}
-    # Noqa: E731.
-    call = lambda v: used(batch(), CE, head=head(lora=(hl.Lora(**{**fine, name: v}),)))
+    call = lambda v: used(batch(), CE, head=head(lora=(hl.Lora(**{**fine, name: v}),)))  # noqa: E731
     check(name, call, [*NUMBERS, *OTHERS, *tensors()], ("lora.", "lora["))
 
 

@@ -32,8 +32,7 @@ def parallel(size: int, **more: int) -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(size, **more)
     # Megatron's random states need a GPU; dropout is off.
-    # Type: ignore[assignment].
-    random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()
+    random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
 
 
 def check(world: World, function: Any, *args: Any, near: float = NEAR) -> None:

@@ -84,8 +84,7 @@ def batch_of(made: Step, layout: str, totals: Any = None, **more: Tensor) -> hl.
     mask = made["mask"]
     fields = {n: t for n, t in made.items() if n not in ("mask", "logp")} | more
     if layout == "padded":
-        # Type: ignore[arg-type].
-        return hl.Batch(torch.where(mask, 0, -100), totals=totals, **fields)
+        return hl.Batch(torch.where(mask, 0, -100), totals=totals, **fields)  # type: ignore[arg-type]
     packed = {n: t[mask] if t.shape == mask.shape else t for n, t in fields.items()}
     targets = torch.zeros(int(mask.sum()), dtype=torch.int64)
     segments = hl.Segments.from_lengths(mask.sum(1))

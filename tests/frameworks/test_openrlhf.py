@@ -133,8 +133,7 @@ def test_kl_with_unbiased_gradient(
         return peer.masked_mean(values, made["mask"].double(), dim=None)
 
     options: dict[str, Any] = {"bias_corrected": True, "ratio_max": 10} if off_policy else {}
-    # Type: ignore[arg-type].
-    term = hl.kl(estimator=estimator, clamp=10, straight_through=True, **options)
+    term = hl.kl(estimator=estimator, clamp=10, straight_through=True, **options)  # type: ignore[arg-type]
     compare(term, made, loss, 3e-6)
 
 

@@ -138,8 +138,7 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
     data = {"input_ids": torch.zeros(1, 11)}
     want, _ = call(loss, log_p[None], log_q[None], None, data, None, None)
     tail = "truncated" if outside else "renormalized"
-    # Type: ignore[arg-type].
-    terms = {k: hl.distillation(divergence=f"{k}_kl", tail=tail) for k in ("forward", "reverse")}
+    terms = {k: hl.distillation(divergence=f"{k}_kl", tail=tail) for k in ("forward", "reverse")}  # type: ignore[arg-type]
     mixed = 0.3 * terms["forward"] + 0.7 * terms["reverse"]
     fields = {"teacher_topk_ids": ids, "teacher_topk_logps": teacher.log_softmax(1).gather(1, ids)}
     batch = hl.Batch(torch.zeros(10, dtype=torch.int64), **fields)  # type: ignore[arg-type]

@@ -114,8 +114,7 @@ def test_a_missing_set_names_its_sequence(path: str, mode: str, way: str) -> Non
     if way == "a row":
         sets[1] = None
     else:
-        # Type: ignore[index, list-item].
-        sets[0] = [*sets[0][:3], None] if way == "a token" else sets[0][:3]
+        sets[0] = [*sets[0][:3], None] if way == "a token" else sets[0][:3]  # type: ignore[index, list-item]
     tu.assign_non_tensor_stack(data, "support_ids", sets)
     match = f"support_ids: sequence {b} has no set at token {0 if way == 'a row' else 3} of its"
     with pytest.raises(ValueError, match=match):

@@ -39,8 +39,7 @@ def head() -> Any:
     whole.FACTORIES.clear()
 
 
-# Noqa: F811.
-def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any) -> list[Any]:
+def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any) -> list[Any]:  # noqa: F811
     results, engine = [], {name: more.pop(name) for name in ("tied", "packed") if name in more}
     old = old_log_probs(engines(None, **engine))
     settings = {"topk": V, "log_prob_min_clamp": None, **settings}
