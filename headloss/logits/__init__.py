@@ -1,1 +1,1 @@
-"""Sources of logits: each makes the statistics of its logits and their gradient."""
+"""Sources of logits: each source computes the statistics of its logits and the logits' gradient."""

@@ -1,8 +1,10 @@
-"""Gradient accumulators of a linear head: the last two products, and their sums.
+"""Gradient accumulators of a linear head: the products of dL/draw with weights and with features,
+and the sums of these products.
 
-T tokens, n of a block, H hidden width, V vocabulary. Of blocks of tokens the hidden gradient is
-final and the weight gradient is summed; of slabs of columns it is the other way round. Sums are in
-float32 and scaled once, at the end.
+T tokens, n tokens of a block, H hidden width, V vocabulary. For a block of tokens, the hidden
+gradient is final and the weight gradient is summed. For a slab (a slice of vocabulary columns), the
+weight gradient is final and the hidden gradient is summed. Sums are in float32 and scaled once, at
+the end.
 """
 
 from __future__ import annotations
@@ -20,29 +22,32 @@ from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
-ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # its gradient comes in slabs
+ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # A single block: its gradient comes in slabs.
 SHARED = "a sum of hidden gradients"
-GIVE_WAY = 20_000  # clocks, about 11 microseconds, in which a collective gets its multiprocessors
+GIVE_WAY = 20_000  # Clocks, about 11 microseconds, in which a collective gets its multiprocessors.
 
 
 class GradientBuffers(NamedTuple):
-    """The dtype and place of a call's sums of gradients."""
+    """Dtype and destination of a call's gradient sums."""
 
     needs_grad: NeedsGrad
-    accumulate_dtype: torch.dtype  # of the weight gradient over blocks, beside logits in float32
-    main_grad: Tensor | None  # float32 [V, H] that the weight gradient is added to, not returned
-    direct: bool  # blocks are added to it as they come; else their sum is, times the factor
+    # Dtype of the weight gradient's sum over blocks; float64 logits use float64.
+    accumulate_dtype: torch.dtype
+    # Float32 [V, H] that receives the weight gradient, which is then not returned.
+    main_grad: Tensor | None
+    direct: bool  # Add each block to `main_grad` at once; else add the sum, times the factor.
 
 
 class BlockAccumulator:
-    """Gradients that arrive in rows, one block of tokens after another, over all columns. A
-    `single_block` is the whole gradient, so that no wider sum is needed.
+    """Sums of gradients that arrive by blocks of tokens, over all columns. A `single_block` is the
+    whole gradient, so that no wider sum is needed.
 
-    `weights` are the gradients of weights that are wanted, by pair. Those of a tile's columns are
-    added to `totals`, of which the `fresh` ones hold nothing yet.
+    `weights` are the wanted weight gradients, by number of the pair (features, weight). `totals`
+    are their rows for a tile's columns, to which a block is added; totals in `fresh` hold nothing
+    yet.
     """
 
-    by_factor = True  # the factor is missing from `weights` until the end
+    by_factor = True  # The factor is missing from `weights` until the end.
 
     def __init__(
         self,
@@ -68,17 +73,17 @@ class BlockAccumulator:
             elif needs_grad.weights[i]:
                 dtype = weight.dtype if single_block else self.sum_dtype
                 self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
-                if len(weight) > source.vocabulary:  # padding
+                if len(weight) > source.vocabulary:  # Rows of padding.
                     self.weights[i][source.vocabulary :] = 0
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
     def add(self, gradient: LogitGradient) -> None:
-        """Take dL/draw of the next block."""
-        if self.hidden.group is not None:  # the weight gradient hides what ranks do about it
+        """Add dL/draw of the next block."""
+        if self.hidden.group is not None:  # The weight gradient's time hides the ranks' sum.
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
-        else:  # may take the memory of scaled features, once the weight gradient has read them
+        else:  # May overwrite scaled features, which the weight gradient has read.
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 
@@ -107,7 +112,8 @@ class BlockAccumulator:
             pairs.add_to_bias(place)
 
     def finish(self, factor: Tensor | None) -> Gradients:
-        """Gradients times `factor` in the inputs' dtypes: features and weights pairwise, bias."""
+        """Return gradients times `factor` in the inputs' dtypes: features and weights pairwise,
+        then bias."""
         source = self.source
         hidden = self.hidden
         gradients: Gradients = [None] * (2 * len(source.features) + 1)
@@ -118,7 +124,7 @@ class BlockAccumulator:
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
-            if i in self.fresh:  # no block had a gradient
+            if i in self.fresh:  # No block had a gradient.
                 total.zero_()
             if self.by_factor:
                 into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
@@ -136,12 +142,12 @@ class BlockAccumulator:
 
 
 class SlabAccumulator(BlockAccumulator):
-    """Gradients that arrive in slabs of columns over all tokens: `open` a slab, `add` its rows,
-    `close` it.
+    """Sums of gradients that arrive by slabs (slices of vocabulary columns) over all tokens: `open`
+    a slab, `add` its rows, `close` the slab.
 
-    The weight gradient of a slab is summed apart and rounded when it is closed; or, where one
-    addition brings all its tokens (`at_once`), a product straight into its place. The hidden
-    gradient is a sum, over ranks too at the end, in `source.dtype`.
+    A slab's weight gradient is summed in a separate tensor and rounded by `close`. If one addition
+    brings all tokens of a slab (`at_once`), a product writes the weight gradient to its
+    destination. The hidden gradient is a sum in `source.dtype`, at the end also over ranks.
     """
 
     by_factor = False
@@ -154,7 +160,7 @@ class SlabAccumulator(BlockAccumulator):
             self.hidden.totals[i] = features.new_zeros(features.shape, dtype=source.dtype)
 
     def open(self, columns: slice) -> None:
-        """The next slab."""
+        """Start the next slab."""
         self.fresh = set(self.places)
         self.totals = {i: place[columns] for i, place in self.places.items()}
         if not self.at_once:
@@ -162,7 +168,7 @@ class SlabAccumulator(BlockAccumulator):
                 self.totals[i] = torch.empty_like(place, dtype=self.sum_dtype)
 
     def add(self, gradient: LogitGradient) -> None:
-        """Take dL/draw of some rows of the slab."""
+        """Add dL/draw of some rows of the slab."""
         self._add_to_weights(gradient)
         dlogits, rows, columns, *_ = gradient
         for i, total in self.hidden.totals.items():
@@ -173,12 +179,12 @@ class SlabAccumulator(BlockAccumulator):
                 continue
             if isinstance(rows, slice):
                 self.source.products.add_input_gradient_(total[rows], dlogits, weight)
-            else:  # no row twice
+            else:  # No row occurs twice.
                 part = self.source.products.input_gradient(dlogits, weight, total.dtype)
                 total.index_add_(0, rows, part)
 
     def close(self, columns: slice, factor: Tensor | None) -> None:
-        """Put the slab's sums, times `factor`, into their place."""
+        """Write the slab's sums, times `factor`, to their destination."""
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()
@@ -198,11 +204,11 @@ class SlabAccumulator(BlockAccumulator):
 
 
 class HiddenGradient:
-    """The gradients of features, block by block: `totals`, by pair, where one is wanted.
+    """Gradients of features, block by block: `totals` by pair (features, weight), where wanted.
 
-    Where a group of ranks has the vocabulary a block's are summed over these, in float32, while its
-    weight gradient is computed, and before the next one's. Rows are sent whether or not they carry
-    a gradient: skipping is local.
+    If a group of ranks shards the vocabulary, a block's hidden gradient is summed over the ranks,
+    in float32, while the block's weight gradient is computed and before the next block's. All rows
+    are sent, with or without a gradient, since each rank skips rows on its own.
     """
 
     def __init__(
@@ -213,23 +219,24 @@ class HiddenGradient:
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.blocks = iter(blocks)
         self.totals = dict[int, Tensor]()
-        self.factors = dict[int, Tensor]()  # of the rows of totals, still missing there
-        for i in self.wanted if len(blocks) != 1 else ():  # else it is that of the block
+        self.factors = dict[int, Tensor]()  # Factors that the rows of `totals` still lack.
+        for i in self.wanted if len(blocks) != 1 else ():  # A single block's gradient is the total.
             features = source.features[i]
-            self.totals[i] = features.new_empty(features.shape)  # in rows, whatever their layout
-        # Sums that are under way: of which pair, the work, its buffer, and where that goes.
+            # Contiguous rows, whatever the layout of the features.
+            self.totals[i] = features.new_empty(features.shape)
+        # Sums under way: the pair, the work, its buffer, and the rows of `totals` to write.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:
-        """Take dL/draw of the next block."""
+        """Add dL/draw of the next block."""
         self.settle()
         source = self.source
         block = next(self.blocks).rows
         dlogits, rows, _, multiple, memory, pairs = gradient
         places = rows - block.start if isinstance(rows, Tensor) else None
-        if self.group is not None:  # the weight gradient has not read the scaled features yet
+        if self.group is not None:  # The weight gradient has not read the scaled features yet.
             memory = None
-        for i in self.wanted:  # all rows of the block, 0 where there is no gradient
+        for i in self.wanted:  # Write all rows of the block, 0 in rows without a gradient.
             weight = source.weights[i]
             dtype = source.features[i].dtype if self.group is None else source.dtype
             part = source.products.input_gradient(dlogits, weight, dtype, memory)
@@ -258,7 +265,7 @@ class HiddenGradient:
             work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
-                # A product that followed at once would take every multiprocessor until it ends.
+                # Without a pause, the next product would occupy every multiprocessor until its end.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
@@ -267,6 +274,6 @@ class HiddenGradient:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # not rounded before it is scaled
+            else:  # Not rounded before scaling.
                 self.totals[i] = value
         self.pending = []

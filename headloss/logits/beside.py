@@ -1,7 +1,7 @@
-"""Measurements of the tiles beside the statistics, in the same sweep. Each stands in
-`Statistics.extras` by its key, and the inputs of its gradient by (key, "vjp").
+"""Measurements of logit tiles in addition to the statistics, in one pass. `Statistics.extras` holds
+each measurement by its key, and the inputs of its gradient by (key, "vjp").
 
-T tokens, n of a step, v columns of a tile, K chosen columns, P pairs of a support.
+T tokens, n tokens of a step, v columns of a tile, K chosen columns, P pairs of a support.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from ..statistics.softmax import (
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
-CandidateState = tuple[Tensor, SoftmaxState | None]  # z of the columns, and the others' state
+# Pair of the columns' z and the state of all other columns.
+CandidateState = tuple[Tensor, SoftmaxState | None]
 
 
 class LogitTile(NamedTuple):
-    """Logits of some tokens in a slab of columns."""
+    """Logits of some tokens in a slab (a slice of vocabulary columns)."""
 
-    raw: Tensor  # [n, v]
-    first: int  # column of the whole vocabulary
+    raw: Tensor  # Shape [n, v].
+    first: int  # First column, in the whole vocabulary.
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """[n, K] of the columns `ids`, 0 where they lie outside."""
+        """Return z [n, K] of the columns `ids`, 0 for columns outside of the tile."""
         inside = (ids >= self.first) & (ids < self.first + self.raw.shape[1])
         columns = torch.where(inside, ids - self.first, 0)
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
@@ -46,7 +47,7 @@ class LogitTile(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """The state of all columns but `without` [n, K], and of those that gave `onto`."""
+        """Return the state of all columns but `without` [n, K], merged with the state `onto`."""
         if without is not None:
             without = without - self.first
         forward = Forward(None, 0, transform, NOTHING)
@@ -56,12 +57,13 @@ class LogitTile(NamedTuple):
 class Pairs(NamedTuple):
     """Logits of some tokens in the columns of their support alone."""
 
-    raw: Tensor  # [P]
+    raw: Tensor  # Shape [P].
     support: Support
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """[n, K] of the columns `ids`, as of a tile; -inf outside of a token's support."""
+        """Return z [n, K] of the columns `ids`: 0 for a column outside of the window, else -inf for
+        a column outside of the token's support."""
         places, inside, _ = self.find(ids)
         z = transform(self.raw[places])
         column = ids - self.support.first
@@ -71,18 +73,20 @@ class Pairs(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """The state of all pairs but those of the columns `without`; this tile is the only one."""
+        """Return the state of all pairs but those of the columns `without`; a support has only one
+        tile."""
         support = self.support if without is None else self.find(without)[2]
         forward = Forward(self.nowhere, 0, transform, NOTHING)
         return self.acts.support_partials(self.raw, support, forward)
 
     @property
     def nowhere(self) -> Tensor:
-        """[n] targets that are in no column."""
+        """Return targets [n] that lie in no column."""
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """[n, K] the pair of each column, and whether there is one; and the other pairs."""
+        """Return the pair [n, K] of each column, the mask [n, K] of columns that have a pair, and
+        the support of all other pairs."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -93,78 +97,81 @@ class Pairs(NamedTuple):
         pairs = order[place]
         present = (ids >= 0) & (key[place] == sought)
         chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
-        # An empty slot, in place of those that are chosen.
+        # The chosen pairs become empty slots.
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
 def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
-    """The normalizer over the whole vocabulary, from the state of a rank's slice."""
+    """Return the normalizer over the whole vocabulary, from the state of a rank's slice."""
     return finish(shard.merge(partials), 1, NOTHING)[1]
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """[n] each: the inputs of the gradient of a teacher or of candidates."""
+    """Return the inputs of the gradient of a teacher or of candidates, [n] each."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
-    """sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice the log-sum-exp."""
+    """Measurement of sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice the
+    log-sum-exp."""
 
-    transform: Transform  # at half the temperature
-    shard: WholeVocabulary  # this rank's slice
+    transform: Transform  # Transform at half the temperature.
+    shard: WholeVocabulary  # This rank's slice.
     key = COLLISION
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> None:
-        """None: sum p^2 has no gradient."""
+        """Return None: sum p^2 has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
-        """The measurement of some of the tokens."""
+        """Return the measurement of some of the tokens."""
         return self._replace(transform=self.transform.rows(index))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: SoftmaxState | None
     ) -> SoftmaxState:
-        """The state after more of the logits of some tokens."""
+        """Return the state after further logits of some tokens."""
         return logits.state(self.transform.rows(rows), state)
 
     def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
-        """[n] sum p^2, after the last tile."""
+        """Return sum p^2 [n], after the last tile."""
         twice = normalizer_of(self.shard, state)
         peak, log_sum = normalizer
         return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
 
 
 class Candidates(NamedTuple):
-    """Log-probs of K columns of each token, and of all others, in a softmax of tiles' logits."""
+    """Measurement of the log-probs of K columns of each token, and of the tail (all other columns),
+    in a softmax of tiles' logits."""
 
-    key: object  # of the [n, K + 1] log-probs and of their slopes; the rest's are the last
-    ids: Tensor  # [T, K] columns of the whole vocabulary; those of empty slots are below 0
-    transform: Transform  # of the softmax
-    # It is the head's own, and its share of c_prob is in the coefficients. Log-probs of another one
-    # are in float64, so that slopes that cancel keep their digits.
+    key: object  # Key of log-probs and slopes [n, K + 1], with the tail last.
+    ids: Tensor  # Columns [T, K] of the whole vocabulary; empty slots are below 0.
+    transform: Transform  # Transform of the softmax.
+    # True for the head's softmax, whose share of c_prob is in the coefficients. Log-probs of
+    # another softmax are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
-    tail: bool  # the rest is asked for; else its log-prob stays 0
-    shard: WholeVocabulary  # this rank's slice
+    tail: bool  # The tail is wanted; if not, its log-prob stays 0.
+    shard: WholeVocabulary  # This rank's slice.
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> Tensor | None:
-        """[n, K + 1] slopes of `value`, None without any."""
+        """Return the slopes [n, K + 1] of `value`, or None without slopes."""
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
-        """The measurement of some of the tokens."""
+        """Return the measurement of some of the tokens."""
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
-        """[n, K] as columns of a tile; empty slots and other tiles' columns lie outside of it."""
+        """Return the columns' numbers [n, K] in a tile; empty slots and other tiles' columns lie
+        outside."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: CandidateState | None
     ) -> CandidateState:
-        """z of the columns, 0 for columns outside of the tiles so far, and the state of the other
-        columns."""
+        """Return z of the columns, 0 for columns outside of the tiles so far, and the state of all
+        other columns."""
         ids = self.ids[rows].long()
         transform = self.transform.rows(rows)
         z = logits.at(ids, transform)
@@ -177,8 +184,8 @@ class Candidates(NamedTuple):
         return z, others
 
     def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
-        """[n, K + 1] log-probs after the last tile, and the rest's normalizer; `normalizer` is that
-        of the head's softmax."""
+        """Return log-probs [n, K + 1] after the last tile, and the tail's normalizer. `normalizer`
+        is that of the head's softmax."""
         z, others = state
         peak, log_sum = normalizer
         of_tail = normalizer
@@ -198,7 +205,8 @@ class Candidates(NamedTuple):
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
     ) -> None:
-        """Add the part of slopes [n, K + 1] to values [P], the rest of dL/draw of pairs."""
+        """Add the candidates' part of dL/draw, from slopes [n, K + 1], to dL/draw of pairs, values
+        [P]."""
         transform = self.transform.rows(rows)
         pairs, present, others = logits.find(self.ids[rows].long())
         chosen = transform.vjp_(slopes[:, :-1].to(values.dtype, copy=True), logits.raw[pairs])
@@ -212,8 +220,9 @@ class Candidates(NamedTuple):
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
-        """[P] dL/draw of pairs of all tokens and columns, beside the multiple of dlogp/draw that
-        has the same c_prob: the slopes', and less their sum at the target. Not for the rest."""
+        """Return dL/draw of pairs [P] in addition to the multiple of dlogp/draw with the same
+        c_prob: each slope at its candidate, and minus the slopes' sum at the target. The tail's
+        slope is left out."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None
@@ -228,8 +237,8 @@ class Candidates(NamedTuple):
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
     def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """The vjp's record for slopes [n, K + 1] of `value` on a tile."""
-        if not self.heads_own:  # slopes of log-probs to those of logits
+        """Return the record of the gradient on a tile, for slopes [n, K + 1] of `value`."""
+        if not self.heads_own:  # Turn slopes of log-probs into slopes of logits.
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)
         return StoredTopk(

@@ -1,4 +1,4 @@
-"""Logits that exist already, and the place of their gradient.
+"""Given logits, which exist before the call, and the destination of their gradient.
 
 N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 """
@@ -20,29 +20,29 @@ from .rows import ALL, Gradients, LogitGradient, Rows, Tensors
 
 
 class View:
-    """[.., V] logits in any float dtype and layout, by packed token; `index` [T] is the position of
-    each, None: all N in order."""
+    """Access by packed token to [.., V] logits in any float dtype and layout. `index` [T] is each
+    token's position; None: all N positions in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
         self.logits = logits
         self.index = index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
-        except RuntimeError:  # for strides that allow no flat view
+        except RuntimeError:  # The strides allow no flat view.
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:
-        """The view of some of the tokens."""
+        """Return the view of some of the tokens."""
         return View(self.logits, index if self.index is None else self.index[index])
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
-        """The index of tokens in `tensor`; consecutive rows of a flat view stay a slice."""
+        """Return the index of tokens in `tensor`; consecutive rows of a flat view stay a slice."""
         if self.index is None and self.tensor.dim() == 2:
             return (rows,)
         return self.coordinates(rows)
 
     def coordinates(self, rows: Rows = ALL) -> tuple[Tensor, ...]:
-        """The index of tokens in `tensor`, a vector for each dimension."""
+        """Return the index of tokens in `tensor`, a vector for each dimension."""
         positions = self.index
         inner = list[Tensor]()
         if positions is None:
@@ -54,29 +54,29 @@ class View:
         return positions, *inner
 
     def read(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """[n, v] logits as they are, in their own memory where rows are consecutive."""
+        """Return logits [n, v] as given, without a copy where rows are consecutive."""
         return self.tensor[(*self.place(rows), columns)]
 
     def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
-        """Write [n, v] to some rows and columns."""
+        """Write values [n, v] to some rows and columns."""
         self.tensor[(*self.place(rows), columns)] = values
 
     def rows(self) -> LogitRows:
-        """The offset of each token's row, for kernels."""
+        """Return the offset of each token's row, for kernels."""
         strides = self.tensor.stride()[:-1]
         offsets: Any = sum(at * s for at, s in zip(self.coordinates(), strides, strict=True))
         return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
 
 
 class GivenLogits(LogitSource):
-    """Copies of given logits, a tile at a time, for any backend and teacher. Their gradient goes to
-    a tensor of its own, or `overwrites` the logits; `order` is that of tokens, a `Packing`."""
+    """Copies of given logits, tile by tile, for any backend and teacher. The gradient goes to a new
+    tensor or, with `overwrites`, into the logits. `order`, a `Packing`, is the order of tokens."""
 
     def __init__(
         self, tensors: Tensors, context: RowContext, *, order: Packing, overwrites: bool
     ) -> None:
         super().__init__(context)
-        (logits,) = tensors  # [.., V]
+        (logits,) = tensors  # Shape [.., V].
         assert logits is not None
         self.view = View(logits, order.index)
         self.order = order
@@ -87,7 +87,7 @@ class GivenLogits(LogitSource):
         return self.view.read(rows, columns).to(self.dtype, copy=True)
 
     def room(self) -> View:
-        """The gradient's place, with zeros at unscored positions."""
+        """Return the gradient's destination, with zeros at unscored positions."""
         total = self.view.logits if self.overwrites else torch.empty_like(self.view.logits)
         if self.order.unscored is not None:
             View(total, self.order.unscored).write(ALL, ALL, 0)
@@ -95,7 +95,7 @@ class GivenLogits(LogitSource):
 
 
 class GivenAccumulator:
-    """The gradient of given logits, a tile at a time."""
+    """Accumulator of the gradient of given logits, tile by tile."""
 
     def __init__(self, source: GivenLogits) -> None:
         self.view = source.room()
@@ -117,7 +117,7 @@ class GivenAccumulator:
 
 
 class WrittenGradient(NamedTuple):
-    """The gradient of given logits where a kernel wrote it."""
+    """Gradient of given logits, written by a kernel."""
 
     out: LogitRows
     acts: Kernels
@@ -129,15 +129,15 @@ class WrittenGradient(NamedTuple):
 
 
 class InPlaceLogits(GivenLogits):
-    """Given logits that a kernel reads where they lie: all rows and columns for the statistics, and
-    once more for the gradient, which it writes."""
+    """Given logits that a kernel reads in place: all rows and columns for the statistics, and once
+    more for the gradient, which the kernel writes."""
 
     def measure(self) -> Measured:
-        """The statistics of all tokens."""
+        """Return the statistics of all tokens."""
         return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
 
     def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
-        """The gradient of coefficients, after their statistics."""
+        """Return the gradient of coefficients, by a launch after the statistics' launch."""
         out = self._out()
         self._walk(None, out, coefficients, None, normalizer)
         return WrittenGradient(out, self.acts)
@@ -145,17 +145,18 @@ class InPlaceLogits(GivenLogits):
     def both(
         self, coefficients: Coefficients, slopes: Tensor | None
     ) -> tuple[Measured, WrittenGradient]:
-        """Statistics and gradient in one launch: of coefficients at an entropy of 0, and `slopes`
-        [P, 5, T] in closed form."""
+        """Return statistics and gradient from one launch. `coefficients` are those at an entropy of
+        0; `slopes` [P, 5, T] are in closed form."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)
 
     def _out(self) -> LogitRows:
-        """The gradient's rows, those of `room`."""
+        """Return the rows of the gradient's destination, the tensor of `room`."""
         view = self.room()
         if self.overwrites:
-            torch.autograd.graph.increment_version(view.logits)  # autograd misses kernels
+            # Autograd does not see a kernel's writes.
+            torch.autograd.graph.increment_version(view.logits)
         return view.rows()
 
     def _walk(
@@ -166,7 +167,7 @@ class InPlaceLogits(GivenLogits):
         slopes: Tensor | None = None,
         normalizer: Normalizer | None = None,
     ) -> SoftmaxState | None:
-        """One launch, see `Walk`."""
+        """Run one launch, see `Walk`."""
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         softmax = None if coefficients is None else coefficients.softmax
         walk = (self.view.rows(), out, self.order.live, *tokens, softmax, slopes, normalizer)

@@ -25,13 +25,14 @@ from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, SourceTile, compact_, steps
 
 R = TypeVar("R", Forward, Backward)
-DENSE_SHARE = 15 / 16  # rows of a GPU: to leave out fewer costs more than it saves
+DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows does not pay.
 
 
 class NeedsGrad(NamedTuple):
-    """A flag for each of a source's tensors, in the source's order: it needs a gradient."""
+    """Flags of a source's tensors, in the source's order: True for a tensor that needs a
+    gradient."""
 
-    features: tuple[bool, ...]  # or the logits alone
+    features: tuple[bool, ...]  # Features, or given logits alone.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -41,19 +42,20 @@ class NeedsGrad(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """The tokens and the backend of a source of logits."""
+    """Tokens and backend of a source of logits."""
 
     acts: Kernels
-    targets: Tensor  # [T] columns of the whole vocabulary
-    transform: Transform  # its temperature is a number or [T]
-    needs: frozenset[str]  # statistics
-    shard: WholeVocabulary  # this rank's slice
-    all_columns: bool = False  # the slice is all of it, and all targets are known to lie in it
-    beside: tuple[Any, ...] = ()  # measurements beside the statistics, see `measuring`
-    products: Products = PLAIN  # for logits and dX; fixed, where a row's bits are to be its own
+    targets: Tensor  # Columns [T] of the whole vocabulary.
+    transform: Transform  # The temperature is a number or [T].
+    needs: frozenset[str]  # Names of statistics.
+    shard: WholeVocabulary  # This rank's slice.
+    all_columns: bool = False  # The slice is the whole vocabulary and contains all targets.
+    beside: tuple[Any, ...] = ()  # Measurements in addition to the statistics, see `measuring`.
+    # Products for logits and dX; of fixed order where a row's bits must not depend on other rows.
+    products: Products = PLAIN
 
     def take(self, index: Tensor) -> RowContext:
-        """The context of some of the tokens."""
+        """Return the context of some of the tokens."""
         return self._replace(
             targets=self.targets[index],
             transform=self.transform.rows(index),
@@ -61,7 +63,7 @@ class RowContext(NamedTuple):
         )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """The inputs of a tile's statistics, beside its logits."""
+        """Return the inputs of a tile's statistics, without its logits."""
         first = self.shard.first + (columns.start or 0)
         transform = self.transform.rows(rows)
         return Forward(self.targets[rows], first, transform, self.needs)
@@ -69,10 +71,11 @@ class RowContext(NamedTuple):
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """The inputs of a tile's gradient, beside its logits."""
+        """Return the inputs of a tile's gradient, without its logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        logits = isinstance(inputs.tile, Tensor) and not extras  # `part_gradient_` takes any
+        # With extras, `part_gradient_` accepts any logits.
+        logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
             self.shard.first + (columns.start or 0),
@@ -85,14 +88,15 @@ class RowContext(NamedTuple):
         )
 
     def measured(self, partials: SoftmaxState | None) -> Measured:
-        """The statistics over the whole vocabulary, from partials of this rank's slice."""
+        """Return the statistics over the whole vocabulary, from partials of this rank's slice."""
         assert partials is not None
         return self.shard.measured(self.acts, partials, self.needs)
 
 
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
-    """[K] the rows that carry a gradient, of [n] bool, ascending; None if leaving out the others
-    (with coefficients of 0) does not pay. `count`: the number K, if under way."""
+    """Return the rows [K] that carry a gradient, ascending, from the mask `live` [n]; None if
+    leaving out the remaining rows, whose coefficients are 0, does not pay. `count`: the host's copy
+    of K, if under way."""
     if live is None:
         return None
     most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
@@ -103,35 +107,37 @@ def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | No
 
 
 class LogitSource:
-    """Statistics and gradient of raw logits in float32 or float64, which a subclass makes."""
+    """Statistics and gradient of raw logits in float32 or float64; a subclass computes the
+    logits."""
 
-    dtype: torch.dtype  # of statistics and of raw logits
-    gradient_dtype: torch.dtype | None = None  # of dL/draw; None: as the logits
-    additions: int = 1  # in which the weight gradient of a block of tokens comes
+    dtype: torch.dtype  # Dtype of statistics and of raw logits.
+    gradient_dtype: torch.dtype | None = None  # Dtype of dL/draw; None: the dtype of the logits.
+    additions: int = 1  # Number of additions that bring a block's weight gradient.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
         self.acts = context.acts
-        self.vocabulary: int = context.shard.size  # columns of this slice
+        self.vocabulary: int = context.shard.size  # Columns of this slice.
         self.beside = context.beside
 
     def __len__(self) -> int:
         return self.context.targets.shape[0]
 
     def raw(self, rows: Rows, columns: slice = ALL) -> Tensor:
-        """[n, v] raw logits in memory of their own."""
+        """Return raw logits [n, v] in new memory."""
         raise NotImplementedError
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, SourceTile]:
-        """All measurements of some tokens over the whole vocabulary; and, with `keep`, the part of
-        their logits that the gradient takes, which are then one tile."""
+        """Return all measurements of some tokens over the whole vocabulary. With `keep`, also
+        return the part of the tokens' logits that the gradient needs; `tiles` is then a single
+        tile."""
         partials: SoftmaxState | None = None
         raw = tile = None
         states: list[Any] = [None] * len(self.beside)
         for columns in tiles:
-            raw = tile = None  # before the next one is made
+            raw = tile = None  # Free the tile before the next tile is computed.
             raw = self.raw(rows, columns)
             forward = self.context.forward(rows, columns)
             tile = LogitTile(raw, forward.first, self.acts)
@@ -141,7 +147,8 @@ class LogitSource:
         return self.completed(rows, measured, states), raw if keep else None
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
-        """The measurements with those beside the statistics, and the inputs of their gradient."""
+        """Add the measurements other than statistics, and the inputs of their gradient, to
+        `measured`."""
         stats, normalizer = measured
         if PEAK in self.context.needs:
             stats.extras[PEAK] = normalizer.max_logit.clone()
@@ -150,8 +157,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """dL/draw of a tile's rows that carry a gradient. That of all rows is queued before the
-        host reads the number: the products follow at once."""
+        """Return dL/draw of the tile's rows that carry a gradient. The gradient of all rows is
+        queued before the host reads the number of these rows, so that the products follow at
+        once."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         count = None if live is None else HostCopy(live.sum(0, keepdim=True))
@@ -162,14 +170,14 @@ class LogitSource:
         return LogitGradient(compact_(gradient, index), index + (rows.start or 0), columns)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
-        """dL/draw of a tile, teachers' part included, in the tile's memory."""
+        """Return dL/draw of a tile, teachers' part included, in the tile's memory."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
         extras = inputs.coefficients.extras
         parts = [part for part in self.beside if part.slopes(extras) is not None]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        for part in parts:  # all but the last need the student's logits unchanged
+        for part in parts:  # All parts but the last need the student's logits unchanged.
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
             gradient = self.acts.part_gradient_(raw, of_part, gradient, last)
@@ -177,16 +185,18 @@ class LogitSource:
 
 
 class LinearLogits(LogitSource):
-    """Raw logits from products, the head's own, then one pair per adapter; for any backend, dtype
-    and teacher."""
+    """Raw logits from products, first the head's and then one product per adapter, for any backend,
+    dtype and teacher."""
 
     def __init__(
         self,
-        tensors: Sequence[Any],  # features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None
+        tensors: Sequence[Any],  # Features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None.
         context: RowContext,
         *,
-        compute_dtype: torch.dtype | None = None,  # of products; None: the tensors' own (autocast)
-        logits_dtype: torch.dtype | None = None,  # logits are rounded to; None: are not
+        # Dtype of products; None: the tensors' dtype (autocast).
+        compute_dtype: torch.dtype | None = None,
+        # Logits are rounded to this dtype; None: no rounding.
+        logits_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(context)
         self.products = context.products
@@ -194,7 +204,7 @@ class LinearLogits(LogitSource):
         self.features = pairs[::2]
         self.full_weights = pairs[1::2]
         self.logits_dtype, scored = logits_dtype, slice(self.vocabulary)
-        self.weights = [weight[scored] for weight in self.full_weights]  # other rows are padding
+        self.weights = [weight[scored] for weight in self.full_weights]  # Further rows are padding.
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
@@ -203,7 +213,7 @@ class LinearLogits(LogitSource):
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
     def take(self, index: Tensor) -> LinearLogits:
-        """The same head on some of the tokens, gathered."""
+        """Return this head on some of the tokens, gathered."""
         some = copy(self)
         LogitSource.__init__(some, self.context.take(index))
         some.features = [features[index] for features in self.features]
@@ -212,11 +222,11 @@ class LinearLogits(LogitSource):
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
-        # Both models' logits are in memory for some of the tokens at once.
+        # Only some of the tokens have both models' logits in memory at once.
         v = len(self.weights[0][columns])
         count = rows.stop - rows.start
         dtype = self.gradient_dtype
-        width = v if dtype is None else 8 * -(-v // 8)  # rows of whole 16 bytes
+        width = v if dtype is None else 8 * -(-v // 8)  # Rows of whole 16 bytes.
         gradient = self.features[0].new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
             at = slice(rows.start + part.start, rows.start + part.stop)
@@ -224,15 +234,16 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """The arguments of an act with its own product, which adds the bias of these columns."""
+        """Return the arguments of an act with the bias of these columns, for acts that compute a
+        product."""
         if self.bias is None:
             return arguments
         transform = replace(arguments.transform, bias=self.bias[columns])
         return arguments._replace(transform=transform)
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Raw logits; the widest product comes last, since its time hides the reading of the
-        others."""
+        """Return raw logits. The widest product comes last: its time hides the read of the narrower
+        products' sum."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             out = self.products.logits(features[rows], weight[columns], out).to(self.dtype)
@@ -243,9 +254,11 @@ class LinearLogits(LogitSource):
 
 
 class ExpLogits(LinearLogits):
-    """exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
+    """Exp logits exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
 
-    on_chip = False  # sweeps give the statistics, and with `keep` the sums of the hidden gradient
+    # Sweeps (passes over tiles that never leave the chip) give the statistics and, with `keep`, the
+    # sums of the hidden gradient.
+    on_chip = False
 
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
@@ -265,7 +278,7 @@ class ExpLogits(LinearLogits):
             else:
                 partials = self.acts.product_partials(x, weight, forward, tile)
                 measured = self.context.measured(partials)
-        states = [  # of candidates without their tail, whose transform is the head's
+        states = [  # States of candidates without a tail, whose transform is the head's.
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
         ]
@@ -277,7 +290,7 @@ class ExpLogits(LinearLogits):
         backward = self.context.backward(rows, columns, inputs)
         if isinstance(inputs.tile, ExpTile):
             return self._of_terms(rows, inputs, inputs.tile, backward)
-        # The product that would make the logits again makes their gradient.
+        # The product that would recompute the logits writes their gradient.
         x = self.features[0][rows]
         weight = self.weights[0][columns]
         gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
@@ -286,7 +299,8 @@ class ExpLogits(LinearLogits):
         return LogitGradient(gradient, rows, columns)
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
-        """The candidates' columns, if they carry a gradient; no other measurement is beside."""
+        """Return the candidates' columns if they carry a gradient; the source then measures nothing
+        else."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -296,8 +310,8 @@ class ExpLogits(LinearLogits):
     def _of_terms(
         self, rows: slice, inputs: BackwardInputs, exp_tile: ExpTile, backward: Backward
     ) -> LogitGradient:
-        """dL/draw from exp logits. All but the products is queued before the host reads the number
-        of rows, and most of it runs meanwhile: the products follow at once."""
+        """Return dL/draw from exp logits. All kernels but the products are queued before the host
+        reads the number of rows, and most of them run meanwhile: the products follow at once."""
         acts = self.acts
         x = self.features[0][rows]
         live = inputs.live
@@ -307,7 +321,7 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # s e but for the targets
+        # Here dL/draw is s e in all columns but the targets.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
@@ -329,26 +343,29 @@ class ExpLogits(LinearLogits):
 
 
 class NarrowLogits(ExpLogits):
-    """Logits of a narrow head, in tiles that never leave the chip; all results come from sweeps."""
+    """Logits of a narrow head, in tiles that never leave the chip; sweeps over these tiles give all
+    results."""
 
     on_chip = True
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Of a slab beside candidates: by the product's epilogue where it takes these operands."""
+        """Return dL/draw of a slab, for candidates: by the epilogue of a product if `can_fuse`
+        accepts the operands."""
         takes = self.acts.can_fuse(self.features[0], self.weights[0])
         of = ExpLogits if takes else LinearLogits
         return of.logit_gradient(self, rows, columns, inputs)
 
     def add_to(
         self,
-        sums: Any,  # SlabAccumulator
-        inputs: BackwardInputs,  # of all tokens
-        tiles: Sequence[SourceTile],  # each block's sums; none: hidden states take a sweep again
+        sums: Any,  # A `SlabAccumulator`.
+        inputs: BackwardInputs,  # Inputs of all tokens.
+        # Each block's sums; if empty, a second sweep gives the hidden gradient.
+        tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,
-        factor: Tensor | None,  # of the weight's gradient
+        factor: Tensor | None,  # Factor of the weight's gradient.
     ) -> None:
-        """Put the gradients in their places; rows without one leave the weight's sweep alone."""
+        """Add the gradients to `sums`; the weight's sweep leaves out rows without a gradient."""
         x = self.features[0]
         weight = self.weights[0]
         shifted = [tile for tile in tiles if isinstance(tile, ShiftedSums)]

@@ -1,6 +1,7 @@
-"""dL/draw of some tokens, as kernels write it and the last two products read it.
+"""Gradient dL/draw of some tokens, as kernels write it and as the products with weights and
+features read it.
 
-K of a block's n tokens, v columns, H hidden width.
+n tokens of a block, K of these tokens with a gradient, v columns, H hidden width.
 """
 
 from __future__ import annotations
@@ -14,95 +15,98 @@ from ..kernels.interface import ExpTile, Kernels, Measured, ShiftedSums, Support
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
-Rows = slice | Tensor  # of a source's tokens
-# The part of a block's logits that a source leaves for their gradient: the logits, exp logits,
-# sums of a narrow head, or those of a support (`SupportLogits`).
+Rows = slice | Tensor  # Rows of a source's tokens.
+# The part of a block's logits that a source keeps for the gradient: the logits, exp logits, sums of
+# a narrow head, or the logits of a support (`SupportLogits`).
 SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
-Tensors = Sequence[Tensor | None]  # of a source, in the order of its gradients
+Tensors = Sequence[Tensor | None]  # Tensors of a source, in the order of its gradients.
 Gradients = list[Tensor | None]
-ALL = slice(None)  # compared by `is`: a cut by this would be an operation
+ALL = slice(None)  # Compared by `is`: indexing by ALL would be an operation.
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of the gradient of some tokens' logits, beside these."""
+    """Inputs of the gradient of some tokens' logits, without the logits."""
 
     measured: Measured
     coefficients: Coefficients
-    tile: SourceTile = None  # used up by the gradient
-    live: Tensor | None = None  # [n] bool, where those without gradient may be left out
+    tile: SourceTile = None  # The gradient may overwrite the tile.
+    live: Tensor | None = None  # Mask [n] of rows with a gradient; None: leave no rows out.
 
     def rows(self, rows: Rows) -> BackwardInputs:
-        """The inputs of some of the tokens, without a tile."""
+        """Return the inputs of some of the tokens, without a tile."""
         return BackwardInputs(self.measured.rows(rows), self.coefficients.rows(rows))
 
 
 class PairGradient(NamedTuple):
-    """dL/draw of pairs of a token and a column, for products over pairs."""
+    """Gradient dL/draw of pairs of a token and a column, for products over pairs."""
 
-    dlogits: Tensor  # [P]
+    dlogits: Tensor  # Shape [P].
     support: Support
-    by_column: tuple[Tensor, Support]  # [P] their order, and the tokens of each column
-    rows: Rows  # the tokens
+    # Order [P] of pairs by column, and the tokens of each column.
+    by_column: tuple[Tensor, Support]
+    rows: Rows  # Rows of the tokens.
     acts: Kernels
 
     def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
-        """total [T, H] += dlogits @ weight, of these tokens."""
+        """Add dlogits @ weight of these tokens to total [T, H]."""
         if isinstance(self.rows, slice):
             self.into_hidden(total[self.rows], weight, add=True)
         else:
             part = total.new_empty(len(self.rows), total.shape[1])
             self.into_hidden(part, weight)
-            total.index_add_(0, self.rows, part)  # no row twice
+            total.index_add_(0, self.rows, part)  # No row occurs twice.
 
     def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
-        """total [n, H] = dlogits @ weight, or added to it."""
+        """Write dlogits @ weight to total [n, H] or, with `add`, add the product to total."""
         self.acts.support_sums(self.dlogits, weight, self.support, total, add)
 
     def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
-        """total [v, k] = dlogits.T @ features of all tokens, or added to it."""
+        """Write dlogits.T @ features of all tokens to total [v, k] or, with `add`, add the product
+        to total."""
         order, columns = self.by_column
         x = features[self.rows]
         self.acts.support_sums(self.dlogits[order], x, columns, total, add, uneven=True)
 
     def add_to_bias(self, total: Tensor) -> None:
-        """total [v] += the sum of dlogits."""
+        """Add the sum of dlogits over tokens to total [v]."""
         one = self.dlogits.new_ones(self.by_column[1].size, 1)
         self._replace(rows=ALL).into_weight(total.unsqueeze(1), one, add=True)
 
 
 class LogitGradient(NamedTuple):
-    """dL/draw of some rows and columns, for the products."""
+    """Gradient dL/draw of some rows and columns, for the products."""
 
-    dlogits: Tensor  # [K, v]
+    dlogits: Tensor  # Shape [K, v].
     rows: Rows
     columns: slice = ALL
-    multiple: Tensor | None = None  # [K] of dlogits, that is still missing
-    features: Tensor | None = None  # [K, H] rows of hidden states, times `multiple` already
-    pairs: PairGradient | None = None  # other rows' gradients, in a few columns each
+    multiple: Tensor | None = None  # Factors [K] that dlogits still lack.
+    features: Tensor | None = None  # Hidden states [K, H], already times `multiple`.
+    pairs: PairGradient | None = None  # Gradients of further rows, in a few columns each.
 
     def at(self, index: Tensor) -> LogitGradient:
-        """The same rows where token i is token index[i]."""
+        """Return the gradient for tokens renumbered from i to index[i]."""
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 
 
 class GradientSums(Protocol):
-    """The gradients of a source's tensors, complete but for a factor."""
+    """Gradients of a source's tensors, complete but for a factor."""
 
     def finish(self, factor: Tensor | None) -> Gradients:
-        """The gradients times `factor`, in the tensors' dtypes and order."""
+        """Return the gradients times `factor`, in the tensors' dtypes and order."""
         ...
 
 
 class Accumulator(GradientSums, Protocol):
-    """The sums of a source's gradient, a tile at a time."""
+    """Sums of a source's gradient, a tile at a time."""
 
     def add(self, gradient: LogitGradient) -> None:
-        """Take dL/draw of the next rows or columns."""
+        """Add dL/draw of the next rows or columns."""
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:
-    """Measurements of several blocks as one, each vector by `make` of the blocks' vectors."""
+    """Return measurements of several blocks as one record: `make` combines a list of vectors, one
+    vector per block, to a vector."""
     stats = [m.stats for m in several]
     named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
     beside = {key: make([s.extras[key] for s in stats]) for key in stats[0].extras}
@@ -113,14 +117,14 @@ def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Me
 
 
 def steps(total: int, step: int) -> list[slice]:
-    """Consecutive slices of at most `step`."""
+    """Return consecutive slices of at most `step` numbers that cover `total`."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 
 def compact_(raw: Tensor, index: Tensor) -> Tensor:
-    """Move rows to the front of the same memory; `index` ascends."""
+    """Return rows of `raw`, moved to the front of the same memory; `index` ascends."""
     block = max(1, (1 << 22) // max(1, raw.shape[1]))
     for start in range(0, len(index), block):
         rows = index[start : start + block]
-        raw[start : start + len(rows)] = raw[rows]  # read in full before it is written
+        raw[start : start + len(rows)] = raw[rows]  # PyTorch reads the rows in full before writing.
     return raw[: len(index)]

@@ -1,7 +1,7 @@
-"""A softmax that runs over a few columns of each token: K dot products in place of V.
+"""Softmax over a few columns of each token, the token's support: K dot products in place of V.
 
-T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. Tokens without
-columns of their own have the whole vocabulary: their logits are those of the source beside.
+T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. The softmax of a
+token without a support runs over the whole vocabulary, by an ordinary `LinearLogits`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, Source
 
 
 class SupportTile(NamedTuple):
-    """The part of a block's logits that `SupportLogits` leaves for their gradient."""
+    """The part of a block's logits that `SupportLogits` keeps for the gradient."""
 
-    raw: Tensor  # [P]
-    full: LinearLogits | None = None  # of the tokens without a support
+    raw: Tensor  # Shape [P].
+    full: LinearLogits | None = None  # Logits of the tokens without a support.
     of_full: SourceTile = None
 
 
 class SupportLogits(LinearLogits):
-    """The softmax of each token over the columns of its support, from P raw logits; for tokens
-    without a support `full` is the same head over all columns."""
+    """Softmax of each token over the columns of its support, from P raw logits. `full` is the same
+    head over all columns, for tokens without a support."""
 
     def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))
@@ -42,7 +42,7 @@ class SupportLogits(LinearLogits):
         return SupportLogits(self.full.take(index), self.support.take(index))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """[P] raw logits of the pairs of some tokens in some columns."""
+        """Return raw logits [P] of the pairs of some tokens in some columns."""
         assert isinstance(rows, slice)
         support = self._window(rows, columns)
         out = None
@@ -95,8 +95,8 @@ class SupportLogits(LinearLogits):
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
     ) -> PairGradient:
-        """dL/draw of pairs; the mean logit is that of the support, in place of the whole model's
-        columns."""
+        """Return dL/draw of pairs. The mean logit is the mean over the support, not over the whole
+        model's columns."""
         backward = self.context.backward(rows, columns, inputs)
         slopes = inputs.coefficients.extras
         support = self._window(rows, columns)

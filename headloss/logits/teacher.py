@@ -1,6 +1,7 @@
-"""Measurements of a call beside the softmax of its logits, above all divergences from a teacher.
+"""Measurements of a call in addition to the softmax statistics, above all divergences from a
+teacher.
 
-T tokens, n tokens of a step, v columns of a slab.
+T tokens, n tokens of a step, v columns of a slab (a slice of vocabulary columns).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def measuring(
     wide: torch.dtype,
     keeps_tiles: bool,
 ) -> RowContext:
-    """The context with its measurements: dense teachers, each with the measures that terms read,
-    stored top-k, candidates and sum p^2; the batch's fields are checked first. `wide`: dtype of
-    statistics; `keeps_tiles`: of the plan."""
+    """Return the context with its measurements: dense teachers, each with the measures that terms
+    read, stored top-k, candidates and sum p^2. The batch's fields are checked first. `wide` is the
+    dtype of statistics; `keeps_tiles` is a field of the plan."""
     transform = context.transform
     needs = context.needs
     shard = context.shard
@@ -61,11 +62,11 @@ def measuring(
 
 
 class DenseTeacher:
-    """A teacher whose logits over the whole vocabulary are given or made from hidden states; some
-    measures of it, each in `Statistics.extras` under (teacher, measure).
+    """Measurement of a teacher whose logits over the whole vocabulary are given or made from hidden
+    states. `Statistics.extras` holds each measure under (teacher, measure).
 
-    These logits are kept for the gradient where it follows the measurement at once (`keeps`);
-    `context` is the student's, `wide` the dtype of statistics.
+    The teacher's logits are kept for the gradient if the gradient follows the measurement at once
+    (`keeps`). `context` is the student's; `wide` is the dtype of statistics.
     """
 
     own_logits = True
@@ -85,8 +86,10 @@ class DenseTeacher:
         self.wide = wide
         self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
-        self.rows: SharedRows | None = None  # of the source, None: a token's own
-        self.lse: Tensor | None = batch.get("teacher_lse")  # [T] over a larger vocabulary
+        # Rows of `source` that tokens share; None: each token has a row.
+        self.rows: SharedRows | None = None
+        # Log-sum-exp [T] over a larger vocabulary.
+        self.lse: Tensor | None = batch.get("teacher_lse")
         if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"
             self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)
@@ -99,12 +102,13 @@ class DenseTeacher:
                 self.rows = SharedRows.of(batch.teacher_index, count, static)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        self.heads_own = context.transform is self.student  # the statistics have its normalizer
-        # Logits and each token's row of these, until the gradient.
+        # The statistics contain this normalizer.
+        self.heads_own = context.transform is self.student
+        # The teacher's logits, and each token's row of these logits, until the gradient.
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """The measurement of some of the tokens."""
+        """Return the measurement of some of the tokens."""
         some = copy(self)
         if self.lse is not None:
             some.lse = self.lse[index]
@@ -115,18 +119,20 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """The student's logits of some tokens, which come in one tile."""
+        """Return the student's logits of some tokens, which come in one tile."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
-        """[n] each measure; and both sides' normalizers and the mean slopes [n, 4 + K];
-        `normalizer` is the student's at its head's own temperature."""
+        """Return each measure [n], and the gradient's inputs [n, 4 + K]: the normalizers of student
+        and teacher and the mean slopes. `normalizer` is the student's at its head's own
+        temperature."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)
         q = normalizer_of(self.shard, tile._replace(raw=raw).state(self.teacher))
         q = q if places is None else q.rows(places)
-        mass: Tensor | None = None  # [n] of this vocabulary, where the teacher's is larger
+        # Teacher's mass [n] of this vocabulary, if the teacher's vocabulary is larger.
+        mass: Tensor | None = None
         if self.lse is not None:
             log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
             mass = (q.log_sum - log_sum).exp()
@@ -140,7 +146,7 @@ class DenseTeacher:
         extras: ByStatistic = {}
         for k, measure in enumerate(self.measures):
             value = values[:, k].contiguous()
-            if measure.kind == LOG_ACCEPTANCE:  # a sum of minima is rounded to above 1
+            if measure.kind == LOG_ACCEPTANCE:  # Rounding may lift a sum of minima above 1.
                 value = value.clamp_max(0)
             if mass is not None and measure.kind == "total_variation":
                 value = value + (1 - mass) / 2
@@ -157,11 +163,12 @@ class DenseTeacher:
         return Pair(*sides, measures, places)
 
     def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """[M, v] raw logits, to be read, and the row [n] of each token, None: its own. A copy where
-        no act takes the logits as they are, or where the student's have more digits."""
+        """Return raw logits [M, v], which must not be changed, and the row [n] of each token; None:
+        equal rows. The logits are a copy if no act accepts the given logits, or if the student's
+        logits are wider."""
         index: Rows = rows
         places = None
-        if self.rows is not None:  # tokens share rows of hidden states
+        if self.rows is not None:  # Tokens share rows of hidden states.
             index, places = self.rows.at(rows)
         if isinstance(self.source, LinearLogits):
             return self.source.raw(index, columns), places
@@ -171,13 +178,14 @@ class DenseTeacher:
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
     def slopes(self, extras: ByStatistic) -> dict[Measure, Tensor] | None:
-        """[n] slopes of those measures that have one, None where none has."""
+        """Return slopes [n] of the measures that have a gradient, None if no measure has a
+        gradient."""
         return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
 
     def vjp(
         self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
-        """The vjp's record for slopes of the measures on a tile."""
+        """Return the record of the gradient on a tile, for slopes of the measures."""
         raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
         sides = vjp_inputs(self.key, measured)
@@ -192,8 +200,8 @@ class DenseTeacher:
 def _of_hidden(
     context: RowContext, batch: PackedBatch, teacher: Teacher, wide: torch.dtype
 ) -> LinearLogits:
-    """Logits from a teacher's hidden states and its head: of each token, or of all rows, which
-    tokens share."""
+    """Return logits from a teacher's hidden states and head: of each token or, if tokens share
+    rows, of all rows."""
     assert teacher.head is not None
     if teacher.head.beside:
         raise ValueError("teacher_head: got a head with columns beside, want a head without")
@@ -208,10 +216,10 @@ def _of_hidden(
     with torch.no_grad():
         all_rows = "teacher_index" in batch or batch.index is None
         rows = states if all_rows else states[batch.index]
-        if rows.element_size() == 1:  # torch multiplies no floats of 8 bits by others
+        if rows.element_size() == 1:  # PyTorch cannot multiply 8-bit floats by wider floats.
             rows = rows.to(wide)
         factors = head.factors(rows, shard.dropout)
-    # A whole head beside a student's slice: its rows of that slice.
+    # Cut a whole head to the rows of the student's slice.
     first = shard.first if head.vocab_group is None else 0
     columns = slice(first, first + shard.size)
     transform = replace(transform_of(head), temperature=teacher.temperature)
@@ -222,7 +230,7 @@ def _of_hidden(
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
-    """The same transform at another temperature."""
+    """Return the transform at another temperature."""
     present = transform.temperature
     if not isinstance(present, Tensor) and present == temperature:
         return transform
@@ -230,7 +238,7 @@ def _at(transform: Transform, temperature: float) -> Transform:
 
 
 def _wide_field(name: str, batch: PackedBatch, want: int, what: str) -> Tensor:
-    """A [N, want] field of the batch."""
+    """Return a field of the batch, of shape [N, want]."""
     value = batch.as_given(name)
     if value is None or value.dim() != 2 or value.shape[-1] != want:
         got = None if value is None else value.shape[-1]
