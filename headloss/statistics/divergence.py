@@ -8,28 +8,29 @@ import torch
 from torch import Tensor
 
 LOG_ACCEPTANCE = "log_acceptance"
-MIXED = ("js", "skew_forward_kl", "skew_reverse_kl")  # kinds that compare with a mixture
+MIXED = ("js", "skew_forward_kl", "skew_reverse_kl")  # Kinds that compare with a mixture.
 
 
 class Measure(NamedTuple):
-    """A kind of divergence, or `LOG_ACCEPTANCE`, whose merge is a log-sum-exp and no sum."""
+    """A kind of divergence, or `LOG_ACCEPTANCE`, which merges by log-sum-exp and not by a sum."""
 
     kind: str
-    beta: float = 0.0  # weight of the teacher in the mixture, 0 for kinds without one
+    beta: float = 0.0  # Teacher's weight in the mixture, 0 for kinds without a mixture.
 
 
 ACCEPTANCE = Measure(LOG_ACCEPTANCE)
 
 
 def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """log p/m, without cancellation where p is near q: exact zeros where they agree."""
+    """Return log p/m, without cancellation where p is near q: exactly 0 where p and q agree."""
     d = log_p - log_q
-    near = torch.where(d > 0, -d, d).expm1_()  # abs has slope 0 at 0
+    near = torch.where(d > 0, -d, d).expm1_()  # Not -abs(d), whose slope at 0 is 0.
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 
 
 def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
-    """s of a divergence but the forward KL, without cancellation where p is near q."""
+    """Return the slope s of any divergence but the forward KL, without cancellation where p is near
+    q."""
     d = log_p - log_q
     kind, beta = measure
     if kind == "reverse_kl":
@@ -45,7 +46,8 @@ def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
 
 
 def accepted(log_q: Tensor, log_p: Tensor, log_acceptance: Tensor) -> Tensor:
-    """min(p, q) / sum min(p, q) where p is less than q, half of it where they are equal, else 0."""
+    """Return min(p, q) / sum min(p, q) where p is less than q, half of that share where p and q are
+    equal, else 0."""
     share = (torch.minimum(log_p, log_q) - log_acceptance.unsqueeze(-1)).exp_()
     return share.mul_((log_q - log_p).sign_().add_(1).div_(2))
 
@@ -57,7 +59,8 @@ def gradient_of(
     mean_slope: Tensor,
     log_acceptance: Tensor | None = None,
 ) -> Tensor:
-    """d measure / dz [.., v], from its mean slope [..]; of `LOG_ACCEPTANCE` from its value too."""
+    """Return d measure / dz [.., v] from the mean slope [..] and, for `LOG_ACCEPTANCE`, the
+    value."""
     p = log_p.exp()
     pivot = mean_slope.unsqueeze(-1)
     if measure.kind == "forward_kl":
@@ -69,7 +72,8 @@ def gradient_of(
 
 
 def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
-    """Sums over the last dimension: the divergence, and the mean of its slopes under p."""
+    """Return two sums over the last dimension: the divergence, and the mean of its slopes under
+    p."""
     kind, beta = measure
     if kind == LOG_ACCEPTANCE:
         value = torch.minimum(log_p, log_q).logsumexp(-1)
@@ -92,7 +96,7 @@ def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]
 
 
 def merge_shares(slices: Tensor, measures: tuple[Measure, ...]) -> Tensor:
-    """[n, K, 2] values and mean slopes, from those of slices of the vocabulary [W, n, K, 2]."""
+    """Return values and mean slopes [n, K, 2], from slices of the vocabulary [W, n, K, 2]."""
     if len(slices) == 1:
         return slices[0]
     total = slices.sum(0)

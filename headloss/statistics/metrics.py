@@ -1,4 +1,4 @@
-"""Measurements that merge, so that any cut of a batch, or any number of ranks, gives one value."""
+"""Metrics that merge: any split of a batch, and any number of ranks, gives the same value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..collectives import check_group, together
 
 
 class _Joined:
-    """Numbers that join one by one with those of another cut."""
+    """Base class of measurements that merge number by number."""
 
     join: ClassVar[Callable[..., Tensor]] = torch.add
-    sign: ClassVar[int] = 1  # of what travels as a maximum
+    sign: ClassVar[int] = 1  # Factor that turns an extreme into a maximum.
 
     def merge(self, other: Self) -> Self:
         numbers = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -26,7 +26,7 @@ class _Joined:
 
     @property
     def value(self) -> Tensor:
-        """The only number; a mean has two."""
+        """Return the only number; a mean, which has two numbers, overrides this."""
         (value,) = vars(self).values()
         return value
 
@@ -36,7 +36,7 @@ class _Joined:
 
 @dataclass(frozen=True)
 class Mean(_Joined):
-    """sum / count; NaN where nothing was counted."""
+    """The mean, sum / count; NaN where nothing was counted."""
 
     sum: Tensor
     count: Tensor
@@ -47,7 +47,7 @@ class Mean(_Joined):
 
 
 class Perplexity(Mean):
-    """exp of the mean negative log-likelihood."""
+    """The exp of the mean negative log-likelihood."""
 
     @property
     def value(self) -> Tensor:
@@ -61,7 +61,7 @@ class Sum(_Joined):
 
 @dataclass(frozen=True)
 class Max(_Joined):
-    """The largest value; -inf where there was none."""
+    """The largest value; -inf without any value."""
 
     max: Tensor
     join: ClassVar = torch.maximum
@@ -69,7 +69,7 @@ class Max(_Joined):
 
 @dataclass(frozen=True)
 class Min(_Joined):
-    """The smallest value; inf where there was none."""
+    """The smallest value; inf without any value."""
 
     min: Tensor
     join: ClassVar = torch.minimum
@@ -89,16 +89,18 @@ class Metrics(dict[str, Measurement]):
     """
 
     def merge(self, other: Mapping[str, Measurement]) -> Metrics:
-        """Join with the metrics of another cut; a name that only one side has is kept as it is."""
+        """Return the merge with the metrics of another batch; a name of only one batch stays
+        unchanged."""
         joined = Metrics({**self, **other})
         for name in self.keys() & other.keys():
             joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
         return joined
 
     def all_reduce(self, group: distributed.ProcessGroup | None = None) -> Metrics:
-        """Join over the ranks of `group` (the default group if None), in two collectives.
+        """Return the merge over the ranks of `group` (the default group if None), in two
+        collectives.
 
-        Every rank must hold the same names; `Min` travels as a negated `Max`.
+        Every rank must hold the same names. A `Min` is sent as a negated `Max`.
         """
         check_group("group", group)
         joined = Metrics({name: self[name] for name in sorted(self)})
@@ -116,7 +118,7 @@ class Metrics(dict[str, Measurement]):
         return joined
 
     def compute(self) -> dict[str, float]:
-        """Every value as a Python float, with one read of the device."""
+        """Return every value as a Python float, with one read of the device."""
         if not self:
             return {}
         values = torch.stack([m.value.double() for m in self.values()]).tolist()
@@ -125,10 +127,10 @@ class Metrics(dict[str, Measurement]):
 
 @dataclass(frozen=True)
 class Observed:
-    """A term's report before it is folded: per-token [T] or per-segment [S] values.
+    """Values that a term reports per token [T] or per segment [S], before the fold to a metric.
 
-    The engine folds the values of scored tokens, or of segments that have one, by `kind`; of these
-    only the ones where the boolean vector `where` holds, if it is given.
+    The engine folds the values of scored tokens, or of segments with a scored token, by `kind`. A
+    boolean vector `where` limits the fold to values at which it is True.
     """
 
     values: Tensor
@@ -138,8 +140,8 @@ class Observed:
 
 
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
-    """The observations of a term or modifier, a dict of `Observed` of T or S values; TypeError or
-    ValueError, naming the term, for anything else."""
+    """Return the observations of a term or modifier, a dict of `Observed` of T or S values. For
+    anything else raise TypeError or ValueError, with the term's name."""
     if not isinstance(observed, dict):
         got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
@@ -174,7 +176,7 @@ def fold_all(
     not count. `share` is this rank's part of values that several ranks report alike."""
     groups: dict[
         tuple[str | None, bool], dict[str, Observed]
-    ] = {}  # of the same kind, over the same rows
+    ] = {}  # Groups of one kind over the same rows.
     for name, o in observed.items():
         rows = None if o.where is None else name
         groups.setdefault((rows, issubclass(o.kind, Max | Min)), {})[name] = o

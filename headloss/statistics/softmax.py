@@ -1,18 +1,20 @@
-"""Laws 1 and 2: what a loss may see of a softmax, and how a gradient gets back through it.
+"""Softmax statistics that a loss may read, and the gradient through the statistics (laws 1 and 2 of
+DESIGN.md).
 
-T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature,
-p = softmax(z).
+T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature, p =
+softmax(z).
 
 `SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
-a commutative monoid under `merge`, so tiles of a kernel, blocks of a sweep and ranks of a group
-join by the same rule. `Statistics` are what a term sees. `SoftmaxCoefficients` are all that a
-kernel ever learns of a loss:
+a commutative monoid under `merge`, so that tiles of a kernel, blocks of columns and ranks of a
+group merge by one rule. `Statistics` are the inputs of a term. `SoftmaxCoefficients` are all that a
+kernel learns of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
-Candidates add K sparse numbers per token to these four: a slope s_k of the log-prob of column id_k
-adds s_k at that column and -s_k to c_prob; a slope s of the rest's, all columns but the candidates,
-adds s p_j / (mass of the rest) at each of those, and -s to c_prob.
+Candidates add sparse numbers per token to these four coefficients. A slope s_k of the log-prob of
+column id_k adds s_k at that column and -s_k to c_prob. A slope s of the tail's log-prob (the tail
+is all columns but the candidates) adds s p_j / (mass of the tail) at each tail column, and -s to
+c_prob.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import torch
 from torch import Tensor
 
 STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
-# What is measured beside them, and its key in `Statistics.extras`. There candidates have
-# [T, K + 1] log-probs, of which the rest's is the last.
+# Measurements in addition to the statistics, and their keys in `Statistics.extras`. Candidates are
+# [T, K + 1] log-probs, with the tail last.
 CANDIDATES = "candidates"
 COLLISION = "sum_p_squared"
 PEAK = "peak"
@@ -39,51 +41,54 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
-ByStatistic = dict[object, Tensor]  # by its name, or its key in `Statistics.extras`
+ByStatistic = dict[object, Tensor]  # Key: a statistic's name, or a key of `Statistics.extras`.
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
-# Above this log p a column is the likeliest one, and no other is near it.
+# A column whose log p is above SURE is the likeliest, and no other column is near.
 SURE = -0.5
 
 
 def _present(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The tensors of a record, by name."""
+    """Return the tensors of a record, by name."""
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 class SoftmaxState(NamedTuple):
-    """A slice of the vocabulary, with e_j = exp(z_j - max_logit) over it; every field is [T].
+    """Softmax of a slice of the vocabulary, with e_j = exp(z_j - max_logit) over the slice; every
+    field is [T].
 
-    `sumexp_m1` leaves the largest term out of the sum: its log1p then keeps its digits where one
-    token has nearly all the mass. An empty slice has max_logit = -inf and sumexp_m1 = -1.
+    `sumexp_m1` leaves the largest term out of the sum: log1p of `sumexp_m1` then keeps its digits
+    where one column has nearly all the mass. An empty slice has max_logit = -inf and sumexp_m1 =
+    -1.
     """
 
-    max_logit: Tensor  # max z
-    sumexp_m1: Tensor  # sum e - 1
-    target: Tensor  # z_y, or -inf where y lies in another slice
-    entropy_sum: Tensor | None = None  # sum e (z - max_logit)
-    logit_sum: Tensor | None = None  # sum z, for the mean logit
+    max_logit: Tensor  # Maximum of z.
+    sumexp_m1: Tensor  # Sum of e, minus 1.
+    target: Tensor  # Target's z, or -inf for a target in another slice.
+    entropy_sum: Tensor | None = None  # Sum of e (z - max_logit).
+    logit_sum: Tensor | None = None  # Sum of z, for the mean logit.
 
     def tensors(self) -> dict[str, Tensor]:
         return _present(self._asdict())
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The state of the union of two disjoint slices."""
+    """Return the state of the union of two disjoint slices."""
     theirs = b.tensors()
     both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
     return merge_all(SoftmaxState(**{name: torch.stack(pair) for name, pair in both.items()}))
 
 
 def merge_all(slices: SoftmaxState) -> SoftmaxState:
-    """The same of the slices [W, n] of W ranks, in a few operations for any W."""
+    """Return the state of the union of slices [W, n] of W ranks, in a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # A slice that holds the largest logit is not scaled at all, also where all are -inf.
+    # A slice that holds the largest logit is not scaled, also where all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
-    # The largest term stays out of one slice's sum alone, also where several slices hold its equal.
+    # Leave the largest term out of one slice's sum alone, also if several slices hold an equal
+    # logit.
     others = slices.sumexp_m1.gather(0, holder[None])
     sumexp_m1 = (mass * scale).scatter(0, holder[None], others).sum(0)
     entropy_sum = logit_sum = None
@@ -97,19 +102,19 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """The statistics of each scored token: [T] vectors, float32 (float64 for float64 inputs).
+    """Statistics of each scored token: [T] vectors, float32 (float64 for float64 inputs).
 
     `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
-    carry a gradient; `top1` = 1 where no token is likelier than the target, `peak` = max z and
-    `sum_p_squared` = sum p^2 are to be read. With `batch.candidate_ids` [T, K] there are also
-    `candidate_logps` [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail`
-    [T], the log of the mass of all others; both carry a gradient. Only those that the objective
-    reads are computed. A term of a teacher sees its divergences too (`losses.teacher`). `extras`
-    holds what is measured beside these: [T] measures of a teacher by (teacher, measure), [T, K + 1]
-    log-probs of a teacher's stored outcomes and of the rest.
+    carry a gradient. `top1` = 1 where no token is likelier than the target, `peak` = max z and
+    `sum_p_squared` = sum p^2 carry no gradient. `batch.candidate_ids` [T, K] adds `candidate_logps`
+    [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail` [T], the log of the
+    mass of all other columns; both carry a gradient. Only statistics that the objective reads are
+    computed. A term of a teacher also sees the teacher's divergences (`losses.teacher`). `extras`
+    holds further measurements: [T] measures of a teacher by (teacher, measure), [T, K + 1]
+    log-probs of a teacher's stored tokens and of the tail.
     """
 
-    # None where nobody has asked for it: whoever reads one has asked.
+    # None for a statistic that the objective does not read.
     logp: Tensor = NOT_NEEDED
     lse: Tensor = NOT_NEEDED
     entropy: Tensor = NOT_NEEDED
@@ -142,32 +147,33 @@ class Statistics:
         return self.extras[CANDIDATES]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The statistics that are present, by name."""
+        """Return the statistics that are present, by name."""
         return _present(vars(self))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
-        """Apply `function` to every vector, what is measured beside them included."""
+        """Apply `function` to every vector, including the vectors in `extras`."""
         mapped: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         beside = {key: function(t) for key, t in self.extras.items()}
         return Statistics(**mapped, extras=beside)
 
 
 class Normalizer(NamedTuple):
-    """log-sum-exp in two parts, [T] each: log p_j = (z_j - max_logit) - log_sum loses no digits to
-    the size of z, where z_j - lse would. log_sum = log sum exp(z - max_logit)."""
+    """Log-sum-exp in two parts, [T] each, with log_sum = log sum exp(z - max_logit). The formula
+    log p_j = (z_j - max_logit) - log_sum loses no digits to the size of z, unlike z_j - lse."""
 
     max_logit: Tensor
     log_sum: Tensor
 
     def rows(self, rows: Tensor | slice) -> Normalizer:
-        """The normalizer of some of the tokens."""
+        """Return the normalizer of some of the tokens."""
         return Normalizer(*(values[rows] for values in self))
 
 
 def finish(
     partials: SoftmaxState, vocabulary: int, needs: frozenset[str]
 ) -> tuple[Statistics, Normalizer]:
-    """The statistics in `needs` of the whole vocabulary, and what a gradient kernel needs of it."""
+    """Return the statistics in `needs` over the whole vocabulary, and the normalizer for the
+    gradient."""
     log_sum = partials.sumexp_m1.log1p()
     values: dict[str, Any] = {}
     if "logp" in needs:
@@ -187,7 +193,8 @@ def finish(
 
 
 class SoftmaxCoefficients(NamedTuple):
-    """The pull-back of an objective, [T] each; None where no token can have one."""
+    """Coefficients of an objective's gradient with respect to logits, [T] each; None where no token
+    can have the coefficient."""
 
     target: Tensor | None = None
     prob: Tensor | None = None
@@ -202,14 +209,14 @@ class SoftmaxCoefficients(NamedTuple):
 
 
 def vjp(
-    gradients: Mapping[Any, Tensor],  # d objective / d statistic, [T] each, candidates' [T, K + 1]
+    gradients: Mapping[Any, Tensor],  # Gradients by statistic, [T] each; of candidates [T, K + 1].
     stats: Statistics,
     vocabulary: int,
 ) -> SoftmaxCoefficients:
-    """Turn the gradient with respect to the statistics into the four coefficients of law 1.
+    """Turn the gradient with respect to the statistics into the four coefficients of dL/dz.
 
-    From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
-    dmean_logit/dz_j = 1/V.
+    The coefficients follow from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j
+    (log p_j + entropy) and dmean_logit/dz_j = 1/V.
     """
     g_logp, g_lse, g_entropy, g_mean = map(gradients.get, DIFFERENTIABLE)
     parts = [] if g_lse is None else [g_lse]
@@ -229,30 +236,30 @@ def vjp(
 
 
 class Slope(NamedTuple):
-    """A part of a term's gradient in closed form, so that a kernel can find it once it has logp:
+    """A part of a term's gradient in closed form, which a kernel can compute once it has logp:
 
         d term / d of = rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
 
-    [T] vectors or numbers. Of another statistic than logp it must be a constant.
+    Fields are [T] vectors or numbers. The slope of a statistic other than logp must be a constant.
     """
 
     rate: Tensor | float
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
-    sign: Tensor | float = 1.0  # 0: a constant
+    sign: Tensor | float = 1.0  # With 0, the slope is a constant.
     of: str = "logp"
 
     @property
     def constant(self) -> bool:
-        """True if the slope is the same for all statistics."""
+        """True if the slope is the same at every value of the statistic."""
         low = self.low
         high = self.high
         numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
         return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
-        """[n] its values at the tokens' log-probs."""
+        """Return the slope's values [n] at the tokens' log-probs."""
         if self.constant:
             return torch.zeros_like(logp).add_(self.rate)
         exponent = logp - self.anchor
