@@ -1,1 +1,1 @@
-"""Calls that many ranks make together: slices of the vocabulary, tokens, segments."""
+"""Calls that many ranks make together, each with a slice of the vocabulary, tokens or segments."""

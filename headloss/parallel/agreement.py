@@ -1,13 +1,14 @@
-"""Ranks agree on a call before it makes any other collective: `agree`.
+"""Agreement of ranks on a call, before the call's first other collective: `agree`.
 
-Each group of a call gathers one small record of what the host knows, and reads it. The record says
-whether a rank has failed, what has to be equal on all (as a checksum), and numbers that may differ,
-which all ranks plan by. Where something is wrong, the ranks exchange the words, and every one of
-them raises. A group's first call, and each with `Options(check_ranks=True)`, also compares
-tensors. A static call goes by what the same call has learned, so that it can be captured.
+Each group of a call gathers one small record of numbers from the host of every rank. A record says
+whether the rank has failed, contains checksums of values that must be equal on all ranks, and
+contains numbers that may differ, by which all ranks plan. If a check fails, the ranks exchange
+their error messages, and every rank raises. A group's first call, and each call with
+`Options(check_ranks=True)`, also compares tensors. A static call reuses the record of an equal
+earlier call, so that a CUDA graph can capture the call.
 
-A call of two groups makes two records, the vocabulary's first. An error that a rank hears there
-goes into its second record, so that on a grid every rank hears it.
+A call of two groups makes two records, the vocabulary's first. An error in the first record enters
+the rank's second record, so that on a grid every rank hears of the error.
 """
 
 from __future__ import annotations
@@ -25,32 +26,34 @@ from ..collectives import PROCESS_GROUP, device_of, gather, together
 from ..host_copy import HostCopy
 
 R = TypeVar("R")
-WORDS = 64  # of a record: an error's mark, two checksums, and a rank's own numbers
-MOST_NUMBERS = WORDS - 4  # of its own
-HIGHEST = "highest id"  # no name that a field of a batch can have
-LEARNED = 256  # calls that a static one can go by, of a group
-ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)  # the last: any other
+WORDS = 64  # Words of a record: an error's mark, two checksums, and a rank's own numbers.
+MOST_NUMBERS = WORDS - 4  # Most numbers of a rank.
+HIGHEST = "highest id"  # No field of a batch can have this name.
+LEARNED = 256  # Learned calls of a group, which static calls can reuse.
+# An error of any other kind becomes a RuntimeError on the other ranks.
+ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
-OwnNumbers = dict[str, list[int]]  # by name, of each rank
+OwnNumbers = dict[str, list[int]]  # Numbers of all ranks, by name.
 Tensors = Mapping[str, list[Tensor]]
 _LEARNED = weakref.WeakKeyDictionary[object, dict[str, dict[tuple[int, ...], OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts of a rank's call, for the others of a group."""
+    """Facts of a rank's call, for the other ranks of a group."""
 
-    numbers: Mapping[str, int]  # of its own, that may differ between the ranks
-    same: Mapping[str, object]  # has to be equal, known to the host
-    # Makes, of each rank's own numbers, tensors that have to be equal too, by the error's words.
+    numbers: Mapping[str, int]  # Numbers of this rank, which may differ between ranks.
+    same: Mapping[str, object]  # Values on the host that must be equal on all ranks.
+    # Function from all ranks' numbers to tensors that must be equal too, by the error's words.
     tensors: Callable[[OwnNumbers], Tensors]
-    check: bool  # `Options.check_ranks`, which has to be equal too
-    counts: Sequence[int] = ()  # equal, too, and read of the batch: static calls read nothing
-    highest: int = -1  # target or id of columns, read of the batch, which may differ
+    check: bool  # `Options.check_ranks`, which must be equal on all ranks.
+    # Numbers read from the batch that must be equal; static calls read nothing.
+    counts: Sequence[int] = ()
+    highest: int = -1  # Largest target or column id, read from the batch; may differ between ranks.
 
     @property
     def key(self) -> tuple[int, ...]:
-        """The key of equal calls, static or not."""
+        """Return the key of equal calls, static or not."""
         return _checksum(self.same), *self.numbers.values()
 
 
@@ -60,27 +63,27 @@ def agree(
     prepare: Callable[[], tuple[Facts, R]],
     static: bool = False,
 ) -> tuple[R, OwnNumbers]:
-    """The preparation of this rank, and the own numbers of each.
+    """Return this rank's preparation, and the numbers of all ranks.
 
     Args:
         role: the group's name in errors.
-        prepare: returns this rank's facts, and whatever else the caller goes on with. An error is
-            caught until the other ranks have heard of it. (Of two groups, the second one's
-            preparation holds the agreement of the first.)
-        static: of the call. Once the group has learned any call, the others may go on without a
-            record: a rank that fails then raises alone.
+        prepare: returns this rank's facts, and any result for the caller. An error is caught until
+            the other ranks have heard of the error. (Of two groups, the second group's preparation
+            contains the first group's agreement.)
+        static: True for a static call. Once the group has learned any call, ranks may go on
+            without a record: a rank that fails then raises alone.
 
     Raises:
-        Exception: on every rank, the error of one (of another kind than ValueError and TypeError:
-            a RuntimeError on the others).
-        ValueError: a fact that is not the same on all, or a group that this rank is not in.
+        Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
+            the error is a ValueError or a TypeError).
+        ValueError: a fact that differs between ranks, or a group that does not contain this rank.
     """
     facts: Facts | None = None
     error: Exception | None = None
     prepared: Any = None
     try:
         facts, prepared = prepare()
-    except Exception as caught:  # of any kind: the others must not wait for this rank
+    except Exception as caught:  # Errors of any kind: the other ranks must not wait for this rank.
         error = caught
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         raise error or ValueError(
@@ -97,7 +100,7 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    words = [1]  # a failure; else 0, the checksums of equal facts, the rank's own numbers
+    words = [1]  # Either 1 for a failure; or 0, the checksums, and the rank's own numbers.
     if facts is not None:
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
@@ -114,7 +117,7 @@ def agree(
 
 
 def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:
-    """The words of each rank, in rank order."""
+    """Return the words of each rank, in rank order."""
     device = device_of(group)
     mine = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return HostCopy(gather(mine.to(device, non_blocking=True), group)).tolist()
@@ -123,7 +126,7 @@ def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[in
 def _explained(
     role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
 ) -> Exception:
-    """The error of the call, after an exchange of all ranks' errors."""
+    """Return the error of the call, after an exchange of all ranks' errors."""
     read = {} if facts is None else {"check_ranks": [facts.check], "targets": facts.counts}
     same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **read}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)
@@ -142,8 +145,9 @@ def _explained(
 
 
 def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
-    """ValueError on every rank for tensors that differ: their checksums are gathered."""
-    names = sorted(tensors)  # of a set, which has another order on each rank
+    """Raise ValueError on every rank for tensors that differ between ranks, by gathered
+    checksums."""
+    names = sorted(tensors)  # Sorted, since a set has another order on each rank.
     numbers = [1] * (1 + len(names))
     error = None
     try:
@@ -177,22 +181,23 @@ def _checksum(value: object) -> int:
     return zlib.crc32(str(value).encode())
 
 
-MIX = -7046029254386353131  # 2^64 over the golden ratio: Knuth's multiplicative hashing
+MIX = -7046029254386353131  # The quotient 2^64 / golden ratio, of Knuth's multiplicative hashing.
 NARROW = {1: torch.uint8, 2: torch.int16}
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """A checksum of the bits of some tensors, in their order and places. Reads the device."""
+    """Return a checksum of the bits of some tensors, in their order and places. Reads the
+    device."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
     flat = torch.cat([_words(tensor) for tensor in tensors])
-    # Sums of integers wrap and do not round. The factors follow no line: values that change places
-    # would give the same sum along one.
+    # Sums of integers wrap and do not round. The factors are not linear in the place: with linear
+    # factors, values that change places could give the same sum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, [..] int32."""
+    """Return the bits of a tensor as [..] int32."""
     flat = tensor.detach().reshape(-1).contiguous()
     return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)

@@ -1,8 +1,9 @@
-"""The same call on many ranks, each with a slice of the vocabulary.
+"""Vocabulary shards: one call on many ranks, each with a slice of the vocabulary.
 
-n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks its slice of
-the vocabulary to merge statistics and to sum hidden gradients. Every rank of a group runs the same
-plan on the same tokens, so the number and the shapes of collectives are the same on all (law 7).
+n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks the rank's
+slice of the vocabulary to merge statistics and to sum hidden gradients. Every rank of a group runs
+the same plan on the same tokens, so that all ranks make collectives of the same number and shapes
+(law 7 of DESIGN.md).
 """
 
 from __future__ import annotations
@@ -27,51 +28,51 @@ class WholeVocabulary:
     """The whole vocabulary, V columns, on this rank."""
 
     group: distributed.ProcessGroup | None = None
-    first = 0  # column of the whole vocabulary at which this rank's slice starts
-    weight_gradient = False  # another rank wants one
-    memory = 0  # bytes of the group's smallest GPU, 0 without a group
+    first = 0  # First column of this rank's slice in the whole vocabulary.
+    weight_gradient = False  # A rank of the group needs a weight gradient.
+    memory = 0  # Bytes of the group's smallest GPU, 0 without a group.
 
     def __init__(self, vocabulary: int) -> None:
-        # V, columns of this rank's slice, and the most columns that any rank holds.
+        # V, the columns of this rank's slice, and the most columns of any rank.
         self.vocabulary = self.size = self.widest = vocabulary
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
-        """Partials of the whole vocabulary, from those of this rank's slice."""
+        """Return partials of the whole vocabulary, from partials of this rank's slice."""
         return partials
 
     def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
-        """The statistics of the whole vocabulary, from partials of this rank's slice."""
+        """Return the statistics of the whole vocabulary, from partials of this rank's slice."""
         return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum over the slices of the vocabulary."""
+        """Return the sum over the slices of the vocabulary."""
         return values
 
     def slices(self, values: Tensor) -> Tensor:
-        """[W, ..] of all slices of the vocabulary, in rank order."""
+        """Return [W, ..] of all slices of the vocabulary, in rank order."""
         return values.unsqueeze(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The best k of each slice's best, [n, ..] to [n, k], best first."""
+        """Return the best k of the best of all slices, [n, ..] to [n, k], best first."""
         return values, ids
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """[N, H] hidden states of all positions, from each rank's own."""
+        """Return hidden states [N, H] of all positions, from each rank's hidden states."""
         return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """Dropout of hidden states that every rank has."""
+        """Return dropout of hidden states that every rank has."""
         return dropout(hidden, p)
 
 
 class VocabShard(WholeVocabulary):
-    """A slice of the vocabulary; the ranks of `group` hold the others, in rank order, and all of
-    them the hidden states of the packed tokens.
+    """A slice of the vocabulary. The ranks of `group` hold the slices in rank order, and every rank
+    holds the hidden states of the packed tokens.
 
     Args:
-        numbers: of each rank (`engine.facts.of_vocabulary`).
+        numbers: numbers of each rank (`engine.facts.of_vocabulary`).
         vocab_size: V, None: the rows of all ranks.
-        batch: of a call that has one.
+        batch: the call's batch, if any.
 
     Raises:
         ValueError: numbers that do not fit; a rank's ids outside the vocabulary; hidden states that
@@ -113,11 +114,12 @@ class VocabShard(WholeVocabulary):
         self.size = sizes[self.rank]
         self.weight_gradient = any(numbers["weight_gradient"])
         self.memory = min(numbers["memory"])
-        # Rows of hidden states that each rank was given; all -1: every rank was given all.
+        # Rows of hidden states of each rank; all -1: every rank has all rows.
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
-                packing_of(batch, vocabulary)  # names the field and the position, on such a rank
+                # Raises on a rank with such an id, naming field and position.
+                packing_of(batch, vocabulary)
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
                     f"{vocabulary}"
@@ -129,7 +131,8 @@ class VocabShard(WholeVocabulary):
             )
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
-        """One packed all-gather; the same operations in rank order give all ranks the same bits."""
+        """Return merged partials, by one packed all-gather. All ranks run the same operations in
+        rank order, so that all ranks get the same bits."""
         slices = zip(partials.tensors(), self._gathered(partials).unbind(1), strict=True)
         return merge_all(SoftmaxState(**dict(slices)))
 
@@ -146,15 +149,15 @@ class VocabShard(WholeVocabulary):
         return gather(values, self.group)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        missing = (0, k - values.shape[1])  # of a slice of fewer columns than k
+        missing = (0, k - values.shape[1])  # Padding for a slice of fewer columns than k.
         values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
         values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
         values, order = values.topk(k, dim=1)
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """All rows, in rank order. Each rank takes its own rows of the gradient, which is the same
-        on all."""
+        """Return all rows, in rank order. Each rank takes its own rows of the gradient, which is
+        the same on all ranks."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 
@@ -162,11 +165,11 @@ class VocabShard(WholeVocabulary):
             of_ranks = gather(pad(mine, (0, 0, 0, max(self.tokens) - len(mine))), self.group)
             return torch.cat([part[:n] for part, n in zip(of_ranks, self.tokens, strict=True)])
 
-        # A view of the gradient would keep the others' rows alive.
+        # A view of the gradient would keep other ranks' rows alive.
         return cast(Tensor, Linear.apply(gathered, lambda gradient: gradient[rows].clone(), hidden))
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """The first rank's mask, on all ranks."""
+        """Return hidden states with the first rank's dropout mask, on all ranks."""
         mask = dropout(hidden.new_ones(hidden.shape), p) != 0
         sent = {"group": self.group, "group_src": 0}
         together("an adapter's dropout", self.group, distributed.broadcast, mask, **sent)
