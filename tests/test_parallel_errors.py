@@ -59,7 +59,7 @@ def test_a_call_makes_one_record(world: World) -> None:
     check_ranks."""
     for found in world.run(parallel_agreement.one_record, seconds=SECONDS):
         more = [["record", "product", n] for n in ("2", "1", "2")]
-        assert found == [*more, ["record", "1"]], found
+        assert found == [*more, ["record", "product", "1"]], found
 
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
