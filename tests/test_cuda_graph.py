@@ -114,6 +114,7 @@ def test_nothing_is_read(name, options):
         step(given, OBJECTIVES[name], OPTIONS[options])
 
 
+@pytest.mark.usefixtures("skip_small_rows")
 def test_reads_are_noticed():
     given = inputs(0, "cpu", torch.float32, tokens=40, width=8, vocabulary=33)
     with pytest.raises(AssertionError, match="reads the device"), NoReads():
