@@ -88,8 +88,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
         raise ValueError("--vocab: got logits or a weight of 2^60 elements or more, want fewer")
     if arguments.tokens > MOST_TOKENS:
         raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
-    kinds = sample()[1].kinds()
-    terms = reads(objective, kinds, torch.float32, torch.device("cpu"), observe=False)
+    terms = reads(objective, sample()[1].kinds(), torch.float32, torch.device("cpu"), observe=False)
     teachers = objective.teachers
     # The condition of `kernels.can_write_exp` for a head without bias or adapters.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers

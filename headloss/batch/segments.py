@@ -86,8 +86,7 @@ class Segments:
         sizes = lengths.tolist()  # the one read of the device
         if min(sizes, default=0) < 0:
             raise ValueError(f"lengths: got a negative length in {sizes}, want all >= 0")
-        ids = torch.repeat_interleave(lengths, output_size=sum(sizes))
-        return cls(ids, len(lengths), row=0)
+        return cls(torch.repeat_interleave(lengths, output_size=sum(sizes)), len(lengths), row=0)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
@@ -170,8 +169,7 @@ class Segments:
         """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
         start, stop, first, last = chunk
         ids = self.ids[start:stop] - first
-        counts = self._local_counts[first:last]
-        part = Segments(ids, last - first, self.group, counts=counts)
+        part = Segments(ids, last - first, self.group, counts=self._local_counts[first:last])
         part._lengths = self.lengths[first:last]
         return part
 

@@ -110,8 +110,7 @@ class HeadStatistics(torch.autograd.Function):
                 f"{plan.schedule}, has used up what it kept; add the losses first, or ask for "
                 'Options(schedule="recompute")'
             )
-        slopes = dict(zip(ctx.names, upstream, strict=True))
-        return None, *backward_of_slopes(*take_up(ctx), slopes)
+        return None, *backward_of_slopes(*take_up(ctx), dict(zip(ctx.names, upstream, strict=True)))
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:

@@ -156,8 +156,7 @@ def _head_stats_backward(*operands: Any) -> list[Tensor]:
     scored = call.scored
     logp, _, entropy, peak, log_sum, *beside = map(scored.gather, measured)
     keys: list[object] = [CANDIDATES, (CANDIDATES, "vjp")]
-    extras = dict(zip(keys, beside, strict=False))
-    stats = Statistics(logp=logp, entropy=entropy, extras=extras)
+    stats = Statistics(logp=logp, entropy=entropy, extras=dict(zip(keys, beside, strict=False)))
     result = ForwardResult(Measured(stats, Normalizer(peak, log_sum)), [])
     slopes = dict(zip((*HEAD_STATISTICS, CANDIDATES), upstream, strict=False))
     gradients = backward_of_slopes(call, call.open(of_logits), result, slopes)

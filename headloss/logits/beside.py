@@ -50,8 +50,7 @@ class LogitTile(NamedTuple):
         """Return the state of all columns but `without` [n, K], merged with the state `onto`."""
         if without is not None:
             without = without - self.first
-        forward = Forward(None, 0, transform, NOTHING)
-        return self.acts.partials(self.raw, forward, onto, without)
+        return self.acts.partials(self.raw, Forward(None, 0, transform, NOTHING), onto, without)
 
 
 class Pairs(NamedTuple):

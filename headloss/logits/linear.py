@@ -65,8 +65,7 @@ class RowContext(NamedTuple):
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
         """Return the inputs of a tile's statistics, without its logits."""
         first = self.shard.first + (columns.start or 0)
-        transform = self.transform.rows(rows)
-        return Forward(self.targets[rows], first, transform, self.needs)
+        return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
@@ -143,8 +142,7 @@ class LogitSource:
             tile = LogitTile(raw, forward.first, self.acts)
             states = [p.add(rows, tile, s) for p, s in zip(self.beside, states, strict=True)]
             partials = self.acts.partials(raw, forward, partials)
-        measured = self.context.measured(partials)
-        return self.completed(rows, measured, states), raw if keep else None
+        return self.completed(rows, self.context.measured(partials), states), raw if keep else None
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
         """Add the measurements other than statistics, and the inputs of their gradient, to
@@ -238,8 +236,7 @@ class LinearLogits(LogitSource):
         product."""
         if self.bias is None:
             return arguments
-        transform = replace(arguments.transform, bias=self.bias[columns])
-        return arguments._replace(transform=transform)
+        return arguments._replace(transform=replace(arguments.transform, bias=self.bias[columns]))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
         """Return raw logits. The widest product comes last: its time hides the read of the narrower

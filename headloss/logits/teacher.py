@@ -56,8 +56,7 @@ def measuring(
         tail = "candidate_tail" in needs
         beside.append(Candidates(CANDIDATES, batch.candidate_ids, transform, True, tail, shard))
     if COLLISION in needs:
-        half = replace(transform, temperature=transform.temperature / 2)
-        beside.append(SquaredSum(half, shard))
+        beside.append(SquaredSum(replace(transform, temperature=transform.temperature / 2), shard))
     return context._replace(beside=tuple(beside))
 
 
@@ -98,8 +97,7 @@ class DenseTeacher:
             self.source = _of_hidden(context, batch, teacher, wide)
             if "teacher_index" in batch:
                 count = len(self.source.features[0])
-                static = batch.live is not None
-                self.rows = SharedRows.of(batch.teacher_index, count, static)
+                self.rows = SharedRows.of(batch.teacher_index, count, batch.live is not None)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
         # The statistics contain this normalizer.
@@ -137,8 +135,7 @@ class DenseTeacher:
             log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
             mass = (q.log_sum - log_sum).exp()
             q = Normalizer(q.max_logit, log_sum)
-        pair = self._pair(p, q, self.measures, places)
-        shares = tile.acts.divergence(tile.raw, raw, pair)
+        shares = tile.acts.divergence(tile.raw, raw, self._pair(p, q, self.measures, places))
         shares = merge_shares(self.shard.slices(shares), self.measures)
         values, mean_slopes = shares.unbind(-1)
         if self.keeps:
@@ -225,8 +222,7 @@ def _of_hidden(
     transform = replace(transform_of(head), temperature=teacher.temperature)
     pairs = [tensor for features, weight in factors for tensor in (features, weight[columns])]
     tensors = [*pairs, None if head.bias is None else head.bias[columns]]
-    plain = RowContext(context.acts, batch.targets, transform, NOTHING, shard)
-    return LinearLogits(tensors, plain)
+    return LinearLogits(tensors, RowContext(context.acts, batch.targets, transform, NOTHING, shard))
 
 
 def _at(transform: Transform, temperature: float) -> Transform:

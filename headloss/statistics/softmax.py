@@ -96,8 +96,7 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
         entropy_sum = (scale * (slices.entropy_sum + mass * log_scale)).sum(0)
     if slices.logit_sum is not None:
         logit_sum = slices.logit_sum.sum(0)
-    target = slices.target.amax(0)
-    return SoftmaxState(max_logit, sumexp_m1, target, entropy_sum, logit_sum)
+    return SoftmaxState(max_logit, sumexp_m1, slices.target.amax(0), entropy_sum, logit_sum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +152,7 @@ class Statistics:
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """Apply `function` to every vector, including the vectors in `extras`."""
         mapped: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
-        beside = {key: function(t) for key, t in self.extras.items()}
-        return Statistics(**mapped, extras=beside)
+        return Statistics(**mapped, extras={key: function(t) for key, t in self.extras.items()})
 
 
 class Normalizer(NamedTuple):

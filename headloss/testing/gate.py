@@ -140,8 +140,7 @@ PROMPT = 5  # unscored positions at the start of each longer segment
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:
     """Return inputs made on the CPU, so that every device gets the same numbers."""
     hidden, weight, targets = trained_looking(sum(LENGTHS), 64, 701, case.dtype)
-    z = F.linear(hidden.double(), weight.double())
-    logps = -F.cross_entropy(z, targets, reduction="none")
+    logps = -F.cross_entropy(F.linear(hidden.double(), weight.double()), targets, reduction="none")
     segments = Segments.from_lengths(LENGTHS)
     places = torch.cat([torch.arange(n) - min(PROMPT, n - 1) for n in LENGTHS])
     targets = torch.where(places < 0, IGNORE, targets)

@@ -81,8 +81,7 @@ def plain(
         if isinstance(temperature, Tensor):
             temperature = temperature.reshape(-1)[index].to(wide).unsqueeze(1)
         capped = _logits(x, leaves, head, wide)
-        rows = capped / temperature
-        stats = _statistics(rows, packing, packed.get("candidate_ids"))
+        stats = _statistics(capped / temperature, packing, packed.get("candidate_ids"))
         stats = replace(stats, extras=_Measured(capped, packed, stats.extras))
         check_weights(objective, packed.kinds(), batch.totals)
         totals = batch.totals if batch.totals is not None else Totals.of(batch)
@@ -133,8 +132,7 @@ def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> St
     supported = torch.zeros_like(z, dtype=torch.bool)  # [T, V], columns inside each token's softmax
     if (pairs := packing.support) is not None:
         present = pairs.ids >= 0
-        counts = pairs.offsets.diff()
-        rows = torch.arange(len(z), device=z.device).repeat_interleave(counts)
+        rows = torch.arange(len(z), device=z.device).repeat_interleave(pairs.offsets.diff())
         supported[rows[present], pairs.ids[present]] = True
     supported |= ~supported.any(1, keepdim=True)
     mean = torch.where(supported, z, 0).sum(-1) / supported.sum(-1)
