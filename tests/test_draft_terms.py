@@ -603,3 +603,27 @@ def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
 
     with pytest.raises(ValueError, match="differs by .* between the whole batch and segment"):
         hl.check_term(mean_over_a_cut(), **fields)
+
+
+@pytest.mark.parametrize("name", ["nla", "lk_lambda", "d_pace", "dspark", "compound"])
+def test_micro_batches_in_another_order_are_the_whole(name: str) -> None:
+    """Blocks in two micro-batches and turned round give one loss and gradient, by the totals."""
+    s = Setting()
+    objective, values = losses(s)[name]
+    want = s.want(values)
+    hidden, weight = s.leaves
+    targets = s.targets.masked_fill(~s.scored, -100)
+    totals = hl.Totals.of(hl.Batch(targets, hl.Segments.rows(T // BLOCK, BLOCK)))
+    loss, gradients = torch.zeros((), dtype=torch.float64), [torch.zeros_like(x) for x in s.leaves]
+    blocks = torch.arange(T).view(-1, BLOCK).flip(0)
+    for part in blocks.split([1, len(blocks) - 1]):
+        rows = part.flatten()
+        fields = {"teacher_hidden": s.states[rows], "slots": s.slots[rows]}
+        segments = hl.Segments.rows(len(part), BLOCK)
+        batch = hl.Batch(targets[rows], segments, totals=totals, **fields)
+        out = hl.head_loss(hidden[rows], hl.Head(weight), batch, objective)
+        loss += out.loss.detach()
+        for total, own in zip(gradients, torch.autograd.grad(out.loss, s.leaves), strict=True):
+            total += own
+    for got, value in zip([loss, *gradients], want, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-9, atol=1e-12)

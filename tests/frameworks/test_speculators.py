@@ -271,3 +271,39 @@ def test_a_compiled_forward_is_compiled_once(
             assert error <= 4e-6 * gradient.norm() + 1e-9, name
         counts.append(len(graphs))
     assert counts == [counts[0]] * 3 and counts[0] > 0
+
+
+def test_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Four steps of speculators' trainer on a CPU, which it does not know: the same weights."""
+    trainer = pytest.importorskip("speculators.train.trainer")
+    monkeypatch.setattr(trainer, "get_local_rank", lambda: "cpu")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    batches = [inputs() | {"error_records": 0} for _ in range(4)]
+    for seed, batch in enumerate(batches):
+        generator = torch.Generator().manual_seed(seed)
+        batch["hidden_states"] = torch.randn(1, T, 3 * H, generator=generator)
+
+    class Loader(list):
+        batch_sampler = None
+
+    def run(name: str) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        model = draft_model("eagle3")
+        named = losses("eagle3", "nla") | STEPS
+        config = trainer.TrainerConfig(
+            1e-3, 1, str(tmp_path / name), train_call_kwargs=named, log_freq=2
+        )
+        trainer.Trainer(model, config, Loader(batches)).train_epoch(0)
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    stock = run("stock")
+    adapter.install()
+    try:
+        ours = run("ours")
+    finally:
+        adapter.uninstall()
+    start = dict(draft_model("eagle3").named_parameters())
+    moved = [(stock[n] - start[n]).norm() for n in stock if not torch.equal(stock[n], start[n])]
+    assert len(moved) > 5
+    for name, weight in stock.items():
+        assert (ours[name] - weight).norm() <= 1e-4 * weight.norm(), name
