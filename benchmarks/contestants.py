@@ -207,7 +207,7 @@ def _function(separable: str | None) -> Callable[[Work, Setting], Run]:
     return make
 
 
-# ---------------------------------------------------------------------- from log-probs or a loss
+# ---------------------------------------------------------------------- losses from log-probs
 
 
 def _by_values(

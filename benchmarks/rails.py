@@ -77,7 +77,7 @@ class Rail:
         )
 
 
-# ---------------------------------------------------------------------- the rows
+# ---------------------------------------------------------------------- rows of the comparison
 
 
 def rails() -> Iterator[Rail]:
@@ -188,7 +188,7 @@ def tiny(rail: Rail) -> Rail:
     return replace(rail, setting=cases.small_setting(rail.setting, tokens=32, vocabulary=131))
 
 
-# ---------------------------------------------------------------------- races
+# ---------------------------------------------------------------------- timed rows
 
 
 Row = dict[str, Any]
@@ -248,7 +248,7 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
             print(f"{rail.name}: {one_line(failure)}")
 
 
-# ---------------------------------------------------------------------- what else is asked
+# ---------------------------------------------------------------------- random calls and ranks
 
 
 def run_calls(arguments: argparse.Namespace, seconds: float) -> Row:
@@ -288,7 +288,7 @@ def with_this_tree() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
-# ---------------------------------------------------------------------- the page
+# ---------------------------------------------------------------------- the report
 
 
 def page(found: Row) -> str:

@@ -58,7 +58,7 @@ class Results:
         self._write()
 
     def add(self, rows: list[dict]) -> None:
-        """Replace the file's rows of the same cases, works and contestants by `rows`, and write the
+        """Replace the file's rows with equal case, work and contestant by `rows`, and write the
         file."""
         new = {_key(row) for row in rows}
         kept = [row for row in self.content["rows"] if _key(row) not in new]

@@ -116,7 +116,7 @@ class Inputs:
         return {name: t for name, t in named.items() if t is not None and t.requires_grad}
 
     def cut(self, start: int, tokens: int) -> Inputs:
-        """Return `tokens` consecutive tokens from `start`, with the same head."""
+        """Return `tokens` consecutive tokens from `start`, with an unchanged head."""
         rows = slice(start, start + tokens)
         own = {n: v[rows] for n in PER_TOKEN if (v := getattr(self, n)) is not None}
         segments = slice(int(own["ids"][0]), int(own["ids"][-1]) + 1)
@@ -353,7 +353,7 @@ def _collision(package: ModuleType) -> hl.Term:
 
 def to_uniform(log_p: Tensor, rest: Tensor | None = None) -> Tensor:
     """Return KL(p || q) [T] to a uniform q, over candidates with log-probs [T, K] and optionally
-    the rest of the vocabulary."""
+    all other columns together."""
     outcomes = log_p.shape[1] + 1
     if rest is not None:
         log_p = torch.cat([log_p, rest.unsqueeze(1)], 1)

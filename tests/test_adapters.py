@@ -27,7 +27,7 @@ from headloss.integrations import seams
 from headloss.integrations.seams import TESTED, Seams, check_signature, fitted
 from headloss.testing import doctor
 
-# ---------------------------------------------------------------------- signatures, as they are
+# ---------------------------------------------------------------------- framework signatures
 
 
 def nemo_rl_06(
@@ -231,7 +231,7 @@ def test_a_tested_release_is_not_announced(adapter, monkeypatch) -> None:
     assert here(standing) == standing
 
 
-# ---------------------------------------------------------------------- seams that do not hold
+# ---------------------------------------------------------------------- changed framework functions
 
 
 @pytest.mark.parametrize("how", ["no function", "no module", "an argument's name", "one more"])
@@ -746,7 +746,7 @@ def test_the_table_of_versions() -> None:
     assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}
 
 
-# ---------------------------------------------------------------------- an adapter that never runs
+# ---------------------------------------------------------------------- unused adapters
 
 
 def stepped() -> list[str]:

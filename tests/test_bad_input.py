@@ -549,7 +549,7 @@ def test_main_grad_of_another_shape():
     rejects(ValueError, match, lambda: call(main_grad=torch.zeros(H, V)))
 
 
-# ---------------------------------------------------------------------- what cannot be served
+# ---------------------------------------------------------------------- unsupported calls
 
 
 def live(**given) -> Tensor:
@@ -622,7 +622,7 @@ def test_auto_serves_what_an_explicit_choice_could_not():
     assert hl.plan(x, head, batch(), hl.gspo(), options).schedule == "frozen"
 
 
-# ---------------------------------------------------------------------- the other verbs
+# ---------------------------------------------------------------------- further functions
 
 
 @pytest.mark.parametrize(

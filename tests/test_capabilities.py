@@ -72,8 +72,8 @@ def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "import", "driver"])
 def test_a_triton_that_does_not_work(monkeypatch, fresh, broken: str) -> None:
-    """With a broken Triton, `auto` falls back with one warning about the reason, and "triton"
-    raises."""
+    """A broken Triton makes `auto` fall back with one warning about the reason, and "triton"
+    raise."""
 
     def fail() -> None:
         raise RuntimeError("no C compiler was found")

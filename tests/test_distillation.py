@@ -377,7 +377,7 @@ def test_stored_log_probs_that_add_up_to_more_than_one(tail):
     torch.testing.assert_close(loss, torch.tensor(want), atol=2e-6, rtol=0)
 
 
-# ---------------------------------------------------------------------- in company
+# ---------------------------------------------------------------------- combinations
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -301,7 +301,7 @@ def test_several_measures_of_one_teacher_take_one_pass():
     assert products(objective(2.0), frozen=True) == 4
 
 
-# ---------------------------------------------------------------------- digits
+# ---------------------------------------------------------------------- precision
 
 
 def both_sides(raw, raw_teacher) -> tuple[Distribution, Distribution]:
@@ -494,14 +494,14 @@ def test_fields_of_a_teacher_are_refused():
         hl.Batch(s.targets, teacher_hidden=s.states[:3])
 
 
-# ---------------------------------------------------------------------- columns beside
+# ---------------------------------------------------------------------- additional columns
 
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_columns_beside_a_head(schedule, backend):
-    """Columns beside a head give the logits of concatenated factors, with gradients of both
-    factors."""
+    """Additional columns of a head (`Head(beside=...)`) give logits of concatenated factors, with
+    both gradients."""
     dtype, rank = (torch.float64 if backend == "reference" else torch.float32), 3
     torch.manual_seed(0)
     s = Setting(dtype)
@@ -535,7 +535,8 @@ def test_columns_beside_a_head(schedule, backend):
 
 
 def test_columns_beside_take_their_share_of_the_products():
-    """Columns of width r = 16 beside H = 256 cost at most 3.3 products with a frozen head."""
+    """Additional columns of width r = 16 at H = 256 cost at most 3.3 products with a frozen
+    head."""
     tokens, width, rank, columns = 64, 256, 16, 96
     hidden = torch.randn(tokens, width, requires_grad=True)
     pair = tuple(torch.randn(n, rank, requires_grad=True) for n in (tokens, columns))

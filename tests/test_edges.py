@@ -57,7 +57,7 @@ def zero(gradient: Tensor | None) -> bool:
     return gradient is not None and bool(gradient.eq(0).all())
 
 
-# ---------------------------------------------------------------------- nothing
+# ---------------------------------------------------------------------- empty batches
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
@@ -158,7 +158,7 @@ def test_the_loss_of_an_empty_segment_is_zero():
         torch.testing.assert_close(two, one / 2)
 
 
-# ---------------------------------------------------------------------- small
+# ---------------------------------------------------------------------- small sizes
 
 
 @pytest.mark.parametrize("objective", [o for o in OBJECTIVES if o is not OBJECTIVES[4]], ids=repr)
@@ -299,7 +299,7 @@ def test_fields_of_another_dtype():
     torch.testing.assert_close(out[1], want[1])
 
 
-# ---------------------------------------------------------------------- the ends of the range
+# ---------------------------------------------------------------------- extreme numbers
 
 
 @pytest.mark.covering

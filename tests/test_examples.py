@@ -73,8 +73,8 @@ def test_a_trainers_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the remaining columns as an outcome, forward and reverse KL lead the student to the
-    teacher; the forward KL over the student's top k alone does not."""
+    """Forward and reverse KL with an outcome for all other columns lead the student to the teacher;
+    forward KL over only the student's top k does not."""
     forward, alone, reverse, _ = (float(x.split()[-1]) for x in run_example("candidates", capsys))
     assert forward < 1.5 and reverse < 2 < alone
 

@@ -136,7 +136,7 @@ def test_rlsd_shaped(name: str, clipped: bool) -> None:
 
 
 def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
-    """With old_logps=CURRENT the factor uses this call's log-probs, without gradient."""
+    """The factor under old_logps=CURRENT uses the call's log-probs, without gradient."""
 
     def formula(log_p, targets, fields) -> Tensor:
         logp = of_targets(log_p, targets)

@@ -546,7 +546,7 @@ def test_offsets_of_more_dimensions(order, index):
     assert one_for_all.rows().offsets.tolist() == [0] * 6
 
 
-# ---------------------------------------------------------------------- on a GPU alone
+# ---------------------------------------------------------------------- GPU only
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs 12 GiB on a GPU")

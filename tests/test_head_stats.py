@@ -126,7 +126,7 @@ def test_few_tokens(schedule, count):
         torch.testing.assert_close(got, exact)
 
 
-# ---------------------------------------------------------------------- in the interpreter
+# ---------------------------------------------------------------------- Triton's interpreter
 
 
 @pytest.mark.covering
@@ -161,7 +161,7 @@ def test_on_triton(monkeypatch, schedule, loss, form):
         assert error(got, want) <= 3 * error(other, want) + 4 * EPS[torch.bfloat16], name
 
 
-# ---------------------------------------------------------------------- what runs
+# ---------------------------------------------------------------------- schedules
 
 
 def test_the_choice():

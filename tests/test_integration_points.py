@@ -117,7 +117,7 @@ def test_gradient_accumulation_over_micro_batches():
 
 
 def test_the_same_hidden_states_under_two_losses():
-    """Two losses on the same hidden states add their gradients."""
+    """Two losses on common hidden states add their gradients."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
     head = hl.Head(weight)

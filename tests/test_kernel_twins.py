@@ -103,7 +103,7 @@ def test_there_are_acts_to_look_at():
     assert len(ACTS) >= 20 and kernels.load("reference") is reference
 
 
-# ---------------------------------------------------------------------- products and held terms
+# ---------------------------------------------------------------------- products and exp tiles
 
 
 @pytest.mark.covering(1)
@@ -264,7 +264,7 @@ def test_a_narrowed_gradient(dtype):
     assert error(found[0], found[1].double()) <= 2 * EPS[dtype] + 3e-6
 
 
-# ---------------------------------------------------------------------- logits where they lie
+# ---------------------------------------------------------------------- given logits in place
 
 LAYOUTS = ((lambda t: t[:, 1:]), (lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)))
 
@@ -377,7 +377,7 @@ def test_scale_rows():
         assert torch.equal(works[1], before) == (factor == 1)
 
 
-# ---------------------------------------------------------------------- the twins themselves
+# ---------------------------------------------------------------------- twins against autograd
 
 
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])

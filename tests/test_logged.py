@@ -141,8 +141,8 @@ def test_a_trainer_of_transformers_logs_terms(
 
 @pytest.mark.parametrize("switch", [True, False])
 def test_a_trainer_logs_terms_over_the_interval(switch: bool, measured: list[int]) -> None:
-    """With two micro-batches per step and a log entry every two steps, terms add up to the logged
-    loss."""
+    """Logged terms add up to the logged loss, with two micro-batches per step and an entry every
+    two steps."""
     pytest.importorskip("trl", reason="TRL is the trainer that headloss is put into")
     from test_trl_sft_dpo import sft
     from trl_case import train

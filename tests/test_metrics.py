@@ -106,7 +106,7 @@ def test_compute_of_nothing():
     assert Metrics().compute() == {}
 
 
-# ---------------------------------------------------------------------- those of a call
+# ---------------------------------------------------------------------- metrics of a call
 
 
 OBJECTIVE = (

@@ -37,7 +37,7 @@ def term(function: Callable, **given: Any) -> hl.Term:
     return hl.term(function, name="mine", **given)()
 
 
-# ---------------------------------------------------------------------- the wrong door
+# ---------------------------------------------------------------------- wrong functions and modules
 
 
 class LanguageModel(torch.nn.Module):
@@ -115,7 +115,7 @@ def test_head_function_trains_the_parameter_that_a_term_may_not_hold() -> None:
     torch.testing.assert_close(scale.grad, -logps.sum())
 
 
-# ---------------------------------------------------------------------- numbers
+# ---------------------------------------------------------------------- invalid numbers
 
 
 def of_numbers(half: Any) -> list[Tensor]:
@@ -286,7 +286,7 @@ def test_a_gradient_that_depends_on_the_batch_may_be_zero(options: dict) -> None
     torch.testing.assert_close(out.loss.detach(), out.logps.mean())
 
 
-# ---------------------------------------------------------------------- what a term observes
+# ---------------------------------------------------------------------- observed values
 
 
 def seen(values: Any = None, **given: Any) -> Callable:
@@ -465,7 +465,7 @@ def test_an_unscored_token_may_be_in_no_segment() -> None:
     assert float(hl.Totals.of(given).tokens) == 4
 
 
-# ---------------------------------------------------------------------- a distance or the cap
+# ---------------------------------------------------------------------- distance to a clip
 
 
 def test_what_can_only_be_meant_as_the_cap_of_cispo() -> None:
@@ -551,8 +551,7 @@ CLIPPED = [hl.grpo(), hl.ppo(dual_clip=2.0), hl.dapo(delta=1.5)]
 
 @pytest.mark.parametrize("objective", CLIPPED, ids=repr)
 def test_current_log_probs_beside_given_logits_on_triton(objective: hl.Term) -> None:
-    """With CURRENT log-probs on given logits the ratio is 1, the loss -A, and the gradient that of
-    -A log p."""
+    """Given logits with CURRENT log-probs have ratio 1, loss -A, and the gradient of -A log p."""
     pytest.importorskip("triton")
     logits = torch.randn(T, V, device=DEVICE, requires_grad=True)
     targets, advantages = torch.arange(T, device=DEVICE), torch.randn(T, device=DEVICE)
@@ -608,7 +607,7 @@ def test_sparse_vectors_are_refused(name) -> None:
         takers[name]()
 
 
-# ---------------------------------------------------------------------- Liger's names
+# ---------------------------------------------------------------------- classes with Liger's names
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
@@ -642,7 +641,7 @@ def test_the_clipped_share_of_advantages_per_token() -> None:
     assert none[0] == 0 and none[1][0] == 0
 
 
-# ---------------------------------------------------------------------- fields that nobody reads
+# ---------------------------------------------------------------------- unread fields
 
 ZERO = ("mask", "attention_mask", "loss_mask", "completion_mask", "weights")
 ZERO += ("labels_mask", "Mask_of_answers")
@@ -693,7 +692,7 @@ def test_a_mask_that_a_term_reads() -> None:
     hl.head_loss(x, h, wide, hl.entropy())
 
 
-# ---------------------------------------------------------------------- a mean inside a term
+# ---------------------------------------------------------------------- means inside a term
 
 PARTS = {
     "logp": lambda stats, batch: stats.logp - stats.logp.mean(),
@@ -746,7 +745,7 @@ def test_terms_of_ones_own_that_may_be_cut() -> None:
     torch.testing.assert_close(out.loss, -segments.mean(out.logps).mean())
 
 
-# ---------------------------------------------------------------------- texts
+# ---------------------------------------------------------------------- error texts
 
 
 def message(call: Callable[[], object]) -> str:

@@ -340,7 +340,7 @@ def test_quantile_over_a_group(tmp_path: Path) -> None:
         assert torch.equal(torch.load(tmp_path / f"{rank}.pt"), expected)
 
 
-# ---------------------------------------------------------------------- together, and refused
+# ---------------------------------------------------------------------- combinations and refusals
 
 
 def test_modifiers_multiply() -> None:

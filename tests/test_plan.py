@@ -187,7 +187,7 @@ def test_static_shapes_know_no_lengths():
     assert make_plan(segments, small, "reference").schedule == "recompute"
 
 
-# ---------------------------------------------------------------------- the choice
+# ---------------------------------------------------------------------- choice of the schedule
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_a_tile_holds_no_more_than_a_chunk(tokens, vocabulary, chunk):
     assert rows * columns <= plan.chunk_tokens * vocabulary
 
 
-# ---------------------------------------------------------------------- showing it
+# ---------------------------------------------------------------------- display
 
 
 def test_str():
@@ -449,7 +449,7 @@ def test_plans_compare_and_are_immutable():
         planned().schedule = "frozen"
 
 
-# ---------------------------------------------------------------------- of a call
+# ---------------------------------------------------------------------- plans of calls
 
 
 def test_plan_counts_scored_tokens_alone():
@@ -526,7 +526,7 @@ def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objectiv
 
 
 def test_slabs_beside_a_teacher_are_whole_waves():
-    """With a teacher, slabs are whole waves, and the first sweep's logits need no more memory than
+    """Slabs with a teacher are whole waves, and the first sweep's logits need no more memory than
     the second's slab and dX sums."""
     sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
     gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}

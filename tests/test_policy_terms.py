@@ -150,7 +150,7 @@ def test_vespo_takes_the_ratio_of_the_sampler_from_the_caller() -> None:
         assert_same([reduced(h.vespo(), case.stats, batch)], [want])
 
 
-# ---------------------------------------------------------------------- equal by theory
+# ---------------------------------------------------------------------- theoretical identities
 
 
 @pytest.mark.parametrize("epsilons", [(3e-4, 4e-4), (0.05, 0.1), (1.0, 9.0)])
@@ -182,7 +182,7 @@ def test_on_policy_every_gradient_is_reinforce() -> None:
         torch.testing.assert_close(got, want, msg=lambda m, name=name: f"{name}: {m}")
 
 
-# ---------------------------------------------------------------------- the edges
+# ---------------------------------------------------------------------- edge cases
 
 
 @pytest.mark.parametrize("name", [n for n in PAPERS if n not in ("kl", "kl_k2", "kl_k3")])
@@ -382,7 +382,7 @@ def test_sequence_weight_of_vespo_is_its_ratio() -> None:
     assert found["ratio_max"] == pytest.approx(max(w))
 
 
-# ---------------------------------------------------------------------- what they read
+# ---------------------------------------------------------------------- inputs of terms
 
 
 @pytest.mark.parametrize("name", PAPERS)

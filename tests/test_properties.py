@@ -384,7 +384,7 @@ def test_metrics_of_a_restricted_term_count_what_is_kept(name, static):
         torch.testing.assert_close(got[metric].value, want[metric].value, msg=metric)
 
 
-# ---------------------------------------------------------------------- where, weighted
+# ---------------------------------------------------------------------- `where` and `weighted`
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "grpo", "kl_k3", "reinforce", "sapo"])
@@ -465,7 +465,7 @@ def test_weight_of_one_half_is_half_the_gradient():
     torch.testing.assert_close(half.hidden, one.hidden / 2)
 
 
-# ---------------------------------------------------------------------- bits
+# ---------------------------------------------------------------------- bitwise equality
 
 
 @pytest.mark.parametrize("schedule", ["one_pass", "small_chunks", "recompute", "static"])
@@ -480,7 +480,7 @@ def test_two_runs_give_the_same_bits(schedule, dtype):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ---------------------------------------------------------------------- poison
+# ---------------------------------------------------------------------- NaN in unused values
 
 
 @pytest.mark.covering
@@ -538,7 +538,7 @@ def test_poison_in_given_logits(inplace):
     assert torch.equal(found[0][1], found[1][1])
 
 
-# ---------------------------------------------------------------------- nothing there
+# ---------------------------------------------------------------------- empty batches
 
 
 @pytest.mark.covering

@@ -311,7 +311,7 @@ def test_covariances_need_the_whole_batch() -> None:
     assert_same(found[2], found[0])
 
 
-# ---------------------------------------------------------------------- kl
+# ---------------------------------------------------------------------- KL
 
 
 def kl_case(seed: int = 0, scale: float = 0.4) -> Case:

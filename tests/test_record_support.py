@@ -1,4 +1,4 @@
-"""`record_support` records sets and log-probs that agree with the scores of Transformers."""
+"""`record_support` records id sets and log-probs that agree with the scores of Transformers."""
 
 from __future__ import annotations
 

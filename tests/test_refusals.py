@@ -50,7 +50,7 @@ def made(make):
         return None, str(error)
 
 
-# ---------------------------------------------------------------------- names of fields
+# ---------------------------------------------------------------------- field names
 
 
 def names_of_what_a_term_sees() -> list[str]:
@@ -305,7 +305,7 @@ def with_prompt() -> hl.Batch:
 
 @pytest.mark.parametrize("modified", [False, True], ids=["alone", "with top_entropy"])
 def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
-    """With static shapes a batch-scoped term is correct on scored rows, or is refused."""
+    """A batch-scoped term under static shapes is correct on scored rows, or is refused."""
     hidden, head, data = torch.randn(N, H), hl.Head(weight()), with_prompt()
     for make in (centred, centred_on_live_rows):
         term = make().top_entropy(quantile=0.6) if modified else make()

@@ -199,7 +199,7 @@ def test_rounding_is_no_change(family: str, dtype: torch.dtype) -> None:
         assert applied.output is not None
 
 
-# ---------------------------------------------------------------------- families of no table
+# ---------------------------------------------------------------------- unlisted model families
 
 
 @pytest.mark.parametrize(

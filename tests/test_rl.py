@@ -360,8 +360,8 @@ def test_memory() -> None:
 
 
 def test_bf16_log_probs() -> None:
-    """With the switch False logits are rounded as in the standard path, with True not, fused or
-    unfused."""
+    """Logits are rounded as in the standard path if the switch is False, and unrounded if True,
+    fused or unfused."""
 
     def measured(**switches: Any) -> float:
         model = load(llama()).to(torch.bfloat16)

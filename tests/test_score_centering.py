@@ -114,7 +114,7 @@ def test_beside_the_policy_term(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_all_of_the_vocabulary(name: str) -> None:
-    """With the whole vocabulary as candidates the sum is exact: both tails are floored, rho is 1,
+    """The sum over the whole vocabulary as candidates is exact: both tails are floored, rho is 1,
     and alpha's factor has no gradient."""
     options, case = BOUNDS[name], problem(k=V)
     agree(

@@ -23,7 +23,7 @@ def loop_sum(ids: Tensor, count: int, values: Tensor) -> Tensor:
     return total
 
 
-# ---------------------------------------------------------------------- making them
+# ---------------------------------------------------------------------- construction
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_wrong_constructors(make, error, match):
         make()
 
 
-# ---------------------------------------------------------------------- using them
+# ---------------------------------------------------------------------- sums, means, expansion
 
 
 @given(st.lists(st.integers(0, 5), max_size=20), st.integers(6, 8))

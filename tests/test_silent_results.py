@@ -433,7 +433,7 @@ def test_the_command_line_plans_what_a_call_takes(
     assert shown["bytes"] == found.bytes
 
 
-# ---------------------------------------------------------------------- terms that go by values
+# ---------------------------------------------------------------------- terms that depend on values
 
 
 @hl.term
@@ -465,7 +465,7 @@ def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
         torch.testing.assert_close(found, gradient)
 
 
-# ---------------------------------------------------------------------- what a term leaves out
+# ---------------------------------------------------------------------- excluded tokens
 
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
@@ -506,7 +506,7 @@ def test_a_reduction_that_is_made_of_the_librarys(own: hl.Reduction) -> None:
     torch.testing.assert_close(2 * one, two)
 
 
-# ---------------------------------------------------------------------- whole numbers
+# ---------------------------------------------------------------------- integer inputs
 
 POLICY = {
     "reinforce": hl.reinforce, "dapo": hl.dapo, "gspo": hl.gspo, "gmpo": hl.gmpo, "sapo": hl.sapo,

@@ -218,7 +218,7 @@ def test_ranks() -> None:
         assert_same(step, want)
 
 
-# ---------------------------------------------------------------------- without the mixin
+# ---------------------------------------------------------------------- plain `apply`
 
 
 IDS = torch.randint(2, 37, (4, 7), generator=torch.Generator().manual_seed(0))
@@ -274,7 +274,7 @@ def test_what_the_mixin_refuses() -> None:
                 Trainer(model, arguments, collate, train_dataset=rows()).train()
 
 
-# ---------------------------------------------------------------------- nothing scored
+# ---------------------------------------------------------------------- no scored tokens
 
 
 @pytest.mark.parametrize("kind", [transformers.Trainer, Trainer])

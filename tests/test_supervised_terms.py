@@ -194,7 +194,7 @@ def test_bad_option(make_term, message: str) -> None:
         make_term()
 
 
-# ---------------------------------------------------------------------- unlikelihood's ends
+# ---------------------------------------------------------------------- unlikelihood near p = 0 and p = 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -147,8 +147,8 @@ def test_nothing_scored_and_nobody_restricted():
 
 
 def test_ratio_is_one_when_the_support_is_given():
-    """With the support given, ratios to a top-k sampler are 1; over the whole softmax they equal
-    the kept mass."""
+    """Ratios to a top-k sampler are 1 with the support given, and equal the kept mass over the
+    whole softmax."""
     hidden, weight, _ = trained_looking(12, 8, 50, torch.float64)
     z = hl.Head(weight, temperature=0.8).logits(hidden)
     kept = z.topk(5).indices
@@ -217,7 +217,7 @@ def test_ids_made_in_inference_mode_and_ids_that_change(kind):
             loss.backward()
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- invalid input
 
 IDS = [[3, 4, -1], [5, 0, 1], [2, -1, -1]]
 NO_IDS = torch.empty(0, dtype=torch.int64)

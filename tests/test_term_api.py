@@ -266,7 +266,7 @@ def test_wrong_restrictions(make, error, match):
         make()
 
 
-# ---------------------------------------------------------------------- one's own term
+# ---------------------------------------------------------------------- user-defined terms
 
 
 @hl.term

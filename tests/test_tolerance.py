@@ -193,7 +193,7 @@ def test_a_frozen_head_and_supports_leave_nothing_out(schedule: Any) -> None:
     assert torch.equal(*gradients)
 
 
-# ---------------------------------------------------------------------- mass and choice
+# ---------------------------------------------------------------------- mass and choice of rows
 
 
 @pytest.mark.parametrize("uniform", [False, True])

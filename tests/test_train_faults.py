@@ -101,7 +101,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-# ---------------------------------------------------------------------- not finite
+# ---------------------------------------------------------------------- NaN and infinity
 
 
 def test_a_weight_that_is_nan(finished: Path, capsys: Any) -> None:
@@ -317,7 +317,7 @@ def test_a_damaged_evaluation(finished: Path, capsys: Any) -> None:
     assert_as(finished)
 
 
-# ---------------------------------------------------------------------- whose folder it is
+# ---------------------------------------------------------------------- run folders
 
 
 def test_two_runs_in_a_folder(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
@@ -403,7 +403,7 @@ def test_sigterm_in_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> N
     assert metrics(RUN) == metrics(Path("whole"))
 
 
-# ---------------------------------------------------------------------- at random
+# ---------------------------------------------------------------------- random faults
 
 
 def in_a_child(act: Callable[[], Any]) -> int:

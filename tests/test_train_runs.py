@@ -139,8 +139,8 @@ def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list
     ],
 )
 def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: Path) -> None:
-    """A run resumes to the same numbers across epochs, recomputing all steps after the
-    checkpoint."""
+    """A resumed run has the numbers of a whole run across epochs, and recomputes all steps after
+    the checkpoint."""
     steps = [
         "trainer.lr_scheduler_type=constant",
         "trainer.learning_rate=0.01",

@@ -219,7 +219,7 @@ def test_what_is_refused() -> None:
 
 
 def test_calls_from_two_threads() -> None:
-    """Of concurrent calls, one without labels is the stock call, and a second one with labels is
+    """A concurrent call without labels is the stock call, and a second call with labels is
     refused."""
     model = tiny("llama")
     want, loss = model(IDS).logits, model(IDS, labels=LABELS).loss
@@ -417,7 +417,7 @@ def test_fsdp2(schedule: str) -> None:
                 assert max(g.norm() for g in want[1]) > 0.01
 
 
-# ---------------------------------------------------------------------- what is refused by name
+# ---------------------------------------------------------------------- errors that name an input
 
 
 def test_two_heads_are_refused() -> None:

@@ -31,7 +31,7 @@ def run(folder: Any, callback: HeadLossCallback | None, **settings: Any) -> Any:
 
 
 def test_as_the_stock_trainer(tmp_path: Any, monkeypatch: Any) -> None:
-    """With the callback, two accumulated steps and an evaluation equal stock Trainer, without
+    """Two accumulated steps and an evaluation with the callback equal stock Trainer, without
     logits."""
     want, weights, evaluated, _ = run(tmp_path, None)
     with monkeypatch.context() as patch:

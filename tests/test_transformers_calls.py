@@ -34,7 +34,7 @@ def shifted(value: Tensor, fill: float) -> Tensor:
     return pad(value[:, 1:], (0, 1), value=fill)
 
 
-# ---------------------------------------------------------------------- fields beside labels
+# ---------------------------------------------------------------------- per-token fields
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool])

@@ -489,7 +489,7 @@ def tokenizer() -> Any:
     return kind(tokenizer_object=made, pad_token="w0", eos_token="w1")
 
 
-# ---------------------------------------------------------------------- D: logits are the call's
+# ---------------------------------------------------------------------- D: logits belong to a call
 
 
 def adapted(**options: Any) -> Any:
@@ -613,7 +613,7 @@ def test_whatever_is_returned() -> None:
     torch.testing.assert_close(got.logits, want.logits)
 
 
-# ---------------------------------------------------------------------- E: copies run their own
+# ---------------------------------------------------------------------- E: copies run their own weights
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -628,7 +628,7 @@ def test_a_copy_runs_its_own_forward(way: Any) -> None:
     assert_same(outcome(twin), outcome(stock))
 
 
-# ---------------------------------------------------------------------- no more work than it takes
+# ---------------------------------------------------------------------- minimal work
 
 
 def test_counts_that_differ_are_one_entry_and_one_launch() -> None:

@@ -103,7 +103,7 @@ def pair_of(n, v, dtype, teacher_dtype=None):
     return raw, raw_teacher
 
 
-# ---------------------------------------------------------------------- act one
+# ---------------------------------------------------------------------- values
 
 
 @pytest.mark.covering
@@ -177,7 +177,7 @@ def test_ruled_out_tokens(kind):
     assert error(gradient, oracle) <= 3e-6
 
 
-# ---------------------------------------------------------------------- act two
+# ---------------------------------------------------------------------- gradients
 
 
 def others_of(n, v, which, transform, dtype=None) -> Backward:

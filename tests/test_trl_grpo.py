@@ -215,7 +215,7 @@ def test_autocast() -> None:
             assert got[name] == pytest.approx(want[name], rel=2e-2)
 
 
-# ---------------------------------------------------------------------- beyond TRL
+# ---------------------------------------------------------------------- features beyond TRL
 
 
 def test_gspo_token_is_gspo_for_one_advantage_per_sequence() -> None:

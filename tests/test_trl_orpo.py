@@ -120,7 +120,7 @@ def test_evaluation(name: str) -> None:
 
 @pytest.mark.parametrize("name", OURS)
 def test_soft_cap(name: str) -> None:
-    """With a soft cap all values agree except the mean logits, which headloss takes before the
+    """All values with a soft cap agree except the mean logits, which headloss computes before the
     cap."""
     theirs, mine = pair(name, family="gemma2")
     want, got = numbers(theirs.evaluate()), numbers(mine.evaluate())

@@ -58,7 +58,7 @@ def inputs(per_token: bool = False, empty: bool = True, seed: int = 0) -> dict[s
     }
 
 
-# ---------------------------------------------------------------------- GRPO and its family
+# ---------------------------------------------------------------------- GRPO and variants
 
 
 def stub(step: dict[str, Tensor], leaves: tuple[Tensor, Tensor], **options: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""TRL trainers replay a sampler's kept sets, from a plain configuration to the logged ratios.
+"""TRL trainers replay a sampler's kept id sets, from a plain configuration to the logged ratios.
 
 Transformers generates; the sampling distribution is recomputed from the model's logits.
 """
@@ -198,11 +198,11 @@ def test_sampled_log_probs_that_are_missing_are_left_out() -> None:
     assert got == pytest.approx(1, abs=1e-5)
 
 
-# ---------------------------------------------------------------------- on and off
+# ---------------------------------------------------------------------- switching replay on and off
 
 
 def test_off_is_trl() -> None:
-    """With replay off no sets or sampler log-probs are kept, and losses equal stock TRL's."""
+    """Disabled replay keeps no id sets or sampler log-probs, and losses equal stock TRL's."""
     trainer = make(rl.GRPO, sampling_support=False)
     inputs = generated(trainer)
     assert "support_ids" not in inputs and "sampling_per_token_logps" not in inputs
@@ -389,7 +389,7 @@ def test_a_token_whose_set_is_missing_is_an_error_that_names_the_sequence() -> N
 
 
 def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tools, sets of all turns are in place, tool tokens have none, and ratios are 1."""
+    """Id sets of all turns are in place with tools, tool tokens have none, and ratios are 1."""
 
     def parse(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": "x"}
@@ -434,7 +434,8 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide sets cost only their ids: 64 x 4096 tokens of 8 ids plus one set of 2,000 stay under 16
+    """Wide id sets cost only their
+    ids: 64 x 4096 tokens of 8 ids plus one set of 2,000 stay under 16
     MB uncut."""
     rows, columns, device = 64, 4096, torch.device("cpu")
     recorder = SupportRecorder()

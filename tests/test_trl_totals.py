@@ -1,4 +1,4 @@
-"""With added terms, a step of headloss's TRL trainers equals a step on one large batch."""
+"""A step of headloss's TRL trainers with added terms equals a step on one large batch."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_rl(kind: type) -> None:
     assert_same_step(make_rl(adding(kind), **cut, **options), large)
 
 
-# ---------------------------------------------------------------------- nothing scored
+# ---------------------------------------------------------------------- no scored tokens
 
 
 def without_answers(trainer: Any, scored: int) -> Any:

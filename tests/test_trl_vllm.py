@@ -66,7 +66,7 @@ def test_ratios_are_one_on_the_first_step(
 
 
 def test_off_is_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With replay off the engine is built as in stock TRL, and the log shows the ratio mismatch."""
+    """Disabled replay builds the engine as in stock TRL, and the log shows the ratio mismatch."""
     trainer, (engine,) = colocated(
         monkeypatch, sampling_support=False, vllm_importance_sampling_mode="token_truncate"
     )

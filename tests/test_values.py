@@ -153,7 +153,7 @@ def test_labels_outside_the_classes() -> None:
         hl.classification(normal(4, 5, 3), batch)
 
 
-# ---------------------------------------------------------------------- kl in the advantages
+# ---------------------------------------------------------------------- KL in the advantages
 
 
 @pytest.mark.parametrize("centred", [False, True])

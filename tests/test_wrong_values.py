@@ -278,7 +278,7 @@ def test_what_terms_are_made_of() -> None:
         one / 0
 
 
-# ---------------------------------------------------------------------- what must not be refused
+# ---------------------------------------------------------------------- valid edge cases
 
 
 def test_a_boolean_field_with_several_values_per_token() -> None:

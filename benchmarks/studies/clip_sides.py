@@ -84,7 +84,7 @@ def sample(model: Any, prompts: int, group: int, seed: int = 0) -> Sample:
     )
 
 
-# ---------------------------------------------------------------------- log-probs by each head
+# ---------------------------------------------------------------------- log-probs of each head
 
 
 def _states(model: Any, batch: Sample) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def by_trl(cast: bool) -> Callable[[Any, Sample], Tensor]:
 HEADS = {"stock": by_trl(False), "cast": by_trl(True), "headloss": by_headloss}
 
 
-# ---------------------------------------------------------------------- the loss, and its clip
+# ---------------------------------------------------------------------- the loss and its clip
 
 
 def log_ratio(work: str, new: Tensor, old: Tensor, mask: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def norm(tensors: list[Tensor]) -> float:
     return math.sqrt(sum(float(t.square().sum()) for t in tensors))
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- measurements
 
 
 def rounded(model: Any) -> Any:

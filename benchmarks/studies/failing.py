@@ -58,7 +58,7 @@ def cases(backend: str) -> list[Case]:
     return found
 
 
-# ---------------------------------------------------------------------- in a process
+# ---------------------------------------------------------------------- one process
 
 
 @hl.term
@@ -123,7 +123,7 @@ def work(case: Case, rank: int, backend: str, folder: str, seconds: float) -> No
     os._exit(0)
 
 
-# ---------------------------------------------------------------------- around them
+# ---------------------------------------------------------------------- starting the processes
 
 
 def start(case: Case, rank: int, backend: str, folder: str, seconds: float) -> Any:

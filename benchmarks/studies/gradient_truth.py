@@ -87,7 +87,7 @@ FULL = Shape(
 )
 QUICK = Shape(sizes={**TINY, "hidden_size": 64}, sequences=8, length=64, logits=(5, 40))
 
-# ---------------------------------------------------------------------- the truth
+# ---------------------------------------------------------------------- true gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ def _square_between(found: list[Tensor], true: list[Tensor]) -> float:
     return sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- measurements
 
 
 @dataclass(frozen=True, kw_only=True)

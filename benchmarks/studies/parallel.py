@@ -6,8 +6,8 @@ Page: docs/across-devices.md, benchmarks/README.md.
     python benchmarks/studies/parallel.py --merge OTHER.json --out parallel.json
 
 Checks against a float64 oracle come first (`--check` runs only the checks); no time is taken if a
-check fails. Times are the slowest rank's. For comparison, one rank's time is measured in the same
-run on rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a file, by
+check fails. Times are the slowest rank's. For comparison, each run also measures one rank's time on
+rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a file, by
 number of ranks, and writes a Markdown table next to the file. `--quick` runs everything on the CPU,
 at tiny sizes.
 
@@ -88,7 +88,7 @@ class Sizes:
 QUICK = Sizes(shapes=((64, 16, 96),), segment=16, per_rank=(48, 16, 96), dtype=torch.float32)
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------------- measurements
 
 
 Row = dict[str, Any]

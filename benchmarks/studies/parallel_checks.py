@@ -118,7 +118,7 @@ def uneven(total: int, parts: int, grain: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(borders)]
 
 
-# ---------------------------------------------------------------------- one rank's numbers
+# ---------------------------------------------------------------------- results of one rank
 
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
@@ -185,7 +185,7 @@ def refused(p: Problem, group: Any) -> Found:
     return {"ok": False}
 
 
-# ---------------------------------------------------------------------- reads, graphs, FSDP2
+# ---------------------------------------------------------------------- device reads, CUDA graphs, FSDP2
 
 
 def read_once(p: Problem, group: Any) -> Found:
@@ -296,7 +296,7 @@ def wrapped(p: Problem, group: Any) -> Found:
     return {"ok": good, "errors": seen, "allowed": allowed}
 
 
-# ---------------------------------------------------------------------- all of them
+# ---------------------------------------------------------------------- all checks
 
 
 def check(ranks: Ranks) -> dict[str, Found]:

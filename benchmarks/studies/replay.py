@@ -48,7 +48,7 @@ MEANS = (8, 64, 1024)
 Pairs = tuple[Tensor, Tensor]
 
 
-# ---------------------------------------------------------------------- sets
+# ---------------------------------------------------------------------- id sets
 
 
 def make_sets(labels: Tensor, vocabulary: int, mean: int, ragged: bool = True) -> Pairs:
@@ -84,7 +84,7 @@ def inside(pairs: Pairs, vocabulary: int, rows: slice) -> Tensor:
     return mask
 
 
-# ---------------------------------------------------------------------- a step
+# ---------------------------------------------------------------------- a training step
 
 
 def over_sets(pairs: Pairs) -> Callable[[Any, Batch], Tensor]:

@@ -1,4 +1,4 @@
-"""Does an exact head change training? GRPO and GSPO by three stacks, with the same seeds.
+"""Effect of an exact head on training: GRPO and GSPO in three software stacks, with equal seeds.
 
 Page: docs/does-it-matter.md.
 
@@ -115,7 +115,7 @@ class Run:
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- one run
+# ---------------------------------------------------------------------- a single run
 
 
 def _sample(inputs: dict[str, Any]) -> clip_sides.Sample:

@@ -110,7 +110,7 @@ def both(model: Any) -> dict[str, float]:
     return {"loss": off(found[1][0], found[0][0]), "gradient": worst(found[1][1], found[0][1])}
 
 
-# ---------------------------------------------------------------------- other classes
+# ---------------------------------------------------------------------- further layer classes
 
 
 def on_dev() -> None:

@@ -157,7 +157,7 @@ def statistics(size: int) -> dict[str, float]:
     return found | {"gradient": worst(gradients(model), want)}
 
 
-# ---------------------------------------------------------------------- its data parallelism
+# ---------------------------------------------------------------------- Megatron's data parallelism
 
 
 def main_grad(tied: bool, overlap: bool) -> dict[str, float]:
@@ -191,7 +191,7 @@ def main_grad(tied: bool, overlap: bool) -> dict[str, float]:
     return {"gradient": worst(found[1], found[0])}
 
 
-# ---------------------------------------------------------------------- an objective
+# ---------------------------------------------------------------------- objectives
 
 
 def packed(spread: bool, masked: bool) -> dict[str, float]:

@@ -136,7 +136,7 @@ def filled_rows(made: Step) -> hl.Totals:
     return hl.Totals(int(made["mask"].sum()), int(made["mask"].any(1).sum()))
 
 
-# ---------------------------------------------------------------------- their functions
+# ---------------------------------------------------------------------- framework functions
 
 
 def file_of(package: str, path: str) -> Path:

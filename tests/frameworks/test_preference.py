@@ -148,7 +148,7 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
     torch.testing.assert_close(got, (want, *torch.autograd.grad(want, leaves)))
 
 
-# ---------------------------------------------------------------------- likelihood alone
+# ---------------------------------------------------------------------- likelihood losses
 
 
 @pytest.mark.parametrize("edge", LENGTHS)

@@ -350,7 +350,7 @@ def test_options(tmp_path: Path) -> None:
         engine_of(saved(tmp_path), "headloss", options={"memory": 3})
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- invalid input
 
 
 def test_refused(engines: Engines) -> None:
@@ -442,7 +442,7 @@ def test_uninstall() -> None:
         torch_functional.FusedLinearForPPO(impl_backend="headloss")
 
 
-# ---------------------------------------------------------------------- found by verl
+# ---------------------------------------------------------------------- discovery by verl
 
 FOUND = """
 import sys, verl

@@ -145,7 +145,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert ours < 0.02 and theirs < 0.02
 
 
-# ---------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------- invalid input
 
 
 def test_refused(engines: Any) -> None:

@@ -106,7 +106,7 @@ def pretend(target: GPUTarget, number: int) -> None:
     product.accelerated = narrow.accelerated = lambda x: fuses
 
 
-# ---------------------------------------------------------------------- what is compiled
+# ---------------------------------------------------------------------- calls to compile
 
 
 def some(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

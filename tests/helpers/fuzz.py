@@ -35,7 +35,7 @@ from torch import Tensor
 
 import headloss as hl
 
-# ---------------------------------------------------------------------- running one
+# ---------------------------------------------------------------------- running a call
 
 
 @dataclass(kw_only=True)

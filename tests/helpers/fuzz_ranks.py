@@ -117,7 +117,7 @@ def run_rank(seed: int) -> dict[str, Any]:
     return fuzz.plainly(call) | {"part": part}
 
 
-# ---------------------------------------------------------------------- the whole
+# ---------------------------------------------------------------------- joined results
 
 
 class Ranks:

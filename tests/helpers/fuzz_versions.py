@@ -29,7 +29,7 @@ FLOORS = {"gradients": 1e-4}  # smallest norms for relative differences; default
 SHOWN = 10
 GRACE = 180.0  # extra seconds of a process in addition to its calls
 
-# ---------------------------------------------------------------------- what differs
+# ---------------------------------------------------------------------- differences
 
 
 def difference(a: Any, b: Any, close: float = 0.0, floor: float = 0.1) -> str:

@@ -33,7 +33,7 @@ from headloss.statistics.metrics import Metrics
 BF16 = torch.bfloat16
 
 
-# ---------------------------------------------------------------------- one forward
+# ---------------------------------------------------------------------- a single forward
 
 
 def request(ids: Tensor) -> Request:
