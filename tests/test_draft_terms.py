@@ -583,7 +583,7 @@ def test_the_likeliest_alone(backend, softcap, monkeypatch):
 
 @pytest.mark.parametrize("made_of", ["logits", "hidden", "topk"])
 def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
-    """By made-up divergences; what is read and where it may be cut is in the report."""
+    """check_term tries terms of a teacher with made-up divergences, and reports inputs and cuts."""
     head = hl.Head(torch.randn(9, 4)) if made_of == "hidden" else None
     stored = {
         "teacher_topk_ids": torch.arange(3).expand(28, 3),

@@ -262,7 +262,7 @@ def batch_of(segments: int) -> hl.Batch:
     return hl.Batch(torch.zeros(16, dtype=torch.int64), hl.Segments.from_lengths([2] * segments))
 
 
-# ---------------------------------------------------------------------- unpaired losses and optimal transport
+# ---------------------------------------------------------------------- unpaired, optimal transport
 
 
 def test_answers_without_pairs_on_one_token() -> None:

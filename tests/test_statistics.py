@@ -298,7 +298,7 @@ def test_a_vocabulary_of_one_token():
     assert found.entropy is not None and found.entropy.eq(0).all()
 
 
-# ---------------------------------------------------------------------- law 1: the vector-Jacobian product
+# ---------------------------------------------------------------------- law 1: the vjp
 
 
 @st.composite

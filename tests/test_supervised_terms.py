@@ -194,7 +194,7 @@ def test_bad_option(make_term, message: str) -> None:
         make_term()
 
 
-# ---------------------------------------------------------------------- unlikelihood near p = 0 and p = 1
+# ---------------------------------------------------------------------- unlikelihood at extreme p
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

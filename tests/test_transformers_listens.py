@@ -613,7 +613,7 @@ def test_whatever_is_returned() -> None:
     torch.testing.assert_close(got.logits, want.logits)
 
 
-# ---------------------------------------------------------------------- E: copies run their own weights
+# ---------------------------------------------------------------------- E: copies run their weights
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])

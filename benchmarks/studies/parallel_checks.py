@@ -185,7 +185,7 @@ def refused(p: Problem, group: Any) -> Found:
     return {"ok": False}
 
 
-# ---------------------------------------------------------------------- device reads, CUDA graphs, FSDP2
+# ---------------------------------------------------------------------- reads, CUDA graphs, FSDP2
 
 
 def read_once(p: Problem, group: Any) -> Found:
