@@ -20,7 +20,7 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     dtype."""
     if backend == "auto":
         usable = device.type == "cuda" and dtype != torch.float64 and _failure() is None
-        return "triton" if usable else "reference"  # With a GPU, `_failure` warned once.
+        return "triton" if usable else "reference"  # `_failure` warns of this fallback on a GPU.
     if backend == "triton":
         if reason := _failure():
             raise ValueError(f'backend: got "triton", but triton cannot be imported here: {reason}')
@@ -35,8 +35,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def load(backend: str) -> Kernels:
-    """Return the module of a backend. The reference has the acts of `Acts` alone: no plan asks the
-    reference for more acts."""
+    """Return the module of a backend. The reference backend has only the acts of `interface.Acts`:
+    no plan asks that backend for more acts."""
     if backend == "reference":
         from . import reference
 
@@ -60,8 +60,8 @@ def can_sweep(
     backend: str, dtype: torch.dtype, weight: torch.Tensor, columns: int
 ) -> tuple[bool, bool]:
     """Return two flags for a narrow head: sweeps (passes over tiles of logits that never leave the
-    chip) can serve, and sweeps are also faster than products that write tiles. The second flag
-    needs 16 bits and at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
+    chip) can serve, and sweeps are also faster than products that write tiles. The flag for faster
+    sweeps needs a 16-bit dtype and at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
     like = weight[:0].to(dtype)
     able = backend == "triton" and load(backend).can_sweep(like)
     return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
@@ -89,8 +89,8 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def _failure() -> str | None:
-    """Return the reason why Triton's kernels cannot run here, or None. The reason is found out
-    once; on a machine with a GPU, a warning gives the reason too."""
+    """Return the reason why Triton's kernels cannot run here, or None. The check runs once per
+    process; on a machine with a GPU, a failed check also warns."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

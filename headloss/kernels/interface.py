@@ -9,7 +9,7 @@ Acts return the statistics of a tile, a `SoftmaxState`, or the gradient of its l
 Tiles and matrices have any row stride and unit stride along the row; memory next to their columns
 is never touched. Vectors are contiguous, and float32 (float64 with float64 tiles) unless stated
 otherwise. n may be 0. An act writes only arguments that its docstring names as outputs. No act
-waits for the device: a result is complete when the device gets there.
+waits for the device: results are complete in the order of the stream.
 """
 # pyright: reportReturnType=false
 # An act's docstring is its whole body here.
@@ -41,7 +41,7 @@ class Backward(NamedTuple):
     """Inputs of the gradient in addition to the logits.
 
     Recomputed logits may be rounded differently from the first logits, to which the statistics
-    belong. Therefore `logps`, exact to the last digit of 1 - p, give the gradient at a target. A
+    belong. The gradient at a target follows from `logps`, exact to the last digit of (1 - p). A
     column with nearly all the mass has the normalizer's largest logit.
     """
 
@@ -50,9 +50,9 @@ class Backward(NamedTuple):
     transform: Transform
     normalizer: Normalizer  # Shape [n], of the whole vocabulary.
     coefficients: SoftmaxCoefficients  # Shape [n].
-    logps: Tensor | None  # Targets' log-probs [n]; None: targets are as other columns.
-    dtype: torch.dtype | None = None  # Gradient's dtype; None: the tile's, which is the widest.
-    all_columns: bool = False  # The tile has all columns, with the logits of the statistics.
+    logps: Tensor | None  # Targets' log-probs [n]; None without a term for the target.
+    dtype: torch.dtype | None = None  # Gradient's dtype, not wider than the tile's; None: equal.
+    all_columns: bool = False  # The tile has the vocabulary's columns and the statistics' logits.
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Return the inputs of some of the tokens; the gradient has the tile's dtype."""
@@ -70,12 +70,12 @@ class Backward(NamedTuple):
 class ExpTile(NamedTuple):
     """Exp logits exp(z - shift) of some tokens, in place of their logits."""
 
-    exp_logits: Tensor  # Shape [n, v]: bfloat16, or float32 and float64 for hidden states of these.
+    exp_logits: Tensor  # Shape [n, v]: bfloat16, or the hidden states' float32 or float64.
     shift: Tensor  # A logit of each token, [n]: the largest, or not far below the largest.
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Return memory for a product of operands like `like`; rows are whole 16 bytes."""
+        """Return memory for exp logits of a tensor like `like`; rows have whole 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -130,7 +130,7 @@ class Walk(NamedTuple):
     first: int
     transform: Transform
     needs: frozenset[str] | None  # Wanted statistics; None: `normalizer` is given.
-    coefficients: SoftmaxCoefficients | None = None  # Shape [n]; with `needs`: at entropy 0.
+    coefficients: SoftmaxCoefficients | None = None  # Shape [n]; with `needs`, for entropy = 0.
     slopes: Tensor | None = None  # With `needs`: further dL/dlogp [parts, 5, n], `softmax.Slope`.
     normalizer: Normalizer | None = None  # Shape [n].
 
@@ -161,7 +161,7 @@ class Sum(NamedTuple):
 
 
 class Acts(Protocol):
-    """Acts of every backend. Each module that `kernels.load` returns implements these acts."""
+    """Acts of every backend. Each module that `kernels.load` returns implements `Acts`."""
 
     # ------------------------------------------------------------------ a tile of logits
 
@@ -216,8 +216,8 @@ class Acts(Protocol):
         """
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-        """Return statistics of a token's pairs in the window, of raw logits [P]; both `first` are
-        equal. A token without pairs is an empty slice: max_logit -inf, sumexp_m1 -1."""
+        """Return statistics [n] of pairs in the window, from raw logits [P]; both `first` fields
+        agree. A token without pairs is an empty slice: max_logit -inf, sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
         """Return dL/draw of each pair [P], 0 outside of the window."""
@@ -241,7 +241,7 @@ class Acts(Protocol):
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
         """Return [n, K, 2]: a tile's shares of each divergence and of its mean slope. The
-        log-acceptance is that of the tile alone, until `divergence.merge_shares`."""
+        log-acceptance is within the tile; `divergence.merge_shares` merges tiles."""
 
     def part_gradient_(
         self,
@@ -256,7 +256,7 @@ class Acts(Protocol):
 
 
 class Kernels(Acts, Protocol):
-    """Additional acts of the triton backend. No plan asks another backend for these acts."""
+    """Acts that only the triton backend has: no plan asks the reference backend for these acts."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
@@ -306,7 +306,7 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
         """Return statistics of raw = x [n, H] @ w.T [H, v], as `product_partials`. With `sums`,
-        return shifted sums too, for n > 0 and operands with more exponents than float16."""
+        also return `ShiftedSums`, for n > 0 and operands other than float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
@@ -345,7 +345,7 @@ class Kernels(Acts, Protocol):
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return s [n] such that dL/draw = s e, for c_target and c_prob alone without a soft cap;
-        the targets' e are set to suit.
+        the targets' e are overwritten to fit.
 
         `least` [n] is the size of values that a row will still receive: s must not be far below
         that size.
@@ -382,9 +382,9 @@ class Kernels(Acts, Protocol):
     def dense_order(self, keep: Tensor, most: int) -> Order:
         """Return the source row of each place, such that the rows of keep [n] bool come first.
 
-        A kept row below the number of kept rows stays in place; further kept rows fill the gaps. So
-        no row is read after it is written, in whatever order rows are handled. With more than
-        `most` kept rows, moving does not pay: all rows stay, and all count.
+        A kept row below the number of kept rows stays in place; further kept rows fill the gaps. No
+        program reads a row that another program has written, in any order of programs. With more
+        than `most` kept rows, no row moves, and `count` is n.
         """
 
     # ------------------------------------------------------------------ logits where they lie
@@ -392,8 +392,8 @@ class Kernels(Acts, Protocol):
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return each row's statistics, then write its gradient to `out`; either may be left out.
 
-        Statistics and gradients of rows that are not live are 0. A call for both adds the entropy's
-        part and `slopes` to the coefficients once the statistics are known.
+        Statistics and gradients of rows that are not live are 0. A call for both steps adds the
+        entropy's part and `slopes` to the coefficients in between.
         """
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:

@@ -14,17 +14,17 @@ of tiles, passes and ranks add up; log-acceptances merge by log-sum-exp.
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
 Here m = b q + (1-b) p. For all measures but forward_kl and log_acceptance, d/dz_j = p_j (s_j -
-sum_k p_k s_k). A constant added to s changes nothing; sum_k p_k s_k is the mean slope (Lin 1991;
-Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
+sum_k p_k s_k). A constant added to s does not change d/dz; sum_k p_k s_k is the mean slope (Lin
+1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
 arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is a sum of
 minima and not 1 - total variation, which keeps no digit of a small a. The gradient of log a is r_j
 s_j - p_j R with r = min(p, q) / a and the mean slope R = sum r s, bounded however small a is.
 
-q may have a mass m below 1, as the draft's part of a larger vocabulary. The sums stay the same, the
-total variation grows by (1 - m) / 2, and d forward_kl / dz_j = m p_j - q_j with a mean slope of m -
-1.
+q may have a mass m below 1, as the draft's part of a larger vocabulary. A mass m leaves the sums
+unchanged; the total variation grows by (1 - m) / 2, and d forward_kl / dz_j = m p_j - q_j with a
+mean slope of m - 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Distribution(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Logits of a student and a teacher. The transforms' temperature is the term's."""
+    """Logits of a student and a teacher. Both transforms have the temperature of the term."""
 
     student: Distribution
     teacher: Distribution  # The teacher's normalizer has an element per student row.
@@ -65,8 +65,9 @@ class Divergence(NamedTuple):
     teacher: Tensor  # Raw logits [n, v], or [M, v] where `pair.rows` is given.
     pair: Pair
     mean_slope: Tensor  # Shape [n, K].
-    weight: Tensor  # Shape [n, K]. Where all are 0, teacher's row and mean_slope may hold anything.
-    log_acceptance: Tensor | None = None  # Shape [n]; None without this measure.
+    # Shape [n, K]. Where all weights are 0, the teacher's row and mean_slope may hold any values.
+    weight: Tensor
+    log_acceptance: Tensor | None = None  # Shape [n]; None without the log-acceptance.
 
 
 class StoredTopk(NamedTuple):

@@ -24,7 +24,8 @@ from .rows import Gradients, LogitGradient
 
 ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # A single block: its gradient comes in slabs.
 SHARED = "a sum of hidden gradients"
-GIVE_WAY = 20_000  # Clocks, about 11 microseconds, in which a collective gets its multiprocessors.
+# GPU clocks (about 11 microseconds) in which a collective can occupy multiprocessors.
+GIVE_WAY = 20_000
 
 
 class GradientBuffers(NamedTuple):
@@ -35,7 +36,7 @@ class GradientBuffers(NamedTuple):
     accumulate_dtype: torch.dtype
     # Float32 [V, H] that receives the weight gradient, which is then not returned.
     main_grad: Tensor | None
-    direct: bool  # Add each block to `main_grad` at once; else add the sum, times the factor.
+    direct: bool  # True: add each block to `main_grad`; False: add the sum times the factor.
 
 
 class BlockAccumulator:
@@ -43,8 +44,8 @@ class BlockAccumulator:
     whole gradient, so that no wider sum is needed.
 
     `weights` are the wanted weight gradients, by number of the pair (features, weight). `totals`
-    are their rows for a tile's columns, to which a block is added; totals in `fresh` hold nothing
-    yet.
+    are the weight gradients' rows for a tile's columns, to which a block is added; totals in
+    `fresh` hold nothing yet.
     """
 
     by_factor = True  # The factor is missing from `weights` until the end.
@@ -80,7 +81,7 @@ class BlockAccumulator:
 
     def add(self, gradient: LogitGradient) -> None:
         """Add dL/draw of the next block."""
-        if self.hidden.group is not None:  # The weight gradient's time hides the ranks' sum.
+        if self.hidden.group is not None:  # The ranks' sum runs during the weight gradient.
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
         else:  # May overwrite scaled features, which the weight gradient has read.

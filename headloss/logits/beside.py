@@ -149,7 +149,7 @@ class Candidates(NamedTuple):
     # True for the head's softmax, whose share of c_prob is in the coefficients. Log-probs of
     # another softmax are in float64, so that slopes that cancel keep their digits.
     heads_own: bool
-    tail: bool  # The tail is wanted; if not, its log-prob stays 0.
+    tail: bool  # True if the tail is wanted; else the tail's log-prob stays 0.
     shard: WholeVocabulary  # This rank's slice.
     own_logits = False
 

@@ -94,8 +94,8 @@ class RowContext(NamedTuple):
 
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
     """Return the rows [K] that carry a gradient, ascending, from the mask `live` [n]; None if
-    leaving out the remaining rows, whose coefficients are 0, does not pay. `count`: the host's copy
-    of K, if under way."""
+    leaving out the remaining rows, whose coefficients are 0, does not pay. `count` is a copy of K
+    to the host that is under way, if any."""
     if live is None:
         return None
     most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
@@ -111,7 +111,7 @@ class LogitSource:
 
     dtype: torch.dtype  # Dtype of statistics and of raw logits.
     gradient_dtype: torch.dtype | None = None  # Dtype of dL/draw; None: the dtype of the logits.
-    additions: int = 1  # Number of additions that bring a block's weight gradient.
+    additions: int = 1  # Number of products that add to a block's weight gradient.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
@@ -318,7 +318,7 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # Here dL/draw is s e in all columns but the targets.
+        # Here dL/draw is a multiple of the exp logits in all columns but the targets.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}

@@ -7,8 +7,8 @@ their error messages, and every rank raises. A group's first call, and each call
 `Options(check_ranks=True)`, also compares tensors. A static call reuses the record of an equal
 earlier call, so that a CUDA graph can capture the call.
 
-A call of two groups makes two records, the vocabulary's first. An error in the first record enters
-the rank's second record, so that on a grid every rank hears of the error.
+A call of two groups makes two records, first in the vocabulary's group. An error in the first
+record enters the rank's second record, so that on a grid every rank hears of the error.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..host_copy import HostCopy
 
 R = TypeVar("R")
 WORDS = 64  # Words of a record: an error's mark, two checksums, and a rank's own numbers.
-MOST_NUMBERS = WORDS - 4  # Most numbers of a rank.
+MOST_NUMBERS = WORDS - 4  # Most numbers of a rank in a record.
 HIGHEST = "highest id"  # No field of a batch can have this name.
-LEARNED = 256  # Learned calls of a group, which static calls can reuse.
+LEARNED = 256  # Most learned calls of a group, which static calls can reuse.
 # An error of any other kind becomes a RuntimeError on the other ranks.
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
@@ -44,7 +44,7 @@ class Facts:
 
     numbers: Mapping[str, int]  # Numbers of this rank, which may differ between ranks.
     same: Mapping[str, object]  # Values on the host that must be equal on all ranks.
-    # Function from all ranks' numbers to tensors that must be equal too, by the error's words.
+    # Function from all ranks' numbers to tensors that must be equal, by the words of an error.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
     # Numbers read from the batch that must be equal; static calls read nothing.

@@ -29,7 +29,7 @@ class WholeVocabulary:
 
     group: distributed.ProcessGroup | None = None
     first = 0  # First column of this rank's slice in the whole vocabulary.
-    weight_gradient = False  # A rank of the group needs a weight gradient.
+    weight_gradient = False  # True if a rank of the group needs a weight gradient.
     memory = 0  # Bytes of the group's smallest GPU, 0 without a group.
 
     def __init__(self, vocabulary: int) -> None:
@@ -49,7 +49,7 @@ class WholeVocabulary:
         return values
 
     def slices(self, values: Tensor) -> Tensor:
-        """Return [W, ..] of all slices of the vocabulary, in rank order."""
+        """Return the values [W, ..] of all slices of the vocabulary, in rank order."""
         return values.unsqueeze(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class VocabShard(WholeVocabulary):
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
-                # Raises on a rank with such an id, naming field and position.
+                # On the rank with this id, `packing_of` raises and names field and position.
                 packing_of(batch, vocabulary)
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
@@ -156,8 +156,8 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Return all rows, in rank order. Each rank takes its own rows of the gradient, which is
-        the same on all ranks."""
+        """Return all rows, in rank order. Each rank keeps its own rows of the gradient, which is
+        equal on all ranks."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 

@@ -18,7 +18,7 @@ class _Joined:
     """Base class of measurements that merge number by number."""
 
     join: ClassVar[Callable[..., Tensor]] = torch.add
-    sign: ClassVar[int] = 1  # Factor that turns an extreme into a maximum.
+    sign: ClassVar[int] = 1  # Sign of a number that is merged as a maximum.
 
     def merge(self, other: Self) -> Self:
         numbers = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -176,7 +176,7 @@ def fold_all(
     not count. `share` is this rank's part of values that several ranks report alike."""
     groups: dict[
         tuple[str | None, bool], dict[str, Observed]
-    ] = {}  # Groups of one kind over the same rows.
+    ] = {}  # Groups of observations that are reduced at once.
     for name, o in observed.items():
         rows = None if o.where is None else name
         groups.setdefault((rows, issubclass(o.kind, Max | Min)), {})[name] = o

@@ -72,7 +72,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)
-    # Sign for z = -inf: slots without a pair have no mass.
+    # This raw logit gives z = -inf, so that slots without a pair have no mass.
     least = math.copysign(math.inf, -backward.transform.scale)
     for rows, pairs, columns, present in _blocks(support):
         slots = _slots(columns, present, backward.targets[rows] - support.first)

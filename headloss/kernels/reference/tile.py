@@ -16,7 +16,7 @@ from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, 
 from ..interface import Backward, Forward, Measured, partials_of
 from ..transform import Transform
 
-BLOCK_ELEMENTS = 1 << 20  # Elements of a step, so that temporaries stay small.
+BLOCK_ELEMENTS = 1 << 20  # Most elements that a step works on: temporaries stay small.
 
 
 def blocks(n: int, width: int) -> list[slice]:
@@ -92,7 +92,7 @@ def _block(
     shift = max_logit.clamp_min(torch.finfo(z.dtype).min)
     shifted = torch.sub(z, shift, out=memory[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=memory[1]).scatter_(1, likeliest, 0.0)
-    # Memory for the next block: a heap grows where vectors lie between tiles.
+    # Keep the memory for the next block: small vectors between large tiles would grow the heap.
     scratch[:] = scratch or (shifted, e)
     max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
     # A row of -inf alone has no mass, and no largest term.
@@ -159,7 +159,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            max_logit, log_sum = inputs.normalizer  # This form is exact where p is not small.
+            max_logit, log_sum = inputs.normalizer  # This formula is exact where p is not small.
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:

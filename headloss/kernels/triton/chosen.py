@@ -32,7 +32,7 @@ from .records import LogitScaling, Matrix, check_tile, gradient_inputs, matrix_o
 
 ROWS = 128  # Tokens of a program that writes targets.
 COLUMNS = 8
-TOKENS = 8  # Chosen columns of one token, or tokens, that a program handles.
+TOKENS = 8  # Chosen columns of a token, or tokens, in one program.
 
 
 class Shifts(NamedTuple):
@@ -50,8 +50,8 @@ class Shifts(NamedTuple):
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
     """Store each token's shift, which is the logit of one column, and the number of that column.
-    The column is the target or, for a target outside of this slice of the vocabulary, an arbitrary
-    column."""
+    The shift's column is the target or, for a target outside of this slice of the vocabulary, an
+    arbitrary column."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first

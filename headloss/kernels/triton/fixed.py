@@ -69,7 +69,7 @@ def fixed_product(
     n, k = a.shape
     m = b.shape[1]
     add = out is not None
-    # Triton compiles a kernel for the alignment of an address.
+    # Triton compiles one kernel per alignment of addresses: copy an unaligned operand.
     if a.stride(1) != 1 or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out

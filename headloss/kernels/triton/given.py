@@ -41,7 +41,7 @@ SHAPES = {
     16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4),
 }
-ONE_WALK = Shape(warps=16, turns=1)  # For statistics alone, or the gradient alone.
+ONE_WALK = Shape(warps=16, turns=1)  # For a launch of one walk, statistics or gradient.
 VECTOR = 16  # Bytes that a thread loads at once.
 
 
@@ -58,7 +58,8 @@ class Given(NamedTuple):
     z: LogitScaling
     normalizer: Normalizer | None
     to: SoftmaxState | None  # Output statistics; None where `normalizer` is given.
-    c: SoftmaxCoefficients  # Where the kernel takes statistics: coefficients at an entropy of 0.
+    # Coefficients; if the kernel computes statistics, those at an entropy of 0.
+    c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
 
@@ -121,13 +122,13 @@ def given_kernel(
         x = raw + offset // ALIGNED * ALIGNED
         length = v
         if of.live is not None:
-            # The product keeps the divisors of v that Triton knows.
+            # Triton keeps the known divisors of v through this product.
             length = v * tl.load(of.live + row).to(tl.int32)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        if GRADIENT:  # Load early, so that the values have arrived when the gradient needs them.
+        if GRADIENT:  # Load early: the loads' latency passes during the statistics.
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)
             at_prob, at_entropy, at_uniform = coefficients(of.c, row)

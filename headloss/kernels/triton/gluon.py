@@ -25,7 +25,7 @@ STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # Rows of one group.
 PART = gl.constexpr(tiles.WIDTH // 4)  # Columns of one store.
 BUFFERS = gl.constexpr(2)  # Store buffers of each group.
-LOWEST = gl.constexpr(-1e20)  # Replaces masked logits: below all logits, finite under any scale.
+LOWEST = gl.constexpr(-1e20)  # Value of masked logits: below all logits, finite under any scale.
 # Registers of a thread at launch; 3 x 128 threads start with all registers.
 AT_START = gl.constexpr(168)
 LOADING = gl.constexpr(24)  # Registers of a loading thread.
@@ -37,7 +37,7 @@ tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formul
 coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, shift_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.shift_column.fn)
-# Triton releases name this copy differently.
+# The copy function's name depends on the Triton release.
 bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -57,8 +57,8 @@ def following(stage, phase):
 
 @gluon.jit
 def new_ring(x, w):
-    """Allocate the ring: slices of x and w in shared memory, and two barriers per slice. `full`
-    says that the slice is loaded, `empty` that the slice may be overwritten."""
+    """Allocate the ring: slices of x and w in shared memory, and two barriers per slice. The
+    barrier `full` says that the slice is loaded; `empty` says that the slice may be overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)

@@ -5,7 +5,7 @@ from row order.rows[i] of the tile, so that later products read dense rows. Reor
 own memory is safe.
 
 With c_target and c_prob alone and no soft cap, p_j c_prob is a multiple s of e_j for all columns of
-a token. Then the kernel replaces only the target's e, and the matrix products include the
+a token. The kernel then replaces only the target's e, and the matrix products include the
 multiples: dX = s (E @ W), dW = E.T @ (s X).
 """
 
@@ -48,7 +48,8 @@ def gradient_kernel(
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    programs = tl.cdiv(v, SPAN)  # Programs per row; a single program per row takes a tenth longer.
+    # Programs per row; a single program per row would take a tenth longer.
+    programs = tl.cdiv(v, SPAN)
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
     end = tl.minimum(v, begin + SPAN)

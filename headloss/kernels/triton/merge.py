@@ -27,7 +27,8 @@ from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, p
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 
-FAR = tl.constexpr(2.0**80)  # Sums of exp logits beyond FAR mean a shift that is too far below.
+# A larger sum of exp logits means a shift too far below the largest logit.
+FAR = tl.constexpr(2.0**80)
 ROWS = 16  # Tokens of a program.
 
 
@@ -62,7 +63,7 @@ class Merge(NamedTuple):
     w: Matrix  # Shape [v, H].
     exp_tile: Matrix | None  # Exp logits [n, v].
     z: LogitScaling
-    partials: int | None  # Is 1 if the results are partials.
+    partials: int | None  # Flag: 1 if the results are partials.
     epilogue: Epilogue
 
 
@@ -82,7 +83,8 @@ def summed_again(
 ):
     """Return max_logit, sumexp_m1 and entropy_sum of one token from recomputed logits. With
     `WRITES`, store the token's exp logits in `exp_tile`."""
-    COLUMNS: tl.constexpr = 64  # Logits recomputed at once, from 2 ** 7 elements of H at once.
+    # Logits that are recomputed at once, in steps of 2 ** 7 elements of H.
+    COLUMNS: tl.constexpr = 64
     x += tl.zeros((1,), tl.int64)
     max_logit = float("-inf")
     sumexp_m1 = -1.0

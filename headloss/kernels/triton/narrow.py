@@ -3,8 +3,8 @@ logits that never leave the chip.
 
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
 the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
-loops over the rows of the other matrix. The forward sweep gives a token's statistics, and on
-request
+loops over the rows of the other matrix. The forward sweep gives a token's statistics and, on
+request, the sums
 
     sums = sum_j exp(z_j - shift) dz_j/draw_j w_j    over all columns but the shift's own.
 
@@ -69,7 +69,7 @@ class Tokens(NamedTuple):
 
     column: Tensor  # Target's column in this slice or -1, [n].
     target: Tensor  # Gradient dL/draw at the target, [n].
-    log2_sumexp: Tensor  # Shape [n]; with a `border`, less log2 |c_prob|.
+    log2_sumexp: Tensor  # Log2 of sum exp z, [n]; with a `border`, less log2 |c_prob|.
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
     border: Tensor | None  # First token with c_prob >= 0, []; None: `c` has coefficients.
@@ -131,7 +131,7 @@ def narrow_sums_kernel(
 ):
     ROWS: tl.constexpr = cut.own
     DEPTH: tl.constexpr = cut.depth
-    LANES: tl.constexpr = 8  # Interleaved sums of a row, joined at the end.
+    LANES: tl.constexpr = 8  # Partial sums per row that are joined at the end.
     FOLDED: tl.constexpr = (ROWS, cut.theirs // LANES, LANES)
     first, part, start, stop, mark = place_of(marks, n, v, cut)
     rows = first + tl.arange(0, cut.own)

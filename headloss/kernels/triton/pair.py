@@ -163,7 +163,7 @@ def divergence_kernel(
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,  # A power of two, at least 2 K.
-    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the kinds, or K.
+    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the kinds; K if absent.
 ):
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
@@ -307,9 +307,9 @@ def pair_gradient_kernel(
                 else:
                     slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
                     g += weight * (p * (slope - pivot))
-            g = tl.where(alive == 0, 0.0, g)  # Rows whose weights are all 0 may hold anything.
+            g = tl.where(alive == 0, 0.0, g)  # Rows with weights of 0 may hold any logits.
         if a.targets is not None:
-            # Both transforms have this soft cap: its tanh is computed once.
+            # Both transforms have an equal soft cap: compute the tanh once.
             if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:

@@ -3,14 +3,14 @@ no logits are written.
 
 The epilogue reduces the float32 accumulator of each tile on the spot. The shift in e = exp(z -
 shift) is the logit of one column per token, computed beforehand: the target's logit, where the
-target lies in this slice. No maximum has to be found first. The sums leave out the shift's own e,
-which is 1: a likely target's log-prob keeps its digits.
+target lies in this slice. So the epilogue needs no maximum of the logits. The sums leave out the
+shift's own e, which is 1: a likely target's log-prob keeps its digits.
 
 Where gluon.py can run (`overlaps`), a tile's epilogue runs during the next tile's product.
 
 With `exp_tile`, e is written in bf16. bf16 has the exponents of float32, so that any shift is good
-enough that is not far below the largest logit. Tokens whose shift is far below are summed again,
-token by token.
+enough that is not far below the largest logit. Tokens whose shift is far below the largest logit
+are summed again, token by token.
 
 Once the softmax's normalizer is known, the gradient's epilogue turns the product of a *slab* (a
 slice of vocabulary columns) into dL/draw before anything is written.
@@ -49,7 +49,8 @@ from .tiles import (
 from .versions import overlaps
 
 LEAST_SCALE = 1e-9  # Least scale for gluon.py, which masks logits before scaling.
-LOWEST = tl.constexpr(-1e30)  # A finite number whose exp2 is 0, so that their product is 0.
+# A finite number whose exp2 is 0: the product e * LOWEST is 0, not NaN.
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
@@ -89,7 +90,7 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # Split also without `exp_tile`: the sums have equal bits.
+    left, right = halves(z)  # Split also without `exp_tile`, for equal bits of the sums.
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
         exp_tile.store([m * BM, block * BN], e.to(exp_tile.dtype))

@@ -28,15 +28,15 @@ class Matrix(NamedTuple):
     """A matrix [n, v] or [n, H] of unit stride along the row."""
 
     data: Tensor
-    stride: int  # Elements from row to row.
+    stride: int  # Row stride in elements.
 
 
 class Strided(NamedTuple):
     """A matrix of any layout."""
 
     data: Tensor
-    stride: int  # Elements from row to row.
-    step: int  # Elements from column to column.
+    stride: int  # Row stride in elements.
+    step: int  # Column stride in elements.
 
 
 class LogitScaling(NamedTuple):
@@ -48,7 +48,7 @@ class LogitScaling(NamedTuple):
     factor: float
     # Temperatures [n] by which `outer` and `factor` must still be divided.
     temperature: Tensor | None
-    same: int | None  # Is 1 if z is raw.
+    same: int | None  # Flag: 1 if z is raw.
     restore: float | None = None  # Factor of a product before the bias, see `scaling`.
     bias: Tensor | None = None  # Bias [v] of a product.
 
@@ -73,7 +73,7 @@ class GradientInputs(NamedTuple):
     column_raw: Tensor | None = None  # Raw logits [n] of a single chosen column.
     x: Matrix | None = None  # Hidden states [n, H].
     features: Tensor | None = None  # Hidden states times the multiples, [n, H].
-    least: Tensor | None = None  # Sizes [n]; no multiple is far below its size.
+    least: Tensor | None = None  # Sizes [n] that multiples must not be far below.
 
 
 class BlockedColumns(NamedTuple):
@@ -114,7 +114,7 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     if isinstance(temperature, Tensor):
         number = 1.0
         of_rows = temperature.to(torch.float32).contiguous()
-        # A slice of tokens begins anywhere: an aligned copy avoids a recompilation.
+        # A slice of tokens may be unaligned: an aligned copy avoids a recompilation.
         if of_rows.data_ptr() % 16:
             of_rows = of_rows.clone()
     if cap is None:

@@ -18,7 +18,7 @@ from .records import Matrix, programs_on
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Programs per multiprocessor that scale rows.
 WIDEST = 4096  # Elements that a program scales at once.
-MOST_PROGRAMS = 132 * 8  # Most programs: few programs find out quickly that nothing is to be done.
+MOST_PROGRAMS = 132 * 8  # Most programs of a launch, which may have nothing to do.
 
 
 class Moves(NamedTuple):
@@ -28,7 +28,7 @@ class Moves(NamedTuple):
     x: Matrix
     out: Matrix
     scale: Tensor | None  # Shape [n].
-    factor: Tensor | None  # Scalar []; if it is 1, nothing is done.
+    factor: Tensor | None  # Scalar []; a factor of 1 leaves the rows alone.
     source: Tensor | None
     places: Tensor | None
 
@@ -60,8 +60,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # The device alone knows whether the factor is 1, in which case no row is read: then few
-    # programs have to find out.
+    # Only the device knows whether the factor is 1, for which no row is read: a few programs find
+    # out quickly.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1

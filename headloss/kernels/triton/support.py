@@ -29,7 +29,8 @@ ROWS = 16
 DEPTH = 256  # Elements of a weight row that a program holds while it computes logits.
 SUMMED = 8
 WIDTH = 1024  # A program sums SUMMED rows of WIDTH columns at once: a thread holds all SUMMED rows.
-PIECE = 512  # Pairs that a program sums if some tokens have many; a second kernel adds the sums.
+# Pairs that a program sums if some tokens have many pairs; a second kernel adds the sums.
+PIECE = 512
 
 
 # ---------------------------------------------------------------------- statistics, gradient
@@ -285,6 +286,7 @@ def support_sums(
     # pieces.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
-    if len(pieces.cut) and len(rows) > PIECE:  # Ids of a token are distinct.
+    # A token's ids are distinct: the token has at most len(rows) pairs.
+    if len(pieces.cut) and len(rows) > PIECE:
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)
