@@ -34,7 +34,7 @@ class Found:
         report: function that reads further values, not needed in a training step.
         accumulator: bytes of a float32 [V, H] accumulator of dW, in addition to the returned dW.
         factor: the pending factor of all gradients.
-        how: schedule and sizes, if the contestant reports them.
+        how: schedule and sizes, if reported by the contestant.
     """
 
     values: dict[str, Tensor]

@@ -30,7 +30,7 @@ CHUNK = 4096
 def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
     """Return a run of the necessary matrix products, by the vendor's library in the inputs' dtype.
 
-    The products are the logits (and a teacher's logits), then the required ones of dX and dW from a
+    The products are the logits (and a teacher's logits), then dX and dW (if required) from a
     realistic logit gradient, in chunks of 4096 tokens. For given logits, the limit is a copy of the
     logits.
     """

@@ -1,14 +1,14 @@
-"""A training step of whole models, forward and backward, with one head after another.
+"""Benchmark of a training step of whole models, forward and backward, with several heads.
 
     python3 benchmarks/steps.py --device cuda --json benchmarks/results/steps.json    # minutes
     python3 benchmarks/steps.py --longest --device cuda --json benchmarks/results/steps.json
     python3 benchmarks/steps.py --quick --device cpu                                  # seconds
 
-Models of Transformers with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of Llama-3-8B,
-random weights and labels that they predict with a probability of a half, in bfloat16, all weights
-trained. In each model, batch and work, loss and gradient of each contestant are compared with those
-of a float32 head on the same hidden states; those that agree are then timed in turn. `--longest`
-seeks the longest sequence with which each of them runs, instead.
+The models are Transformers models with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of
+Llama-3-8B, in bfloat16, with random weights, all trained. Labels have a mean probability of a half.
+For each model, batch and work, the benchmark compares each contestant's loss and gradient with a
+float32 head on identical hidden states, and then times correct contestants alternately. `--longest`
+instead searches for each contestant's longest sequence.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from torch import Tensor
 
 ROUNDS = 5
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # PyTorch and Triton, cuBLAS
-BACKBONE = 0.03  # of a gradient, off by its rounding to bfloat16 on the way through a backbone
+BACKBONE = 0.03  # allowed relative error of a gradient rounded to bfloat16 in a backbone
 
 
 def race(
     work: str, model: Any, batch: Batch, chosen: dict[str, Contestant], device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """A row for each contestant: errors of all, times and memory of those that agree."""
+    """Return a row for each contestant: errors, and for correct contestants time and memory."""
     weights = list(model.parameters())
     model.zero_grad(set_to_none=True)
     loss = exact(work, model, batch)
@@ -75,7 +75,7 @@ def race(
                 synchronize(device)
             stretches.append(stretch)
     for name, stretches in runs.items():
-        ms = [stretch.ms for stretch in stretches[1:]]  # the first is a warm-up
+        ms = [stretch.ms for stretch in stretches[1:]]  # without the warm-up
         rows[name] |= {"ms": statistics.median(ms), "low": min(ms), "high": max(ms)}
         rows[name]["runs"] = len(ms)
     return rows
@@ -90,7 +90,8 @@ def gate(
     want: tuple[float, list[Tensor]],
     device: torch.device,
 ) -> dict[str, Any]:
-    """Errors of loss (absolute) and gradient (norm over norm), and the memory of a second step."""
+    """Return the errors of loss (absolute) and gradient (relative norm), and a second step's
+    memory."""
     if reason := contestant.unserved(work, device):
         return {"status": "skipped", "reason": reason}
     row: dict[str, Any] = {"status": "ok", "reason": ""}
@@ -118,20 +119,21 @@ def gate(
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds, such as what a step that failed has left."""
+    """Free unreferenced GPU memory, for example after a failed step."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def clear(weights: list[Tensor]) -> None:
-    """Gradients stay and are added to, as where a step has several batches."""
+    """Zero the gradients in place, so that steps accumulate into existing gradients."""
     for weight in weights:
         weight.grad.zero_()  # type: ignore[union-attr]
 
 
 def peak(step: Any, device: torch.device) -> int:
-    """Bytes beyond what is there before: on a GPU the allocator's, else of the tensors made."""
+    """Return a step's peak bytes in excess of prior memory, by the GPU's allocator or by live CPU
+    tensors."""
     if device.type != "cuda":
         with LiveTensors() as meter:
             step()
@@ -145,7 +147,7 @@ def peak(step: Any, device: torch.device) -> int:
 
 
 def _distance(weights: list[Tensor], want: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """|got - want| and |want| of all gradients."""
+    """Return the norms |got - want| and |want| over all gradients."""
     off = [torch.dist(w.grad.float(), g.float()) for w, g in zip(weights, want, strict=True)]  # type: ignore[union-attr]
     return torch.stack(off).norm(), torch.stack([g.float().norm() for g in want]).norm()
 
@@ -154,8 +156,10 @@ def _distance(weights: list[Tensor], want: list[Tensor]) -> tuple[Tensor, Tensor
 
 
 def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
-    """The most tokens that fit, a multiple of `unit`, to within `unit` or a sixteenth: at most
-    `cap`, which is 4 units times a power of 2."""
+    """Return the largest fitting number of tokens, to within `unit` or a sixteenth.
+
+    The number is a multiple of `unit` and at most `cap`, which is 4 units times a power of 2.
+    """
     low, high = 0, 4 * unit
     while high <= cap and fits(high):
         low, high = high, 2 * high
@@ -168,7 +172,7 @@ def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
 def longest_row(
     work: str, model: Any, contestant: Contestant, setting: Setting, device: torch.device
 ) -> dict[str, Any]:
-    """The longest sequence with which a step does not run out of memory."""
+    """Return a row with the longest sequence for which a step does not run out of memory."""
     if reason := contestant.unserved(work, device):
         return {"status": "skipped", "reason": reason, "longest": None}
 
@@ -201,8 +205,11 @@ def longest_row(
 
 
 def table(results: dict, largest: bool = False) -> str:
-    """A line for each model, batch and work (`largest`: of the largest batch), as Markdown, and
-    after them a table of the longest sequences, where there are any."""
+    """Return a Markdown table with a line per model, batch and work, and a table of longest
+    sequences, if any.
+
+    `largest` restricts the first table to the largest batches.
+    """
     rule, columns = "---:", len(CONTESTANTS)
     timed = [("model", "step", "tokens", *CONTESTANTS), ("---", "---", *(rule,) * (1 + columns))]
     sought = [("longest sequence", "step", *CONTESTANTS), ("---", "---", *(rule,) * columns)]
@@ -241,7 +248,7 @@ def _absent(row: dict[str, Any] | None) -> str:
 
 
 def errors(results: dict) -> str:
-    """How far gradients are off, in a sentence."""
+    """Return a sentence with the range of gradient errors."""
     rows = [row for row in results["rows"] if "ms" in row]
     said = []
     for who, ours in (("of headloss", True), ("of the others", False)):
@@ -260,7 +267,7 @@ Rows = Iterator[list[dict[str, Any]]]
 def timed_rows(
     name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
 ) -> Rows:
-    """A race of each work and batch; DPO's are of pairs."""
+    """Yield timed rows of each work and batch; DPO batches are pairs."""
     for work in WORKS:
         for rows, length in setting.batches:
             if work == "DPO" and rows % 2:
@@ -276,7 +283,7 @@ def timed_rows(
 def longest_rows(
     name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
 ) -> Rows:
-    """A search of each contestant, SFT and GRPO."""
+    """Yield rows of the longest-sequence search of each contestant, for SFT and GRPO."""
     for work in ("SFT", "GRPO"):
         for who, contestant in chosen.items():
             same = {"case": f"{name}, longest", "model": name, "work": work, "contestant": who}
@@ -284,9 +291,9 @@ def longest_rows(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 where every contestant of headloss agreed and ran, 1 otherwise."""
+    """Run the benchmark; return 0 if every headloss contestant ran correctly, else 1."""
     arguments = _parse(argv)
-    warnings.simplefilter("ignore", FutureWarning)  # names that a later transformers drops
+    warnings.simplefilter("ignore", FutureWarning)  # deprecated names in transformers
     device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)

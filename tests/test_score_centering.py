@@ -179,7 +179,7 @@ def value_and_slopes(
 @pytest.mark.parametrize("name", BOUNDS)
 def test_edges(dtype: torch.dtype, name: str) -> None:
     options, near = BOUNDS[name], {"rel": 1e-5, "abs": 1e-9}
-    # Empty slots give 0 for any values.
+    # Empty slots contribute 0 for any values.
     value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **options)
     assert value == 0 and slopes == [0, 0]
     # With q_k = 0 only -alpha p_k remains.

@@ -131,7 +131,7 @@ def test_held_gradient(which, name):
         # Compared row by row, since a likely target's row is small.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
-        return  # exp z = 0 loses z, so such a call keeps logits
+        return  # exp z = 0 loses z, so a call with a soft cap keeps logits
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)

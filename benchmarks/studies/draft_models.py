@@ -1,15 +1,16 @@
-"""Losses of draft models, against speculators' fused losses on logits that both models make.
+"""Speed of draft-model losses, compared with speculators's fused losses on materialised logits.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/draft_models.py --output drafts.json  # on one GPU, about two minutes
     python benchmarks/studies/draft_models.py --quick                 # small, on a CPU
 
-Correctness first: every measure, shared rows, a larger vocabulary and columns beside the head,
-against float64. Then the time of forward and backward, the error of the hidden gradient, and the
-peak memory beyond inputs and gradients. Heads are frozen, as in the programs.
+The study first checks correctness against float64: every divergence, shared rows, a larger
+vocabulary and additional columns of the head. Then the study measures the time of forward and
+backward, the error of the hidden gradient, and the peak memory in excess of inputs and gradients.
+Heads are frozen, as in draft-model training.
 
-T positions, S unrolled steps, H hidden width, V vocabulary, R columns beside the head's.
+T positions, S unrolled steps, H hidden width, V vocabulary, R additional columns of the head.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PLAIN = hl.Options(metrics=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One loss region: rows [T S] that read T rows of the verifier."""
+    """Sizes of a draft loss: T S rows of the draft, which read T rows of the verifier."""
 
     tokens: int
     steps: int
@@ -49,7 +50,7 @@ class Shape:
 
 
 class Region:
-    """Hidden states of a draft and of a verifier, whose heads are one frozen weight."""
+    """Hidden states of a draft and a verifier, with one frozen weight as head of both."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype = DTYPE) -> None:
         torch.manual_seed(0)
@@ -83,7 +84,8 @@ class Region:
         return hl.Head(self.weight, beside=(tuple(self.leaves[1:]),) if self.leaves[1:] else ())
 
     def ours(self, objective: Any, argmax: bool = False) -> Callable[[], list[Tensor]]:
-        """One call for all steps; with `argmax` the verifier's own token is the target."""
+        """Make a headloss call for all steps; with `argmax` the verifier's likeliest token is the
+        target."""
         batch, head = self.batch(), self.head()
         teacher = hl.Head(self.weight)
 
@@ -99,7 +101,8 @@ class Region:
     # ------------------------------------------------------------------ theirs
 
     def theirs(self, losses: list[tuple[float, str]]) -> Callable[[], list[Tensor]]:
-        """The verifier's logits once, the draft's of each step, all kept until the backward."""
+        """Make speculators's computation: logits of the verifier and of each draft step, all kept
+        for the backward pass."""
         steps, rows = self.shape.steps, len(self.hidden)
 
         def run() -> list[Tensor]:
@@ -133,8 +136,8 @@ def everything(teacher: hl.Head) -> hl.Objective:
 
 
 def check(shape: Shape) -> dict[str, float]:
-    """Errors of gradients in float32, by the backend that `auto` takes, against float64; ValueError
-    where one is too large."""
+    """Return errors of float32 gradients by the backend `auto`, against float64; ValueError if an
+    error is too large."""
     found: dict[str, float] = {}
     for name, objective in {"eagle": eagle, "dspark": dspark, "everything": everything}.items():
         region = Region(shape, torch.float32)
@@ -153,7 +156,7 @@ def check(shape: Shape) -> dict[str, float]:
 
 
 def gradient_error(shape: Shape) -> dict[str, float]:
-    """Of the hidden gradient in bfloat16, against float64 from the same inputs."""
+    """Return the errors of the bfloat16 hidden gradient, against float64 from identical inputs."""
     region = Region(shape)
     calls = {"headloss": region.ours(eagle)}
     if fused is not None:
@@ -168,7 +171,7 @@ def gradient_error(shape: Shape) -> dict[str, float]:
 
 
 def race(name: str, calls: dict[str, Callable[[], list[Tensor]]]) -> list[dict[str, Any]]:
-    """Time and memory of each, in turn."""
+    """Measure time and memory of each call."""
     rows = []
     for who, run in calls.items():
         returned = sum(gradient.nbytes for gradient in run())

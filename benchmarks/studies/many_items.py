@@ -1,15 +1,16 @@
-"""A softmax over a million items: full cross-entropy, sampled softmax and gBCE, beside their peers.
+"""Softmax over a million items: full cross-entropy, sampled softmax and gBCE, by several libraries.
 
 Page: docs/other-heads.md.
 
     python benchmarks/studies/many_items.py --output many_items.json    # on one GPU, three minutes
 
-Time of a call with its gradients, bytes beyond inputs and returned gradients, and the error of both
-gradients against float64: of 64 rows of hidden states, and of 24 targets' and the last 24 rows of
-the weight. A peer that is not installed is left out by name. Kernels are compiled beforehand, in
-processes beside each other. Rows that begin after `--seconds` are left out by name.
+The study measures the time of a call with its gradients, the bytes in excess of inputs and returned
+gradients, and the errors of both gradients against float64. Errors cover 64 rows of hidden states,
+and the weight rows of 24 targets and the last 24 items. A missing library is left out by name.
+Kernels are compiled beforehand, in parallel processes. Rows after the time limit `--seconds` are
+left out by name.
 
-N tokens, V items, H hidden width, K negatives of a token.
+N tokens, V items, H hidden width, K negatives per token.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from torch import Tensor
 import headloss as hl
 
 MILLION = 1_000_000
-CHUNK = 2048  # tokens of which torch.compile and PyTorch 2.15 hold the logits
-BETA = 0.75  # of gBCE
+CHUNK = 2048  # tokens per chunk of logits in torch.compile and PyTorch 2.15
+BETA = 0.75  # gBCE's beta
 
 
 class Case(NamedTuple):
-    """A work, who does it, and sizes."""
+    """A work, its contestant, and sizes."""
 
     work: str  # "cross-entropy", "sampled" or "gbce"
     who: str
@@ -67,7 +68,8 @@ chunk_compiled = torch.compile(chunk_loss, dynamic=False)
 
 
 def compiled(x: Tensor, w: Tensor, targets: Tensor) -> None:
-    """Chunk by chunk; the weight's gradient adds up in its own dtype, as autograd has it."""
+    """Run cross-entropy chunk by chunk; the weight gradient accumulates in the weight's dtype, as
+    in autograd."""
     for rows in torch.arange(len(x)).split(CHUNK):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         (chunk_compiled(x[part], w, targets[part]) / len(x)).backward()
@@ -87,7 +89,7 @@ def cut(x: Tensor, w: Tensor, targets: Tensor) -> None:
 
 
 def pytorch(x: Tensor, w: Tensor, targets: Tensor) -> None:
-    """PyTorch 2.15's own; its files may stand beside an older one as torch_2_15_lce."""
+    """Run PyTorch 2.15's cross-entropy, or its files next to an older PyTorch as torch_2_15_lce."""
     if not hasattr(F, "linear_cross_entropy"):
         __import__("torch_2_15_lce")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)  # type: ignore
@@ -104,7 +106,8 @@ def gbce_term(stats, batch):
 
 
 def drawn(case: Case, targets: Tensor) -> Tensor:
-    """[N, 1 + K] ids, distinct in each row: the target, and negatives at equal steps from it."""
+    """Return [N, 1 + K] distinct ids per row: the target, and negatives at equal steps from the
+    target."""
     step = case.v // (case.k + 1) - 1
     places = torch.arange(case.k + 1, device=targets.device) * step
     return (targets[:, None] + places) % case.v
@@ -179,14 +182,14 @@ def cases() -> Iterator[Case]:
 
 
 def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight, and targets or ids."""
+    """Return hidden states, weight, and targets or ids."""
     of = Inputs(case.h, case.v, case.n, getattr(torch, case.dtype))
     ids = drawn(case, of.targets) if case.k else of.targets
     return of.x.requires_grad_(), of.w.requires_grad_(), ids
 
 
 class Oracle:
-    """Some rows of both gradients in float64."""
+    """Float64 reference of some rows of both gradients."""
 
     def __init__(self, case: Case, x: Tensor, w: Tensor, ids: Tensor) -> None:
         device, n = x.device, len(x)
@@ -253,7 +256,7 @@ def measured(case: Case, tensors: tuple[Tensor, Tensor, Tensor], oracle: Oracle 
 
 
 def warmed(case: Case) -> str | None:
-    """In a process of its own: compile what a case runs, with fewer tokens."""
+    """Compile the kernels of a case in a separate process, with fewer tokens."""
     try:
         x, w, ids = inputs_of(case._replace(n=CHUNK))
         WHO[case.work][case.who](x, w, ids)

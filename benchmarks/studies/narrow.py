@@ -1,13 +1,14 @@
-"""The sweeps of a narrow head: correctness, tile shapes, and time of each.
+"""Correctness, tile shapes and time of the sweeps of a narrow head.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/narrow.py --output narrow.json            # on one GPU, minutes
     python benchmarks/studies/narrow.py --tune --widths 64 128 256      # tile shapes
 
-Correctness first, of a few tokens and columns against float64: log-probs, the hidden gradient and
-the weight's. Then the time of the forward sweep with and without the sums of the hidden gradient,
-and of the weight gradient's sweep. Kernels are compiled beforehand, in processes beside each other.
+The study first checks log-probs, hidden gradient and weight gradient of a few tokens and columns
+against float64. Then the study times the forward sweep with and without the sums of the hidden
+gradient, and the sweep of the weight gradient. Kernels are compiled beforehand, in parallel
+processes.
 
 N tokens, V items, H hidden width.
 """
@@ -33,7 +34,7 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 16384, 1_000_000
 NEEDS = frozenset({"logp", "entropy"})
-# Rows and columns of a tile, warps and stages, of a sweep whose programs own tokens, or columns.
+# (rows, columns, warps, stages) of tiles, for sweeps whose programs own tokens or columns.
 TRIED = {
     "tokens": {
         64: ((128, 64, 4, 3), (64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 4, 4)),
@@ -49,7 +50,8 @@ TRIED = {
 
 
 class Inputs:
-    """A head and tokens whose targets look trained, with the gradient of a mean cross-entropy."""
+    """A head and tokens with targets like a trained model's, and the gradient of a mean
+    cross-entropy."""
 
     def __init__(self, h: int, v: int, n: int, dtype: torch.dtype = torch.bfloat16) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -70,7 +72,7 @@ class Inputs:
 
 
 def acts(inputs: Inputs) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Name, which tile shape it takes, and a run of it."""
+    """Yield the name, the kind of tile shape, and a run of each sweep."""
     x, w, forward = inputs.x, inputs.w, inputs.forward
     state, _ = narrow.narrow_partials(x, w, forward)
     backward = inputs.backward(state)
@@ -81,7 +83,7 @@ def acts(inputs: Inputs) -> Iterator[tuple[str, str, Callable[[], Any]]]:
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
-    """Median of some runs, after one that is not counted."""
+    """Return the median time of several runs, after a warm-up run."""
     times = []
     run()
     for _ in range(repeats):
@@ -95,7 +97,7 @@ def milliseconds(run: Callable[[], object], repeats: int = 3) -> float:
 
 
 def errors(inputs: Inputs) -> dict[str, float]:
-    """Of some tokens and columns, against float64."""
+    """Return the errors of some tokens and columns, against float64."""
     x, w = inputs.x, inputs.w
     state, _ = narrow.narrow_partials(x, w, inputs.forward, x.dtype != torch.float16)
     plain, _ = narrow.narrow_partials(x, w, inputs.forward)
@@ -135,7 +137,7 @@ def use(owned: str, h: int, shape: tuple[int, ...]) -> None:
 
 
 def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:
-    """In a process of its own: what a run of this shape would launch."""
+    """Compile in a separate process the kernel of a sweep with this tile shape."""
     h, owned, shape = job
     send = launch.Launcher.send
     use(owned, h, shape)
@@ -190,8 +192,8 @@ def tune(widths: list[int]) -> list[dict[str, Any]]:
 
 
 def call(inputs: Inputs, schedule: str, score: bool) -> dict[str, Any]:
-    """A whole call of cross-entropy: milliseconds, MiB beyond inputs and gradients, and the
-    gradients' errors of some rows and columns."""
+    """Measure a whole cross-entropy call: milliseconds, MiB in excess of inputs and gradients, and
+    gradient errors of some rows and columns."""
     hidden, weight, targets = inputs.x.detach(), inputs.w.detach(), inputs.targets
     hidden.requires_grad_(not score)
     weight.requires_grad_(not score)

@@ -150,8 +150,11 @@ def log_probs(
 
 
 def losses(size: int, layout: str, estimator: str) -> dict[str, float]:
-    """slime's own losses and metrics of them: "sft", or a policy loss of an `estimator`. The second
-    sample has one response token, so that a rank of context parallelism has none of it."""
+    """Compare slime's losses and metrics: "sft", or a policy loss with an `estimator`.
+
+    The second sample has one response token, so that a context-parallel rank has no response
+    token.
+    """
     from headloss.integrations import slime as adapter
 
     cp, responses = 1 if layout == "packed" else 2, (4, 1, 6)

@@ -1,4 +1,4 @@
-"""`Trainer` on every rank of a test world, under DDP: the entries of its log."""
+"""Log entries of `Trainer` under DDP on every rank of a test world."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import headloss as hl
 
 
 def rows() -> list[dict[str, list[int]]]:
-    """16 rows, of which some have few labels, so that no mean of ranks is the mean of all."""
+    """Return 16 rows, some with few labels, so that a mean over ranks differs from the mean over
+    rows."""
     torch.manual_seed(3)
     ids = torch.randint(3, 30, (16, 8))
     labels = ids.clone()
@@ -24,7 +25,7 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def trained(per_rank: int, objective: Any = None) -> list[dict[str, float]]:
-    """Entries of the log of two steps of two micro-batches, and of an evaluation."""
+    """Return the log entries of two steps with two micro-batches, and of an evaluation."""
     import transformers
     from test_head_models import tiny
 

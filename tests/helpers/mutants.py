@@ -28,7 +28,7 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-ENVIRONMENT = {  # set here before torch is imported, as in conftest.py
+ENVIRONMENT = {  # set before torch is imported, as in conftest.py
     "OPENBLAS_CORETYPE": "Sandybridge",
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",

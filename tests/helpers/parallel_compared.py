@@ -126,7 +126,7 @@ def per_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**fields, "advantages": torch.full((T,), float(distributed.get_rank()))}
 
 
-# (over, what differs, the error or "" where there must be none)
+# (over, changed input, error text or "" for no error)
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "hidden": ("vocabulary", {"hidden": only_last(one_value)}, "hidden: differs between the ranks"),
     "hidden, head_stats": (

@@ -18,7 +18,7 @@ from typing import Any
 
 SECONDS = 60.0
 PRELOADED = ["headloss.testing", "matrix"]
-# Modules preloaded on started ranks if this process has imported them.
+# Modules that started ranks preload if already imported in this process.
 OF_TRAINERS = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 OF_TRAINERS += ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
 

@@ -1,5 +1,5 @@
-"""Types of the public surface, as a user's type checker sees them: `make types` reads this file,
-and nothing runs it."""
+"""Types of the public functions for a user's type checker; `make types` checks the file without
+running."""
 
 from __future__ import annotations
 
