@@ -228,3 +228,11 @@ def test_pipelines(world: World, kind: str) -> None:
 def test_tensor_parallel(world: World, backend: str, spread: bool, tied: bool) -> None:
     for found in world.run(case.tensor_parallel, backend, spread, tied, seconds=300):
         assert max(found.values()) < NEAR, found
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_data_and_tensor_parallel(spread: bool) -> None:
+    """Four ranks, two of each."""
+    with world_of(4) as four:
+        for found in four.run(case.tensor_parallel, "full_dtensor", spread, False, 2, seconds=300):
+            assert max(found.values()) < NEAR, found

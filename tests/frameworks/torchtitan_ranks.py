@@ -242,9 +242,9 @@ def pipelined(kind: str) -> dict[str, Any]:
     return {"heads": heads, "plans": plans[-4:], "gradient": off_all(got, want)}
 
 
-def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
+def tensor_parallel(backend: str, spread: bool, tied: bool, data: int = 1) -> dict[str, float]:
     """Compare torchtitan's loss of sharded logits with headloss's, under torchtitan's tensor
-    parallelism on two ranks."""
+    parallelism on two ranks, times `data` of replicated data."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.distributed import full_dtensor, parallel_dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
@@ -255,15 +255,18 @@ def tensor_parallel(backend: str, spread: bool, tied: bool) -> dict[str, float]:
     set_spmd_backend(backend)
     try:
         dims = parallel_dims.ParallelDims(
-            dp_replicate=1, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2, spmd_backend=backend
-        )
+            dp_replicate=data, dp_shard=1, cp=1, tp=2, pp=1, ep=1, world_size=2 * data,
+            spmd_backend=backend,
+        )  # fmt: skip
         dims.build_mesh()
         with get_spmd_context(parallel_dims=dims)():
             model.parallelize(dims)
             if tied:  # ties again like `init_states`
                 model.tok_embeddings.weight = model.lm_head.weight
-            ids, labels = batch_of(1)
+            ids, labels = batch_of(1 + torch.distributed.get_rank() // 2)
             count = (labels != -100).sum()
+            torch.distributed.all_reduce(count)
+            count //= 2  # ranks that share each row
             if backend == "full_dtensor":
                 ids, labels, _ = full_dtensor.parallelize_inputs(dims, ids, labels, {})
             inner = CrossEntropyLoss.Config(global_vocab_size=2048)
