@@ -4,16 +4,18 @@
     actor_rollout_ref.model.fused_kernel_options.impl_backend=headloss
 
 verl imports this module by itself where headloss is installed (entry point `verl.plugins`), or by
-VERL_USE_EXTERNAL_MODULES=headloss.integrations.verl. It calls `install()` when a model's
-configuration says so: verl hides what a plugin raises while it is imported, and the engines take
-seconds to import.
+the variable VERL_USE_EXTERNAL_MODULES=headloss.integrations.verl. The module calls `install()` only
+when a model's configuration names headloss: verl hides errors raised while a plugin is imported,
+and importing the engines takes seconds.
 
-    fused      in place of `FusedLinearForPPO`, and of the processor under Megatron
+    fused      replaces `FusedLinearForPPO` under FSDP
     engine     the FSDP engine: a temperature per sample, and losses in one pass
+    megatron   the Megatron engine: hidden states in place of logits
     losses     policy losses by name: `loss_mode=headloss_gspo`
+    scored     scored positions of a micro-batch, and the ids that samplers drew from
     teacher    distillation from a teacher's top k
     whole      distillation over the whole vocabulary: `loss_mode=headloss_reverse_kl`
-    seams      where these go in
+    seams      installs these modules in verl
 """
 
 # pyright: reportMissingImports=false
@@ -34,11 +36,11 @@ __all__ = ["install", "register", "register_teacher", "uninstall"]
 
 
 def install() -> None:
-    """Let `impl_backend: headloss` be known to verl in this process, until `uninstall()`; other
-    backends stay verl's.
+    """Register headloss in verl as the backend `impl_backend: headloss` of this process, until
+    `uninstall()`. Models with another backend keep verl's code.
 
     Raises:
-        RuntimeError: what is replaced in verl is not there, or takes other arguments.
+        RuntimeError: a replaced function of verl is missing, or accepts other arguments.
     """
     from . import seams
 
@@ -46,26 +48,26 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Models that have been built keep what they have."""
+    """Undo `install()`. Models that have been built keep their forward."""
     from . import seams
 
     seams.uninstall()
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where `install` raises it."""
+    """Return the name of the signature check that passed. RuntimeError as from `install()`."""
     from . import seams
 
     return seams.check()
 
 
 def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
-    """Make an objective known to verl as `loss_mode=name`, in one pass.
+    """Register an objective in verl as the policy loss `loss_mode=name`, computed in one pass.
 
     Args:
-        factory: from verl's `ActorConfig` to a term or objective. It keeps its own reductions, over
-            the totals of verl's global batch; entropy and KL of the configuration are added. Fields
-            of the batch: old_logps, advantages, and where verl has them ref_logps and
+        factory: maps verl's `ActorConfig` to a term or objective. The reductions of the term stay,
+            over the totals of verl's global batch; headloss adds the configuration's entropy and KL
+            terms. Fields of the batch: old_logps, advantages, and where verl has them ref_logps and
             rollout_is_weights.
     """
     from . import losses
@@ -74,12 +76,13 @@ def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
 
 
 def register_teacher(factory: Callable[[torch.device], Head]) -> None:
-    """Let `distillation_loss.loss_mode=headloss_reverse_kl` (or another kind of `distillation`)
-    measure the student beside this head, in place of an earlier one.
+    """Set the teacher's head that `distillation_loss.loss_mode=headloss_reverse_kl` (or another
+    kind of `distillation`) compares the student with. A second call replaces the first head.
 
     Args:
-        factory: from a device to the teacher's head there, whose weight [V, H'] reads the batch's
-            `teacher_hidden`. It is called once, when the first micro-batch is.
+        factory: maps a device to the teacher's head on that device. The head's weight [V, H'] is
+            multiplied by the batch's `teacher_hidden`. headloss calls the factory once, at the
+            first micro-batch.
     """
     from . import whole
 
@@ -100,7 +103,10 @@ def _watch() -> None:
 
 
 def _watch_distillation() -> None:
-    """verl looks a `loss_mode` up when the setting is read, also where no engine is."""
+    """Register headloss's divergences before verl validates `loss_mode`.
+
+    verl looks up the `loss_mode` when the setting is read, even in processes without an engine.
+    """
     original = DistillationLossConfig.__post_init__
 
     @functools.wraps(original)

@@ -1,5 +1,5 @@
-"""verl's FSDP engine with a temperature per sample, with losses in one pass, and with a teacher's
-top k or hidden states.
+"""verl's FSDP engine with a temperature per sample, losses in one pass, and distillation from a
+teacher's top k or a teacher's hidden states.
 
 B sequences of at most R response tokens, N packed positions, T scored tokens, H hidden width.
 """
@@ -41,10 +41,12 @@ FIELDS = {
 
 
 class Engine(FSDPEngineWithLMHead):
-    """`FSDPEngineWithLMHead` under `impl_backend: headloss`."""
+    """`FSDPEngineWithLMHead` for models with `impl_backend: headloss`."""
 
-    _config: Any = None  # of the actor, in a step whose loss is one of headloss's
-    _distillation: Any = None  # verl's settings, in a step whose loss is verl's of distillation
+    # The actor's configuration during a step whose policy loss is one of headloss's.
+    _config: Any = None
+    # verl's distillation settings during a step whose loss is `distillation_ppo_loss`.
+    _distillation: Any = None
 
     def _build_module(self) -> Any:
         module = super()._build_module()
@@ -54,7 +56,10 @@ class Engine(FSDPEngineWithLMHead):
         return module
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As without fused kernels, which serves a temperature per sample, and their arguments."""
+        """Return the model inputs and output arguments that verl prepares without fused kernels.
+
+        Only verl's path without fused kernels accepts a temperature per sample.
+        """
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False):
             return super().prepare_model_inputs(micro_batch)
         topk = tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False)
@@ -73,7 +78,8 @@ class Engine(FSDPEngineWithLMHead):
         if packed:
             inputs["shift_labels"] = args["input_ids_rmpad_rolled"].unsqueeze(0)
         shape = inputs["shift_labels" if packed else "input_ids"].shape
-        if isinstance(temperature, Tensor):  # FSDP would round it on its way into the model
+        # FSDP would round a temperature tensor passed as a model input.
+        if isinstance(temperature, Tensor):
             each = args["temperature_rmpad"] if packed else args["temperature"].unsqueeze(1)
             fused.temperature = each.clamp(min=1e-8).expand(shape)
         else:
@@ -97,7 +103,10 @@ class Engine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """verl looks for a teacher's losses in packed batches alone: those of rows are added."""
+        """Return verl's outputs, with distillation losses added for padded rows.
+
+        verl reads the distillation losses of a model's output for packed batches only.
+        """
         given = output, output_args, micro_batch, logits_processor_func
         outputs = super().prepare_model_outputs(*given)
         topk = getattr(output, "fused_linear_aux", None)
@@ -125,7 +134,8 @@ class Engine(FSDPEngineWithLMHead):
                 self._distillation = fused.request = None
 
         def measure(model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, Any]:
-            """The loss of the pass, and what verl's own loss function measures of it."""
+            """Return the one-pass loss, with the metrics of verl's loss function and headloss's
+            metrics."""
             losses.measured.append(fused.request)
             try:
                 with torch.no_grad():
@@ -141,7 +151,8 @@ class Engine(FSDPEngineWithLMHead):
             self._config = fused.request = None
 
     def _request(self, data: Any, scored: Scored) -> Request:
-        """The micro-batch, packed or in rows: this rank's positions of it."""
+        """Return the `Request` of a micro-batch, packed or in rows, for this rank's scored
+        positions."""
         config, mask, here = self._config, scored.mask, scored.here
         names = [name for name in FIELDS if name in data]
         padded = data.select("response_mask", *names).to_padded_tensor()
@@ -164,7 +175,8 @@ class Engine(FSDPEngineWithLMHead):
 
 
 def _config_of(loss_function: Any) -> Any:
-    """The actor's, where the loss is verl's own `ppo_loss` with a policy loss of headloss."""
+    """Return the actor's configuration if the loss is verl's `ppo_loss` with a policy loss of
+    headloss, else None."""
     if getattr(loss_function, "func", None) is not ppo_loss:
         return None
     config = loss_function.keywords["config"]
@@ -172,18 +184,18 @@ def _config_of(loss_function: Any) -> Any:
 
 
 class Request:
-    """A loss that the model's forward computes, and what it has found.
+    """A policy loss to compute within the model's forward, and the results of that forward.
 
-    It must not become a dataclass or a container: FSDP would cast the fields.
+    A `Request` must not become a dataclass or a container: FSDP would cast the fields.
 
     Args:
-        objective: and how many of its parts are the policy loss.
-        places: [T] where, among the model's flattened positions, scored tokens are predicted.
-        segments: the sequence of each.
-        fields: of the batch, [T], and its totals.
+        objective: the objective, and the number of its parts that are the policy loss.
+        places: [T] indices of the positions that predict scored tokens, in the flattened batch.
+        segments: the sequences of the scored tokens.
+        fields: fields [T] of the batch, and the batch's totals.
 
     Attributes:
-        loss, policy: [], the objective and its policy loss.
+        loss, policy: [], the objective's value and the policy loss's value.
     """
 
     def __init__(
@@ -198,7 +210,8 @@ class Request:
     def run(
         self, hidden: Tensor, head: Head, labels: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies in the labels' shape, 0 where nothing is scored; the loss."""
+        """Return log-probs and entropies in the labels' shape, 0 at unscored positions, and the
+        loss."""
         places = self.places
 
         def scored(values: Tensor) -> Tensor:
@@ -207,12 +220,13 @@ class Request:
         if isinstance(head.temperature, Tensor):
             head = replace(head, temperature=scored(head.temperature))
         batch = Batch(scored(labels).to(torch.int64), self.segments, **self.fields)
-        options = replace(options, metrics=True)  # verl's metrics ask for the entropy
+        options = replace(options, metrics=True)  # verl's policy metrics need the entropy.
         out = head_loss(scored(hidden), head, batch, self.objective, options)
         parts = list(zip(self.objective.parts, out.terms.values(), strict=True))[: self.count]
         policy: Any = sum(c * value.detach() for (c, _), value in parts)
         loss, metrics, group = out.loss, out.metrics, self.segments.group
-        if group is not None:  # shares of it, of which verl's ranks take the mean
+        # Each rank's loss is a share of the sum, but verl averages the ranks' losses.
+        if group is not None:
             metrics = metrics.all_reduce(group)
             whole = torch.stack([loss.detach(), policy])
             torch.distributed.all_reduce(whole, group=group)
@@ -230,6 +244,7 @@ class Request:
         return spread(out.logps), spread(out.entropies), out.loss
 
     def put(self, output: Any) -> Any:
-        """The model's output with the loss, which has to go through what FSDP hooks."""
+        """Return the model's output with the loss stored in it: FSDP puts its hooks on output
+        tensors."""
         output["loss"] = self.loss
         return output

@@ -1,6 +1,6 @@
-"""headloss in place of verl's fused heads: log-probs and entropies, or the loss of one pass.
+"""Replacement of verl's fused heads by headloss: log-probs and entropies, or a one-pass loss.
 
-B sequences, L positions, N packed ones, H hidden width, V vocabulary.
+B sequences, L positions, N packed positions, H hidden width, V vocabulary.
 """
 
 # pyright: reportMissingImports=false
@@ -22,22 +22,24 @@ from ...head_stats import head_stats
 from ...options import Options
 from ..sharding import inside, whole
 
-BACKEND = "_verl_fused_kernels_backend"  # where verl keeps a model's backend
-# Families whose forward verl brings, with a plain head.
+BACKEND = "_verl_fused_kernels_backend"  # Name of verl's attribute for a model's backend.
+# Model families for which verl has a forward of its own, and whose head is a plain linear layer.
 PLAIN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen3_5", "qwen3_5_moe")
 linear_of_verl = torch_functional.FusedLinearForPPO
 _patch = monkey_patch.patch_forward_with_backends
 
 
 class Fused:
-    """A `FusedLinearForPPO` whose log-probs and entropies, in float32, come from headloss.
+    """A replacement of `FusedLinearForPPO` that computes float32 log-probs and entropies by
+    headloss.
 
     Attributes:
-        model: whose head it reads, with bias, soft cap, scale and adapters; None: as it is given.
-        temperature: in place of the given number: a tensor in the shape of the labels.
-        request: what the engine wants in place of the log-probs of all positions.
-        support: `support_ids` of the labels' positions; None: all have the whole vocabulary.
-        options: of `head_stats` and `head_loss`.
+        model: the model whose head is read, with bias, soft cap, scale and adapters; with None, the
+            head is the weight passed to `forward`.
+        temperature: a tensor in the shape of the labels that overrides `forward`'s number.
+        request: the engine's loss to compute, in place of the log-probs of all positions.
+        support: `support_ids` of the labels' positions; None: every label has the whole vocabulary.
+        options: options of `head_stats` and `head_loss`.
     """
 
     def __init__(self, model: Any = None) -> None:
@@ -59,10 +61,10 @@ class Fused:
         self,
         hidden_states: Tensor,  # [.., H]
         vocab_weights: Tensor,  # [V, H]
-        input_ids: Tensor,  # [..], shifted
+        input_ids: Tensor,  # Shape [..], the labels, shifted.
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """[..]: log-probs and entropies; both carry a gradient."""
+        """Return log-probs and entropies [..], each with a gradient."""
         scale = temperature if self.temperature is None else self.temperature
 
         def act(hidden: Tensor) -> tuple[Tensor, ...]:
@@ -75,7 +77,8 @@ class Fused:
             stats = head_stats(hidden, head, targets, self.options)
             return stats.logp, stats.entropy
 
-        # FSDP2 shards a head that is not tied by itself.
+        # FSDP2 shards an untied head as a module of its own: the weight is whole only inside its
+        # forward.
         module = None if self.model is None else self.model.get_output_embeddings()
         alone = isinstance(module, FSDPModule)
         found = inside(module, act, hidden_states) if alone else act(hidden_states)
@@ -85,7 +88,10 @@ class Fused:
 
 
 def fused_linear(chunk_size: int = 512, impl_backend: Any = "torch") -> Any:
-    """In place of `FusedLinearForPPO`, to which verl hands what a model has as its backend."""
+    """Return the fused head that replaces `FusedLinearForPPO`.
+
+    verl passes the model's backend attribute as `impl_backend`: a `Fused`, or a backend's name.
+    """
     if isinstance(impl_backend, Fused):
         return impl_backend
     return Fused() if impl_backend == "headloss" else linear_of_verl(chunk_size, impl_backend)
@@ -94,15 +100,18 @@ def fused_linear(chunk_size: int = 512, impl_backend: Any = "torch") -> Any:
 def patch_forward(
     model: Any, use_fused_kernels: bool = False, fused_kernels_backend: str | None = None
 ) -> None:
-    """In place of `patch_forward_with_backends`."""
+    """Give a model verl's fused forward with headloss, in place of
+    `patch_forward_with_backends`."""
     if not use_fused_kernels or fused_kernels_backend != "headloss":
         _patch(model, use_fused_kernels, fused_kernels_backend)  # type: ignore[arg-type]
         return
     fused = Fused(model)
-    fused.head(model.get_output_embeddings().weight, 1.0, model.dtype)  # one that cannot be read
+    # An unreadable head raises here, not in the first step.
+    fused.head(model.get_output_embeddings().weight, 1.0, model.dtype)
     kind: Any = type(model)
     own = kind.forward
-    _patch(model, True, "torch")  # the forward of the model's family, for all models of the class
+    # verl patches the forward of the class, that is, of every model of the class.
+    _patch(model, True, "torch")
     original, kind.forward = model.forward, own
     setattr(model, BACKEND, fused)
 
@@ -115,10 +124,10 @@ def patch_forward(
 
 
 def fused_of(module: Any) -> Fused:
-    """Of a model that FSDP or PEFT have wrapped.
+    """Return the `Fused` of a model, also of a model wrapped by FSDP or PEFT.
 
     Raises:
-        ValueError: verl has not given it a fused forward.
+        ValueError: verl has not given the model a fused forward.
     """
     module = unwrap(module)
     module = unwrap(module.get_base_model()) if hasattr(module, "get_base_model") else module

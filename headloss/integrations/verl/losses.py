@@ -1,4 +1,4 @@
-"""headloss's terms as policy losses of verl: `loss_mode=headloss_gspo`, or a user's own."""
+"""Policy losses of headloss in verl: `loss_mode=headloss_gspo`, or a user's registered loss."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _dppo(config: Any, divergence: Any) -> Term:
     return losses.dppo(divergence=divergence, ratio_max=config.clip_ratio_c, **deltas)
 
 
-# verl's name of a loss -> the same term, from verl's own options.
+# Maps verl's name of a loss to a function from verl's configuration to headloss's term.
 OF_VERL: dict[str, Callable[[Any], Term]] = {
     "vanilla": lambda c: losses.ppo(dual_clip=c.clip_ratio_c, **_clips(c)),
     "dppo_tv": lambda c: _dppo(c, "tv"),
@@ -49,11 +49,12 @@ KL: dict[str, dict[str, Any]] = {
 }
 ALSO = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _factories: dict[str, tuple[Factory, str | None]] = {}
-measured: list[Any] = []  # the request whose loss verl's own code is measuring
+# Stack of requests: verl's loss function is measuring the metrics of the last request.
+measured: list[Any] = []
 
 
 def add() -> None:
-    """verl's own losses, as `headloss_NAME`."""
+    """Register verl's policy losses as `headloss_NAME`."""
     for name, factory in OF_VERL.items():
         register(f"headloss_{name}", factory, name)
 
@@ -65,12 +66,17 @@ def remove() -> None:
 
 
 def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
-    """As the package's; `of_verl`: verl's name of the same loss, whose metrics it gets."""
+    """Register a policy loss for the package's `register`.
+
+    Args:
+        of_verl: verl's name of an equal loss, whose metrics are also reported; None: no metrics.
+    """
     _factories[name] = factory, of_verl
 
     @core_algos.register_policy_loss(name)
     def policy_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Its value was found with the log-probs; verl's own function measures the rest."""
+        """Return the policy loss computed with the log-probs, and the metrics of verl's own
+        function."""
         if not measured:
             raise RuntimeError(
                 f"loss_mode: {name} is computed with the log-probs, by the FSDP engine under "
@@ -83,7 +89,12 @@ def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
 
 
 def reduction(config: Any, responses: int, ranks: float) -> Reduction:
-    """verl's `loss_agg_mode`, for responses of at most so many tokens on so many ranks."""
+    """Return the reduction that equals verl's `loss_agg_mode`.
+
+    Args:
+        responses: greatest number of tokens in a response.
+        ranks: number of data-parallel ranks.
+    """
     scale = config.loss_scale_factor
     return {
         "token-mean": token_mean,
@@ -95,7 +106,8 @@ def reduction(config: Any, responses: int, ranks: float) -> Reduction:
 
 
 def objective(config: Any, over: Reduction, fields: Any, entropy: bool) -> tuple[Objective, int]:
-    """The objective of verl's `ppo_loss`, and the number of its parts that are the policy loss."""
+    """Return the objective of verl's `ppo_loss`, and the number of its parts that are the policy
+    loss."""
     factory, of_verl = _factories[config.policy_loss.loss_mode]
     policy = factory(config)
     if of_verl is not None and isinstance(policy, Term):
@@ -119,5 +131,5 @@ def _kl(kind: str) -> Term:
 
 
 def known(name: str) -> bool:
-    """Tell whether a `loss_mode` is one of headloss's."""
+    """Return whether `name` is a policy loss of headloss."""
     return name in _factories

@@ -1,7 +1,9 @@
-"""verl's Megatron engine with hidden states where its logits processor had logits: packed tokens
-and padded rows, a temperature per sample, multi-token prediction, a teacher's top k.
+"""verl's Megatron engine with hidden states passed to the logits processor in place of logits.
 
-b rows of s positions, this rank's under context parallelism ([1, N] where packed), K ids of each.
+Packed tokens, padded rows, a temperature per sample, multi-token prediction and distillation from a
+teacher's top k are supported.
+
+b rows of s positions of this context-parallel rank ([1, N] if packed), K teacher ids per token.
 """
 
 # pyright: reportMissingImports=false
@@ -20,12 +22,14 @@ from ..shared import refuse
 from .asked import DIVERGENCE, asks
 from .teacher import distillation_of
 
-DOOR = "_headloss_door"  # of an engine whose models end in headloss
+DOOR = "_headloss_door"  # Attribute of an engine whose models return hidden states.
 
 
 def enable_fused_kernels(self: Any) -> None:
-    """In place of `MegatronEngine._maybe_enable_fused_kernels`: verl's fused forward stays off, and
-    its usual one gets hidden states."""
+    """Switch verl's fused forward off, and let the models return hidden states.
+
+    Replaces `MegatronEngine._maybe_enable_fused_kernels`.
+    """
     if self.is_value_model or not asks(self.model_config):
         SEAMS.theirs[ENGINE, "_maybe_enable_fused_kernels"](self)
         return
@@ -38,12 +42,15 @@ def enable_fused_kernels(self: Any) -> None:
 
 def process(
     self: Any,
-    logits: Tensor,  # [b, s / tp, H] hidden states
-    label: Tensor,  # [b, s], shifted
-    temperature: Tensor,  # [b, s], 0 at padding
+    logits: Tensor,  # [b, s / tp, H], hidden states.
+    label: Tensor,  # Shape [b, s], shifted.
+    temperature: Tensor,  # Shape [b, s], 0 at padding.
     **settings: Any,
 ) -> dict[str, Tensor]:
-    """In place of `_lm_head_logits_processor`: [b, s] each, 0 at padding."""
+    """Return log-probs, entropies and distillation losses, [b, s] each, 0 at padding.
+
+    Replaces `_lm_head_logits_processor`.
+    """
     if (door := getattr(self, DOOR, None)) is None:
         theirs = SEAMS.theirs[LM_HEAD, "_lm_head_logits_processor"]
         return theirs(self, logits, label, temperature, **settings)
@@ -100,8 +107,11 @@ def _values(
 
 
 def _forward_kl(log_q: Any, log_p: Tensor, floor: float | None) -> dict[str, Tensor]:
-    """verl's `compute_forward_kl_topk` under Megatron, whose masses are those after the clamp:
-    sum over the teacher's k of p (log p - log q), [b, s]."""
+    """Return verl's top-k forward KL and both masses, [b, s] each.
+
+    The loss is sum p (log p - log q) over the teacher's k ids. As in `compute_forward_kl_topk`
+    under Megatron, the masses are sums of the clamped probabilities.
+    """
     log_p = log_p.float()
     if floor is not None:
         log_q, log_p = log_q.clamp_min(floor), log_p.clamp_min(floor)

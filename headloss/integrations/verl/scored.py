@@ -1,4 +1,5 @@
-"""Scored positions of a micro-batch on this rank, and the sets that their tokens were drawn from.
+"""Scored positions of a micro-batch on this rank, and the sets of ids that their tokens were drawn
+from.
 
 B sequences of at most R response tokens, N flattened positions of this rank, T of them scored, P
 pairs of a token and an id.
@@ -16,21 +17,21 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 from ...batch.support_forms import support_from_lists
 
-Pairs = tuple[Tensor, Tensor]  # [P] ids, and offsets: what `support_ids` takes
+Pairs = tuple[Tensor, Tensor]  # Ids [P] and offsets, the form of `support_ids` in a `Batch`.
 
 
 class Scored:
-    """The positions of a micro-batch, packed or in rows.
+    """The scored positions of a micro-batch, packed or in rows.
 
     Args:
-        shape: of this rank's positions.
+        shape: shape of this rank's positions.
 
     Attributes:
-        mask: [B, R] bool, of `response_mask`.
-        here: [B, R] bool, which of these this rank predicts.
-        rows: [B, R] the sequence of each.
-        at: [T] where they are predicted, among the flattened positions of this rank.
-        group: of sequence parallelism, or None.
+        mask: [B, R] bool, verl's `response_mask`.
+        here: [B, R] bool, the scored tokens that this rank predicts.
+        rows: [B, R] index of each token's sequence.
+        at: [T] indices of the predicting positions, in this rank's flattened positions.
+        group: process group of sequence parallelism, or None.
     """
 
     def __init__(self, engine: Any, data: Any, shape: torch.Size, packed: bool) -> None:
@@ -48,10 +49,11 @@ class Scored:
         self.positions = shape.numel()
 
     def support(self, data: Any) -> Pairs | None:
-        """Of the T tokens, in order of their positions; None: the batch has no sets.
+        """Return the sets of ids of the T tokens, in order of position; None for a batch without
+        sets.
 
-        It has them as `support_ids`: for each response the ids of each of its tokens, in lists; an
-        empty one: the sampler took nothing away.
+        The batch's `support_ids` holds one list per response token, with the ids that the sampler
+        kept. An empty list means that the sampler kept the whole vocabulary.
 
         Raises:
             ValueError: a scored token has no list.
@@ -73,7 +75,7 @@ class Scored:
         return ids.to(self.at.device), _offsets(counts[chosen]).to(self.at.device)
 
     def everywhere(self, data: Any) -> Pairs | None:
-        """Of all N positions, of which others than the T tokens have none."""
+        """Return the sets of ids of all N positions; unscored positions have an empty set."""
         if (pairs := self.support(data)) is None:
             return None
         counts = pairs[1].new_zeros(self.positions)

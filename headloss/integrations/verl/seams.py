@@ -16,7 +16,7 @@ from .engine import Engine
 
 
 def install() -> None:
-    """As the package's."""
+    """Install the replacements, for the package's `install`."""
     if SEAMS.theirs:
         return
     check()
@@ -25,7 +25,7 @@ def install() -> None:
 
 
 def check() -> str:
-    """As the package's."""
+    """Compare verl's signatures, for the package's `check`."""
     linear, fused_forward = fused.linear_of_verl, "FusedLinearForPPO.forward"
     require_arguments(linear, ("impl_backend",), "FusedLinearForPPO", "verl")
     check_signature(linear.forward, fused.Fused.forward, fused_forward, "verl")
@@ -36,7 +36,7 @@ def check() -> str:
 
 
 def uninstall() -> None:
-    """As the package's."""
+    """Remove the replacements, for the package's `uninstall`."""
     SEAMS.uninstall()
     for seams in under_megatron:
         seams.uninstall()
@@ -46,7 +46,8 @@ def uninstall() -> None:
 
 def _new(theirs: Any) -> Any:
     def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
-        """In place of `EngineRegistry.new`."""
+        """Return headloss's engine for models that ask for headloss, in place of
+        `EngineRegistry.new`."""
         config = kwargs.get("model_config", args[0] if args else None)
         if not asks(config) or model_type != "language_model":
             return theirs(model_type, backend, *args, **kwargs)
@@ -64,11 +65,11 @@ def _new(theirs: Any) -> Any:
 
 
 def _under_megatron() -> None:
-    """By hidden states where verl reads logits, whether its own fused kernels would serve the model
-    or not. The depths of multi-token prediction have a call of their own."""
-    from . import megatron  # which imports Megatron-Core
+    """Let Megatron models return hidden states in place of logits, whether or not verl's fused
+    kernels would serve the model. Multi-token prediction has a replacement of its own."""
+    from . import megatron  # Imports Megatron-Core, which FSDP does not need.
 
-    megatron.SEAMS.install(quiet=True)  # install() has announced verl
+    megatron.SEAMS.install(quiet=True)  # `install()` has already announced verl.
     megatron_mtp.install()
     if megatron.SEAMS not in under_megatron:
         under_megatron.append(megatron.SEAMS)

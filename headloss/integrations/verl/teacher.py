@@ -1,6 +1,6 @@
-"""verl's on-policy distillation from a teacher's top k, with the log-probs of the same products.
+"""verl's on-policy distillation from a teacher's top k, computed with the log-probs.
 
-B sequences of at most R response tokens, T scored tokens of this rank, K ids of each.
+B sequences of at most R response tokens, T scored tokens of this rank, K teacher ids per token.
 """
 
 # pyright: reportMissingImports=false
@@ -24,40 +24,41 @@ from .scored import Scored
 
 @dataclass
 class TopK(ModelOutput):
-    """[..] in the labels' shape, 0 where nothing is scored; the losses carry a gradient."""
+    """Distillation losses and masses [..] in the labels' shape, 0 at unscored positions. Only the
+    losses have a gradient."""
 
     distillation_losses: Tensor
-    student_mass: Any = None  # a class of its kind has one field without a default
+    student_mass: Any = None  # A `ModelOutput` dataclass allows one field without a default.
     teacher_mass: Any = None
 
 
 class Teacher:
-    """The loss that verl's `compute_forward_kl_topk` makes of logits, for the scored tokens:
+    """The distillation loss of verl's `compute_forward_kl_topk`, for the scored tokens:
 
         sum over the teacher's k likeliest of p (log p - log q)
 
-    with log p as the teacher says it and log q over the student's whole vocabulary, both clamped
-    from below; masses are sums of p and of q before the clamp.
+    log p is the teacher's log-prob and log q the student's over the whole vocabulary, both clamped
+    from below. The masses are the sums of p and q before the clamp.
 
-    It must not become a dataclass or a container: FSDP would cast the fields.
+    A `Teacher` must not become a dataclass or a container: FSDP would cast the fields.
 
     Args:
         data: with `teacher_ids` and `teacher_logprobs`, nested [B, L, K].
         floor: verl's `log_prob_min_clamp`; None: no clamp.
-        alone: the log-probs of the tokens are not read (verl's `distillation_only`).
+        alone: whether no code reads the tokens' log-probs (verl's `distillation_only`).
     """
 
     def __init__(self, scored: Scored, data: Any, floor: float | None, alone: bool) -> None:
         self.at, self.floor, self.alone = scored.at, floor, alone
         names = "teacher_ids", "teacher_logprobs"
         self.ids, logps = (no_padding_2_padding(data[name], data)[scored.here] for name in names)
-        self.logps = logps.float()  # [T, K], as the ids
+        self.logps = logps.float()  # Shape [T, K], like the ids.
         self.topk: TopK | None = None
 
     def run(
         self, hidden: Tensor, head: hl.Head, labels: Tensor, options: hl.Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies in the labels' shape, and the losses."""
+        """Return log-probs, entropies and distillation losses in the labels' shape."""
         ids = self.ids.new_full((labels.numel(), self.ids.shape[1]), -1)
         ids = ids.index_copy_(0, self.at, self.ids).view(*labels.shape, -1)
         targets, gradients = labels.to(torch.int64), ("logp", "entropy", "candidate_logps")
@@ -77,15 +78,18 @@ class Teacher:
         return stats.logp, stats.entropy, kl
 
     def put(self, output: Any) -> Any:
-        """The model's output with `fused_linear_aux`, where verl looks for the losses: as a field,
-        since FSDP's hooks see fields alone."""
+        """Return the model's output with `fused_linear_aux`, the attribute that verl reads losses
+        from.
+
+        The losses become a field of the output's class, since FSDP's hooks visit only fields.
+        """
         return _with_losses(type(output))(**output, fused_linear_aux=self.topk)
 
 
 def spread(values: Tensor, at: Tensor, labels: Tensor) -> Tensor:
-    """[..] in the labels' shape of [T] at some of their positions, 0 elsewhere."""
+    """Return values [T] placed at positions `at` of the labels' shape [..], with 0 elsewhere."""
     flat = values.new_zeros(labels.numel()).index_copy(0, at, values)
-    return flat.view(labels.shape).clone()  # FSDP2 hooks it, and warns of views
+    return flat.view(labels.shape).clone()  # FSDP2 puts a hook on the tensor, and warns of views.
 
 
 @functools.cache
@@ -94,10 +98,10 @@ def _with_losses(kind: type) -> type:
 
 
 def distillation_of(loss_function: Any) -> Any:
-    """verl's `DistillationLossConfig`, None where the loss is not verl's own of distillation.
+    """Return verl's distillation settings if the loss is `distillation_ppo_loss`, else None.
 
     Raises:
-        ValueError: a policy loss of headloss beside it.
+        ValueError: the settings also use a policy loss of headloss.
     """
     if getattr(loss_function, "func", None) is not distillation_ppo_loss:
         return None

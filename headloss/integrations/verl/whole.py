@@ -29,14 +29,17 @@ from .asked import DIVERGENCE
 from .scored import Scored
 from .teacher import Teacher, TopK, spread
 
-HIDDEN = "teacher_hidden"  # the field of a batch
-RUNNING: list[str] = []  # the loss that an engine of headloss's is computing
-FACTORIES: list[Callable[[torch.device], hl.Head]] = []  # the teacher's head, one at most
+HIDDEN = "teacher_hidden"  # Name of the batch's field.
+RUNNING: list[str] = []  # Stack of `loss_mode`s whose forward a headloss engine is running.
+# Factory of the teacher's head, at most one.
+FACTORIES: list[Callable[[torch.device], hl.Head]] = []
 
 
 def add() -> None:
-    """Make each divergence known to verl as a `loss_mode`. Aggregation, the ceiling, the policy
-    gradient and the metrics are verl's."""
+    """Register each divergence in verl as a `loss_mode`.
+
+    verl keeps aggregation, the loss ceiling, the policy gradient and the metrics.
+    """
     for name in map(f"{DIVERGENCE}{{}}".format, KINDS):
         if name not in DISTILLATION_LOSS_REGISTRY:
             settings = DistillationLossSettings(names=[name], use_topk=True)
@@ -46,7 +49,8 @@ def add() -> None:
 def _losses(
     name: str, config: Any, distillation_config: Any, model_output: Any, data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """[B, R] of the response tokens, as the engine computed them with the log-probs."""
+    """Return the distillation losses [B, R] of the response tokens, already computed by the
+    engine."""
     if name not in RUNNING:
         raise RuntimeError(
             f"loss_mode: {name} is computed with the log-probs, by the FSDP engine under "
@@ -56,7 +60,8 @@ def _losses(
 
 
 def check_settings(settings: Any) -> None:
-    """ValueError for a setting of `DistillationLossConfig` that one of these losses lacks."""
+    """Raise ValueError if the settings clamp log-probs, which whole-vocabulary divergences do not
+    do."""
     if settings.log_prob_min_clamp is not None:
         raise ValueError(
             f"log_prob_min_clamp: got {settings.log_prob_min_clamp} with {settings.loss_mode}, "
@@ -73,15 +78,16 @@ def _head(factory: Callable[[torch.device], hl.Head], device: torch.device) -> h
 
 
 class WholeVocabulary(Teacher):
-    """A divergence of the scored tokens from `teacher_hidden`, both sides at the temperature.
+    """A divergence of the scored tokens from the teacher given by `teacher_hidden`.
 
-    Log-probs and entropies of other positions come back as 0.
+    Student and teacher have the same temperature. Log-probs and entropies of unscored positions are
+    0.
 
     Args:
-        scored: positions of the micro-batch.
+        scored: scored positions of the micro-batch.
         data: with `teacher_hidden`, nested [B, L, H'] or a list of B tensors [L, H'].
-        kind: of the divergence.
-        alone: the log-probs of the tokens are not read (verl's `distillation_only`).
+        kind: name of the divergence.
+        alone: whether no code reads the tokens' log-probs (verl's `distillation_only`).
     """
 
     def __init__(self, scored: Scored, data: Any, kind: str, alone: bool) -> None:
@@ -104,7 +110,7 @@ class WholeVocabulary(Teacher):
     def run(
         self, hidden: Tensor, head: hl.Head, labels: Tensor, options: hl.Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies in the labels' shape, and the losses."""
+        """Return log-probs, entropies and divergences in the labels' shape."""
         if isinstance(head.temperature, Tensor):
             raise ValueError(
                 f"temperature: got one per sample with {DIVERGENCE}{self.kind}, want one of all"
@@ -122,7 +128,8 @@ class WholeVocabulary(Teacher):
             divergences=(self.kind,),
         )
         losses = stats.divergences[self.kind]
-        mass = spread(torch.ones_like(losses), self.at, labels)  # that verl hands on beside losses
+        # verl's output needs masses next to the losses.
+        mass = spread(torch.ones_like(losses), self.at, labels)
         self.topk = TopK(spread(losses, self.at, labels), mass, mass.clone())
         logp, entropy = (spread(x, self.at, labels) for x in (stats.logp, stats.entropy))
         return logp, entropy, self.topk.distillation_losses
