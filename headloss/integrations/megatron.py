@@ -2,14 +2,14 @@
 
     losses = TokenLosses()    # once; then, in each forward step of the last stage:
     model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=losses)
-                              # [b, s], as without: the loss function stays
+                              # [b, s], like Megatron's own: keep the loss function
     policy = HeadLoss(hl.gspo())
     model(..., output_processor=policy, output_processor_context={"advantages": ..., ...})
                               # headloss's Output, with .loss; one pass
 
 b sequences of s positions (this rank's, under context parallelism), H hidden width, V vocabulary.
-Megatron has hidden states as [s, b, H], or [s / tp, b, H] under sequence parallelism, labels and
-masks as [b, s]. The vocabulary is sharded over the output layer's tensor-parallel group.
+Megatron's hidden states are [s, b, H], or [s / tp, b, H] under sequence parallelism; its labels and
+masks are [b, s]. The vocabulary is sharded over the output layer's tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from .shared import needs_segments
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where Megatron-Core does not ask a processor."""
+    """Return a description of the check that passed.
+
+    RuntimeError if Megatron-Core's `GPTModel.forward` accepts no output processor.
+    """
     model = part("megatron-core", "megatron.core.models.gpt.gpt_model", "GPTModel")
     names = ("output_processor", "output_processor_context")
     require_arguments(model.forward, names, "GPTModel.forward", "megatron-core")
@@ -44,19 +47,19 @@ def check() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """The callable of `GPTModel.forward(output_processor=...)` on the last stage.
+    """The callable for `GPTModel.forward(output_processor=...)` on the last stage.
 
-    Positions are scored where the loss mask is not 0 and the label is not -100. With
-    `gradient_accumulation_fusion` the weight's gradient is added to its `main_grad`.
+    A position is scored if its loss mask is not 0 and its label is not -100. With
+    `gradient_accumulation_fusion` the weight's gradient is added to the weight's `main_grad`.
 
     Attributes:
         temperature: a number, or a [b, s] tensor.
-        vocab_size: rows of the vocabulary that are scored, over all ranks; Megatron's own
-            cross-entropy scores the padding too, as does None.
-        options: memory and schedule; `sequence_parallel` and `main_grad` are set here.
+        vocab_size: number of vocabulary rows to score, over all ranks; None, like Megatron's own
+            cross-entropy, also scores the padding rows.
+        options: memory and schedule; the processor sets `sequence_parallel` and `main_grad`.
 
     Raises:
-        RuntimeError: a Megatron-Core whose `GPTModel.forward` takes no `output_processor`.
+        RuntimeError: Megatron-Core's `GPTModel.forward` has no argument `output_processor`.
     """
 
     temperature: float | Tensor = 1.0
@@ -69,9 +72,9 @@ class Processor:
     def __call__(
         self,
         *,
-        hidden_states: Tensor,  # [s, b, H] or [s / tp, b, H]
+        hidden_states: Tensor,  # Shape [s, b, H] or [s / tp, b, H].
         output_layer: Any,
-        output_weight: Tensor | None = None,  # of tied embeddings
+        output_weight: Tensor | None = None,  # Weight of tied embeddings.
         labels: Tensor | None = None,  # [b, s], shifted
         loss_mask: Tensor | None = None,  # [b, s]
         packed_seq_params: Any = None,
@@ -89,7 +92,7 @@ class Processor:
         head, options = head_of(
             output_layer, output_weight, config, self.options, temperature, self.vocab_size
         )
-        targets = labels.t().contiguous()  # [s, b], as the hidden states
+        targets = labels.t().contiguous()  # Shape [s, b], like the hidden states.
         if loss_mask is not None:
             targets = targets.masked_fill(loss_mask.t() == 0, IGNORE)
         given = {name: _as_hidden(value, labels.shape) for name, value in (context or {}).items()}
@@ -106,8 +109,10 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenLosses(Processor):
-    """[b, s] float32: the negative log-prob of each label, as the model's own forward; 0 where
-    nothing is scored."""
+    """Negative log-probs of the labels, [b, s] float32, 0 at unscored positions.
+
+    The model returns them in the form of its own losses.
+    """
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Tensor:
         stats = head_stats(hidden, head, batch, options, gradients=("logp",))
@@ -116,10 +121,11 @@ class TokenLosses(Processor):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStats(Processor):
-    """log-prob, log-sum-exp and entropy, each [b, s] float32, for a policy loss elsewhere.
+    """Log-prob, log-sum-exp and entropy, each [b, s] float32, for a policy loss computed
+    afterwards.
 
     Attributes:
-        gradients: which of them will carry one, as for `head_stats`.
+        gradients: names of the statistics that get a gradient, as for `head_stats`.
     """
 
     gradients: tuple[str, ...] = ("logp", "entropy")
@@ -134,9 +140,9 @@ class TokenStats(Processor):
 class HeadLoss(Processor):
     """headloss's `Output` of an objective; its `.logps` and `.entropies` are [s, b].
 
-    `output_processor_context` holds arguments of `Batch`: [b, s] or [b, s, K] fields, [S] ones,
-    `totals`, and `segments` over [s, b]. Segments are by default the sequences of
-    `packed_seq_params` that hold a token, else the b rows.
+    `output_processor_context` holds arguments of `Batch`: fields [b, s], [b, s, K] or [S],
+    `totals`, and `segments` over [s, b]. By default the segments are the sequences of
+    `packed_seq_params` that hold a token, or the b rows if nothing is packed.
     """
 
     objective: Term | Objective
@@ -153,7 +159,8 @@ class HeadLoss(Processor):
 
 
 def _as_hidden(value: Any, shape: torch.Size) -> Any:
-    """A field beside the labels [b, s, ..] beside the hidden states [s, b, ..]."""
+    """Return a field [b, s, ..] as [s, b, ..], the order of the hidden states; return other values
+    as is."""
     beside = isinstance(value, Tensor) and value.shape[:2] == shape
     return value.transpose(0, 1) if beside else value
 
@@ -168,7 +175,7 @@ def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: An
     if packed is None:
         return Segments.from_ids(torch.arange(b, device=targets.device).expand(s, b), b)
     ends, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
-    holds_tokens = ends.diff() > 0  # others fill up a buffer of fixed size
+    holds_tokens = ends.diff() > 0  # Empty sequences fill up a buffer of fixed size.
     if padded is not None:
         ends = padded
         if loss_mask is None:

@@ -1,4 +1,4 @@
-"""The heads that Megatron's output layers compute, without calling them.
+"""Reading the heads that Megatron's output layers compute, without calling the layers.
 
 V vocabulary rows of this rank, H hidden width, r the rank of an adapter.
 """
@@ -29,14 +29,16 @@ def head_of(
     vocab_size: int | None = None,
     detached: bool = False,
 ) -> tuple[Head, Options]:
-    """The head of an output layer, and the options that go with it: sequence parallelism, and
-    `main_grad` where the layer's gradients go there.
+    """Return the head of an output layer, and the options for its loss.
+
+    The options set sequence parallelism, and `main_grad` if the layer accumulates gradients into
+    it.
 
     Args:
-        layer: as `check_layer` accepts it.
-        tied: [V, H], the embeddings' weight in place of the layer's.
-        config: the model's.
-        temperature, vocab_size: of the head.
+        layer: an output layer that `check_layer` accepts.
+        tied: [V, H], the embeddings' weight, which replaces the layer's weight; or None.
+        config: the model's configuration.
+        temperature, vocab_size: arguments of `Head`.
         detached: whether the head gets no gradient.
     """
     linear = linear_of(layer)
@@ -76,18 +78,20 @@ def check_layer(
     tied: Tensor | None = None,
     handed_on: bool = False,
 ) -> None:
-    """Check that `head_of` can read the layer. A layer of another class than Megatron's is called
-    once without labels, on one row of each rank, and its logits are compared with the product of
-    hidden states and weight.
+    """Check that `head_of` can read the layer.
+
+    A layer of a class other than Megatron's is called once without labels, on one row of each rank.
+    Its logits are compared with the product of hidden states and weight.
 
     Args:
         hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
-        tied: as of `head_of`.
-        handed_on: whether the layer was called, so that hooks before its forward have run.
+        tied: as in `head_of`.
+        handed_on: whether the layer has already been called, so that its forward pre-hooks have
+            run.
 
     Raises:
-        TypeError: a layer with other logits, or an adapter that is not known.
-        ValueError: a setting that is not supported, by its name.
+        TypeError: the layer's logits differ from the product, or its adapter is unknown.
+        ValueError: an unsupported setting is on; the message names the setting.
     """
     linear = linear_of(layer)
     if lacking := [name for name in READ if not hasattr(linear, name)]:
@@ -101,7 +105,7 @@ def check_layer(
         inference_context=inference_context is not None,
         defer_embedding_wgrad_compute=config.defer_embedding_wgrad_compute,
         disable_grad_reduce=linear.disable_grad_reduce,
-        gtp_remat=getattr(linear, "gtp_remat_size", 1) > 1,  # new in 0.19
+        gtp_remat=getattr(linear, "gtp_remat_size", 1) > 1,  # New in Megatron-Core 0.19.
         **{
             "Megatron-FSDP": any(hasattr(p, "__fsdp_param__") for p in layer.parameters()),
             "hooks of output_layer": any(_has_hooks(m, handed_on) for m in layer.modules()),
@@ -117,16 +121,16 @@ def check_layer(
         COMPARED.add(linear)
 
 
-# ---------------------------------------------------------------------- which layer it is
+# ---------------------------------------------------------------------- class of the layer
 
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
-COMPARED: WeakSet[Any] = WeakSet()  # layers whose logits are the product
-HANDS_ON = "hands_on"  # attribute of a forward in place of the layer's own, which it is
-LARGEST = 100.0  # logit of the comparison, beyond the soft caps of the field
+COMPARED: WeakSet[Any] = WeakSet()  # Layers whose logits were compared and equal the product.
+HANDS_ON = "hands_on"  # Attribute of a replaced forward: the layer's original forward.
+LARGEST = 100.0  # Scale of the compared logits, beyond every common soft cap.
 
 
 def _is_known(linear: Any) -> bool:
-    """Tell whether the forward is Megatron's, or of a name that `head_of` knows."""
+    """Return whether the layer's forward is Megatron's, or one whose name `head_of` knows."""
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
     replaced = vars(linear).get("forward")
     if replaced is not None and not hasattr(replaced, HANDS_ON):
@@ -136,7 +140,7 @@ def _is_known(linear: Any) -> bool:
 
 @torch.no_grad()
 def _compare(linear: Any, row: Tensor, weight: Any) -> None:
-    """TypeError where the layer's logits of a row [1, 1, H] are not those of `head_of`."""
+    """Raise TypeError if the layer's logits of a row [1, 1, H] differ from those of `head_of`."""
     bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
     largest = nn.functional.linear(row, weight).abs().amax()
     row = row * (LARGEST / largest.clamp_min(1e-2))
@@ -147,7 +151,8 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
         logits, _ = forward(row, weight=weight, runtime_gather_output=False)
     except Exception as error:
         raise TypeError(f"output_layer: {name} without labels raises {error!r}") from error
-    place = linear.tp_group.rank() if linear.sequence_parallel else 0  # of the row, once gathered
+    # Index of this rank's row after the sequence-parallel gather.
+    place = linear.tp_group.rank() if linear.sequence_parallel else 0
     difference, size = (logits[place] - want[0]).norm(), want.norm()
     if not difference <= size * max(4 * torch.finfo(want.dtype).eps, 1e-3):
         raise TypeError(
@@ -156,8 +161,8 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
         )
 
 
-# The forward that a layer runs says what it computes: Megatron-Bridge gives a layer its soft cap by
-# another class of the same name.
+# A layer is recognised by its forward: Megatron-Bridge adds a soft cap by another class of an equal
+# name.
 BRIDGE = "megatron.bridge"
 MXFP8 = "megatron.core.extensions.transformer_engine.TELMHeadColumnParallelLinear.forward"
 CAPPED = (
@@ -174,7 +179,7 @@ def _name_of(layer: Any) -> str:
 
 
 def linear_of(layer: Any) -> Any:
-    """The layer inside LoRA's wrapper."""
+    """Return the layer inside LoRA's wrapper; without a wrapper, the layer."""
     return layer.to_wrap if _name_of(layer) == LORA else layer
 
 
@@ -183,7 +188,8 @@ def _has_lora(layer: Any) -> bool:
 
 
 def _is_fused(linear: Any) -> bool:
-    """Tell whether the weight's gradient is added to `main_grad`, by Megatron's name or TE's."""
+    """Return whether the weight's gradient is added to `main_grad`, by Megatron's or Transformer
+    Engine's flag."""
     name = "fuse_wgrad_accumulation"
     return bool(getattr(linear, name, getattr(linear, "gradient_accumulation_fusion", False)))
 
@@ -194,7 +200,8 @@ def _softcap(linear: Any) -> float | None:
 
 
 def _is_quantised(weight: Any) -> bool:
-    """Transformer Engine's tensors are of classes of their own, also inside a parameter."""
+    """Return whether a weight is one of Transformer Engine's tensor classes, also inside a
+    parameter."""
     kinds = {type(weight), type(weight.data)}
     return any(kind.__module__.partition(".")[0] != "torch" for kind in kinds)
 
@@ -227,14 +234,16 @@ def _dropout(adapter: Any) -> float:
 
 
 def _lora(adapter: Any, group: Any) -> Lora:
-    """The adapter, whose A is sharded by rows over the tensor-parallel ranks. Each rank gets the
-    whole gradient of A from `head_loss`, and takes that of its own rows: the wrapper's `weight`,
-    whose gather has no gradient, would lose it."""
-    a = adapter.linear_in.weight  # [r / tp, H]
+    """Return the adapter, with its A gathered from the tensor-parallel ranks.
+
+    Each rank gets the whole gradient of A from `head_loss` and keeps the gradient of its own rows.
+    Gathering through the wrapper's `weight` would lose the gradient.
+    """
+    a = adapter.linear_in.weight  # Shape [r / tp, H].
     if group.size() > 1:
         gather = import_module("megatron.core.tensor_parallel").gather_from_sequence_parallel_region
         a = gather(a, tensor_parallel_output_grad=False, group=group)
-    b = adapter.linear_out.weight  # [V, r]
+    b = adapter.linear_out.weight  # Shape [V, r].
     return Lora(a=a, b=b, scaling=adapter.alpha / adapter.dim, dropout=_dropout(adapter))
 
 
@@ -242,8 +251,11 @@ def _lora(adapter: Any, group: Any) -> Lora:
 
 
 class _InMainGrad(torch.autograd.Function):
-    """The weight. Its gradient is in `main_grad` by then, as Megatron's hooks are told here, which
-    run where a gradient arrives; so one does, which nobody reads."""
+    """The weight, unchanged. Its backward tells Megatron's hooks that `main_grad` has the gradient.
+
+    The hooks run only where a gradient arrives, so the backward returns a gradient without a
+    meaning.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:

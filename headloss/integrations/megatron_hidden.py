@@ -1,14 +1,15 @@
-"""Megatron-Core models whose output layer hands on hidden states: one door for code that reads
-logits. No `output_processor` is needed, so that `HybridModel` and forks before 0.18 have it too.
+"""Megatron-Core models whose output layer returns hidden states, for code that reads logits.
+
+No `output_processor` is needed, so `HybridModel` and forks older than 0.18 are supported too.
 
     door = hand_on(model)                # once; None on stages without an output layer
-    losses = model(ids, positions, mask, labels=labels)              # [b, s], as without
-    hidden = model(ids, positions, mask)                             # where logits were
+    losses = model(ids, positions, mask, labels=labels)              # [b, s], as before
+    hidden = model(ids, positions, mask)                             # in place of logits
     stats = door.stats(hidden, labels, temperature=0.8)              # log-probs and entropies
 
 b sequences of s positions (this rank's, under context parallelism), H hidden width, K candidates.
-Hidden states are [b, s, H], or [b, s / tp, H] under sequence parallelism, in the model's dtype or
-in float32, as `Float16Module` returns them.
+Hidden states are [b, s, H], or [b, s / tp, H] under sequence parallelism, in the model's dtype, or
+in float32 if returned through `Float16Module`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ MODULE = "megatron.core.models.common.language_module.language_module:LanguageMo
 
 
 def check() -> str:
-    """Name the checks that hold. RuntimeError where layer or loss take other arguments."""
+    """Return a description of the checks that passed.
+
+    RuntimeError if Megatron's output layer or loss accepts other arguments.
+    """
     layer, model = part(PACKAGE, LAYER), part(PACKAGE, MODULE)
     names = ("input_", "weight", "runtime_gather_output")
     require_arguments(layer.forward, names, "ColumnParallelLinear.forward", PACKAGE)
@@ -46,18 +50,19 @@ def check() -> str:
 
 
 def hand_on(model: Any, options: Options | None = None) -> Door | None:
-    """Let the output layer of a model hand on its hidden states, until `Door.close()`.
+    """Let the output layer of a model return its hidden states, until `Door.close()`.
 
     Args:
-        model: Megatron's, also inside wrappers (`module`) and vision models (`language_model`).
-        options: memory and schedule; `sequence_parallel` and `main_grad` are set here.
+        model: Megatron's model, also inside wrappers (`module`) and vision models
+            (`language_model`).
+        options: memory and schedule; the door sets `sequence_parallel` and `main_grad`.
 
     Returns:
-        the door; None where the model has no output layer, as on all stages but the last.
+        the model's `Door`; None if the model has no output layer, as on all stages but the last.
 
     Raises:
-        RuntimeError: a Megatron-Core whose layer or loss takes other arguments.
-        ValueError: a model whose output layer hands on hidden states already.
+        RuntimeError: Megatron-Core's output layer or loss accepts other arguments.
+        ValueError: the model's output layer already returns hidden states.
     """
     announce(PACKAGE, check())
     while hasattr(model, "module"):
@@ -72,20 +77,20 @@ LATEST: ContextVar[Door | None] = ContextVar("latest", default=None)
 
 
 def latest() -> Door:
-    """The door whose layer was called last. RuntimeError where none was."""
+    """Return the door whose layer was called last. RuntimeError if no layer was called."""
     if (door := LATEST.get()) is None:
         raise misfit(PACKAGE, "output_layer: was not called, so that it handed on no hidden states")
     return door
 
 
 class Door:
-    """A model's output layer that hands on hidden states, and the head that it computes.
+    """A model's output layer that returns hidden states, and the head that it would compute.
 
-    Calls of the layer that gather logits (inference), that carry labels, or whose weight is a
-    detached one (the depths of forks) go to the layer's own forward.
+    Three kinds of calls still run the layer's own forward: calls that gather logits (inference),
+    calls with labels, and calls with a detached weight (multi-token prediction in forks).
 
     Attributes:
-        options: of `head_stats`.
+        options: options of `head_stats`.
     """
 
     def __init__(self, model: Any, options: Options) -> None:
@@ -98,7 +103,7 @@ class Door:
             )
         self._forward, self._loss = self.layer.forward, model.compute_language_model_loss
         self._tied: Tensor | None = None
-        self._shape: torch.Size | None = None  # of what was handed on, in the dtype
+        self._shape: torch.Size | None = None  # Shape of the last returned hidden states.
         self._dtype = torch.float32
 
         def forward(
@@ -114,7 +119,7 @@ class Door:
         model.compute_language_model_loss = self._losses
 
     def close(self) -> None:
-        """Give the layer its own forward back, and the model its own loss."""
+        """Restore the layer's forward and the model's loss."""
         for owner, name in ((self.layer, "forward"), (self.model, "compute_language_model_loss")):
             vars(owner).pop(name, None)
 
@@ -136,23 +141,23 @@ class Door:
         divergences: tuple[str, ...] = (),
         **fields: Any,
     ) -> HeadStats:
-        """Statistics of what the model returned in place of logits.
+        """Return statistics of the hidden states that the model returned in place of logits.
 
         Args:
             hidden: [b, s, H] or [b, s / tp, H].
             targets: [b, s], shifted; -100: not scored.
             temperature: a number, or [b, s].
-            gradients, vocab_size: as of `head_stats` and `Head`.
-            gathered: whether `hidden` has whole rows under sequence parallelism too, or a part of
-                what was handed on.
-            teacher, divergences: as of `head_stats`.
-            fields: of the batch, [b, s, ..]; `support_ids` as pairs go over [s, b].
+            gradients, vocab_size: as in `head_stats` and `Head`.
+            gathered: whether `hidden` has whole rows despite sequence parallelism, or only a part
+                of the returned hidden states.
+            teacher, divergences: as in `head_stats`.
+            fields: fields of the batch, [b, s, ..]; `support_ids` as pairs run over [s, b].
 
         Returns:
-            [b, s] each, divergences too; candidates [b, s, K].
+            statistics and divergences [b, s]; log-probs of candidates [b, s, K].
 
         Raises:
-            ValueError: `hidden` is not what the layer handed on.
+            ValueError: `hidden` is not a tensor that the layer returned.
         """
         want = None if self._shape is None else (self._shape[1], self._shape[0], self._shape[2])
         if tuple(hidden.shape) != want and not (gathered and want and hidden.shape[2] == want[2]):
@@ -185,12 +190,14 @@ class Door:
         gathered: bool = False,
         **measured: Any,
     ) -> HeadStats:
-        hidden = hidden.to(self._dtype)  # what Float16Module made float32 loses nothing
+        # `Float16Module` cast the states to float32: casting back is exact.
+        hidden = hidden.to(self._dtype)
         check_layer(self.layer, None, self.config, hidden, self._tied, handed_on=True)
         head, options = head_of(
             self.layer, self._tied, self.config, self.options, temperature, vocab_size
         )
-        head = replace(head, logit_scale=1.0)  # MuP's comes after the layer: hidden states have it
+        # MuP scales after the layer: the returned states already have the scale.
+        head = replace(head, logit_scale=1.0)
         if gathered:
             options = replace(options, sequence_parallel=False)
         return head_stats(hidden, head, batch, options, gradients, **measured)
@@ -209,7 +216,8 @@ class Door:
         return hidden, None
 
     def _losses(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """In place of the model's `compute_language_model_loss`: [b, s], of [s, b, H]."""
+        """Return losses [b, s] from hidden states [s, b, H], in place of
+        `compute_language_model_loss`."""
         if self._shape is None:
             return self._loss(labels, logits)
         stats = self._stats(logits, Batch(labels.t().contiguous()), ("logp",))

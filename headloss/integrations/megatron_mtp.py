@@ -1,18 +1,19 @@
-"""Megatron-Core's multi-token prediction without the logits of its depths.
+"""Megatron-Core's multi-token prediction (MTP) without the logits of its depths.
 
-    install()       in each process; the loss, its scale and what Megatron logs of it stay
-    uninstall()     Megatron-Core is as it was
+    install()       in each process; loss, scale and Megatron's log stay equal
+    uninstall()     restores Megatron-Core's functions
 
     scale / D * sum_k 1 / n_k * sum_t m_kt CE(head(hidden_k)_t, label_kt)
 
-D depths; the k-th predicts labels that lie k positions further on. m_k is the loss mask, shifted
-alike, and n_k its sum (with `calculate_per_token_loss` that sum divided by the main one). All
-depths are one `head_loss` with a weight per row. Its gradient comes by Megatron's
-`MTPLossAutoScaler`; its value is in no loss. The processor `HeadLoss` has the main rows in the same
-call, where its terms are means of tokens.
+D depths; depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted
+like the labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the
+sum of the unshifted mask). All depths are one `head_loss` call with a weight per row. Megatron's
+`MTPLossAutoScaler` adds the gradient of the MTP loss, whose value is in no other loss. The
+processor `HeadLoss` computes the model's main prediction in the same call if its terms are means of
+tokens.
 
-b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or
-[(1 + D) s / tp, b, H] under sequence parallelism, with the main rows first.
+b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or [(1 + D) s / tp,
+b, H] under sequence parallelism; the rows of the main prediction come first.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ NAME = "process_mtp_loss"
 
 
 def install(options: Options | None = None) -> None:
-    """Put headloss in place of `process_mtp_loss` in every module that holds it, until
-    `uninstall()`.
+    """Replace `process_mtp_loss` in every module that holds it, until `uninstall()`.
 
     Args:
-        options: of the depths' `head_loss`; `sequence_parallel` and `main_grad` are set here.
+        options: options of the depths' `head_loss`; headloss sets `sequence_parallel` and
+            `main_grad`.
 
     Raises:
-        RuntimeError: Megatron-Core has no such function, or one that takes other arguments.
+        RuntimeError: Megatron-Core lacks the function, or the function accepts other arguments.
     """
     if not INSTALLED:
         seams = _seams(options or Options())
@@ -64,7 +65,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where `install` raises it."""
+    """Return a description of the check that passed. RuntimeError as from `install`."""
     return (INSTALLED[0] if INSTALLED else _seams(Options())).check()
 
 
@@ -74,7 +75,7 @@ INSTALLED: list[Seams] = []
 def _seams(options: Options) -> Seams:
     def process(
         hidden_states: Tensor,
-        labels: Tensor | None,  # [b, s], shifted
+        labels: Tensor | None,  # Shape [b, s], shifted.
         loss_mask: Tensor | None,  # [b, s]
         output_layer: Any,
         output_weight: Tensor | None,
@@ -89,7 +90,8 @@ def _seams(options: Options) -> Seams:
         input_ids: Tensor | None = None,  # [b, s]
         sequence_roll_context: Any = None,
     ) -> Tensor:
-        """The main rows, whose backward is that of the depths as well."""
+        """Return the hidden states of the main prediction, whose backward also adds the depths'
+        gradient."""
         main = hidden_states.chunk(1 + config.mtp_num_layers)[0]
         if (labels is None and input_ids is None) or not (is_training or torch.is_grad_enabled()):
             return main
@@ -114,7 +116,7 @@ def _seams(options: Options) -> Seams:
     theirs, model = part(PACKAGE, HOME, NAME), part(PACKAGE, MODEL)
     ours = fitted(theirs, process, NAME, PACKAGE)
 
-    @functools.wraps(theirs)  # whoever reads its signature, as verl does, finds Megatron's
+    @functools.wraps(theirs)  # Code that reads the signature, such as verl, finds Megatron's.
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
         return ours(*args, **kwargs)
 
@@ -122,20 +124,20 @@ def _seams(options: Options) -> Seams:
     return Seams({**held, (MODEL, "forward"): _waited_for(model.forward)}, PACKAGE)
 
 
-# ---------------------------------------------------------------------- in a call of their own
+# ---------------------------------------------------------------------- depths in a separate call
 
 
 @dataclass(frozen=True)
 class Depths:
-    """Predictions of the depths of one forward.
+    """Predictions of all depths of one forward.
 
     Attributes:
-        hidden: of all rows, the main ones first.
+        hidden: hidden states of all rows, the main prediction's first.
         targets: [D, s, b] int64.
-        mask: [D, s, b] the loss mask of each.
-        tokens: [D] its sums.
-        factors: [D] scale / (D n_k).
-        per_token: `calculate_per_token_loss`.
+        mask: [D, s, b], each depth's loss mask.
+        tokens: [D], the sum of each mask.
+        factors: [D], scale / (D n_k).
+        per_token: Megatron's `calculate_per_token_loss`.
     """
 
     hidden: Tensor
@@ -155,7 +157,8 @@ def _depths(
     places: dict[str, Any],
     context: Any,
 ) -> Depths:
-    """Labels and masks that Megatron's own function shifts, across ranks and within documents."""
+    """Return the depths' labels and masks, shifted across ranks and within documents by Megatron's
+    own function."""
     name = "input_ids" if labels is None else "labels"
     roll = functools.partial(_rolled, name, context, {"shifts": -1, "dims": -1, **places})
     ids: Any = input_ids if labels is None else labels
@@ -181,8 +184,11 @@ def _depths(
 def _rolled(
     name: str, context: Any, places: dict[str, Any], depth: int, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and weights one position further on, and the sum of these weights. On the dev branch
-    Megatron's function takes fields by their names, and what a microbatch has fetched of them."""
+    """Return ids and weights shifted by one position, and the sum of the shifted weights.
+
+    On Megatron's dev branch `roll_tensor` also needs the fields' names and the microbatch's
+    context.
+    """
     roll = part(PACKAGE, HOME, "roll_tensor")
     if "roll_context" not in called(roll):
         return roll(ids, **places)[0], *roll(weights, **places)
@@ -192,7 +198,7 @@ def _rolled(
 
 
 def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
-    """The main rows, tied to the loss of the depths."""
+    """Return the main prediction's hidden states, tied to the depths' loss for the backward."""
     out, _ = _run(depths, depths.hidden[len(main) :], head, options)
     return part(PACKAGE, HOME, "MTPLossAutoScaler").apply(main, out.loss[None])
 
@@ -205,10 +211,11 @@ def _run(
     main: Batch | None = None,
     objective: Objective | None = None,
 ) -> tuple[Output, list[str]]:
-    """One `head_loss` of the depths, and of `objective` on the `main` rows before them.
+    """Run one `head_loss` of the depths and, if given, of `objective` on the `main` rows before
+    them.
 
     Returns:
-        its output, with [blocks, s, b] log-probs; the names of the depths' terms.
+        the output, with log-probs [blocks, s, b]; the names of the depths' terms.
     """
     targets, count = depths.targets, len(depths.targets)
     if main is not None:
@@ -217,7 +224,8 @@ def _run(
     ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
 
     def rows(values: Tensor, at: int) -> Tensor:
-        """[n, s, b, ..] of n blocks, in the order of hidden rows; 0 in the other blocks."""
+        """Return values [n, s, b, ..] of n blocks in the order of hidden rows, with 0 in all other
+        blocks."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -242,7 +250,7 @@ def _run(
             return None
         return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
 
-    out = replace(found)  # whose values are by block
+    out = replace(found)  # A copy whose values are by block.
     vars(out).update(logps=by_block(found.logps), entropies=by_block(found.entropies))
     if options.metrics:
         _log(depths, out, names)
@@ -258,20 +266,21 @@ def _block(k: int) -> str:
 
 @functools.cache
 def _terms(first: int, count: int) -> Objective:
-    """A sum over the weighted rows of each block, whose metrics are by depth."""
+    """Return one sum over weighted rows per depth, so that each depth has its own metrics."""
     term = cross_entropy().over(per(1)).weighted(WEIGHTS)
     return Objective(tuple((1.0, term.where(_block(first + k))) for k in range(count)))
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Totals of the main rows, for the terms on their block; the depths' weights need none."""
+    """Return the main prediction's totals for terms restricted to its block. The depths need no
+    totals."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
 
 
 def _log(depths: Depths, out: Output, names: list[str]) -> None:
-    """Megatron's log of each depth: its mean loss, and how often its likeliest token hits."""
+    """Log each depth's mean loss and top-1 accuracy by Megatron's helper."""
     count = len(names)
     helper = part(PACKAGE, HOME, "MTPLossLoggingHelper")
     state = import_module("megatron.core.parallel_state")
@@ -280,7 +289,7 @@ def _log(depths: Depths, out: Output, names: list[str]) -> None:
     losses = sums / depths.tokens.clamp(min=1)
     collects = getattr(helper, "should_collect_acceptance", lambda: True)()
     save = getattr(helper, "save_loss_to_tracker", None)
-    of_sums = save is not None and "num_tokens" in called(save)  # on the dev branch
+    of_sums = save is not None and "num_tokens" in called(save)  # Megatron's dev branch logs sums.
     for k, name in enumerate(names):
         top1: Any = out.metrics[f"{name}/top1"]
         hits = top1.sum.float(), depths.mask[k].bool().sum().float()
@@ -291,18 +300,18 @@ def _log(depths: Depths, out: Output, names: list[str]) -> None:
             save, values = helper.save_loss_to_tracker, (sums[k].float(), depths.tokens[k].float())
         elif hasattr(helper, "save_metrics_to_tracker"):
             save, values = helper.save_metrics_to_tracker, (losses[k].float(), *hits)
-        else:  # 0.18 logs the loss alone
+        else:  # Megatron-Core 0.18 logs only the loss.
             save, values = helper.save_loss_to_tracker, (losses[k].float(),)
         save(*values, k, count, avg_group=over, **more)
 
 
-# ---------------------------------------------------------------------- with the main rows
+# ---------------------------------------------------------------------- depths and main prediction
 
 WAITING: ContextVar[list[Depths] | None] = ContextVar("waiting", default=None)
 
 
 def _waited_for(theirs: Any) -> Any:
-    """A model's forward, in which a processor that takes depths along is handed them."""
+    """Return a model's forward that passes its depths to a processor with `takes_depths`."""
 
     @functools.wraps(theirs)
     def forward(*args: Any, output_processor: Any = None, **kwargs: Any) -> Any:
@@ -317,14 +326,17 @@ def _waited_for(theirs: Any) -> Any:
 
 
 def handed_on() -> Depths | None:
-    """The depths of the model's call that is going on, for its processor."""
+    """Return the depths of the model's current call, for its processor."""
     waiting = WAITING.get()
     return waiting.pop() if waiting else None
 
 
 def _is_alike(config: Any) -> bool:
-    """Tell whether a step scales the loss of the depths as the main one, so that one gradient
-    serves both; detached heads want two in any case."""
+    """Return whether a step scales the depths' loss like the main loss, so that one gradient serves
+    both.
+
+    Detached heads always need two gradients.
+    """
     return not (
         config.calculate_per_token_loss
         or config.context_parallel_size > 1
@@ -336,8 +348,10 @@ def _is_alike(config: Any) -> bool:
 def with_depths(
     depths: Depths, main: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
 ) -> Output:
-    """`head_loss` of the main rows, whose gradient is that of the depths as well: in one pass where
-    terms are means of the tokens, else in two."""
+    """Return `head_loss` of the main prediction, whose backward also adds the depths' gradient.
+
+    The loss needs one pass if its terms are means of the tokens, else two passes.
+    """
     if not _is_of_tokens(head, batch, objective):
         plain = replace(head, temperature=1.0, vocab_size=None)
         main = _tied(main, depths, plain, replace(options, metrics=True))
@@ -346,7 +360,8 @@ def with_depths(
     out, names = _run(depths, depths.hidden, head, options, batch, objective)
     terms = {name: value for name, value in out.terms.items() if name not in names}
     value: Any = sum(c * terms[name] for name, c, _ in objective.named())
-    loss = value + (out.loss - out.loss.detach())  # whose gradient is that of all rows
+    # The gradient is that of all rows, main and depths.
+    loss = value + (out.loss - out.loss.detach())
     entropies = None if out.entropies is None else out.entropies[0]
     result = replace(out, loss=loss, terms=terms)
     vars(result).update(logps=out.logps[0], entropies=entropies)
@@ -354,7 +369,7 @@ def with_depths(
 
 
 def _is_of_tokens(head: Head, batch: Batch, objective: Objective) -> bool:
-    """Tell whether the depths' rows can stand beside the main ones, under the same head."""
+    """Return whether one `head_loss` can compute the depths' rows together with the main rows."""
     shape, heat = batch.targets.shape, head.temperature
     return (
         not isinstance(heat, Tensor)

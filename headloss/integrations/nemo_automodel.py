@@ -26,18 +26,19 @@ LinearCrossEntropy: Any = part(PACKAGE, f"{HOME}.linear_ce_base", "LinearCrossEn
 
 
 class HeadLossCrossEntropy(LinearCrossEntropy):
-    """Cross-entropy, or other terms, in one pass, beside Automodel's `FusedLinearCrossEntropy`.
+    """Cross-entropy, or other terms, in one pass; an alternative to Automodel's
+    `FusedLinearCrossEntropy`.
 
     Args:
-        ignore_index: a target that is not scored.
-        logit_softcapping: of the logits; 0 is none.
+        ignore_index: label of tokens that are not scored.
+        logit_softcapping: soft cap of the logits; 0 means none.
         terms: the objective; default: cross-entropy.
 
     Attributes:
-        metrics: headloss's, of the last call; None before.
+        metrics: headloss's metrics of the last call; None before the first call.
 
     Raises:
-        RuntimeError: Automodel's own losses take other arguments.
+        RuntimeError: Automodel's own losses accept other arguments.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
     ) -> None:
         announce(PACKAGE, check())
         super().__init__()
-        watch_of(PACKAGE).start()  # Automodel takes its own loss where a forward does not fit
+        # Automodel silently uses its own loss for models whose forward does not fit.
+        watch_of(PACKAGE).start()
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)
         self.output: Output | None = None
@@ -61,15 +63,16 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         self,
         hidden_states: Tensor,  # [B, L, H]
         labels: Tensor,  # [B, L], shifted
-        lm_weight: Tensor,  # [V, H], whole or sharded by FSDP2
+        lm_weight: Tensor,  # Shape [V, H], whole or sharded by FSDP2.
         num_label_tokens: int | None = None,
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [B, L]
     ) -> Tensor:
-        """A sum over tokens, divided by `num_label_tokens` where that is given.
+        """Return the loss, a sum over tokens divided by `num_label_tokens` if that count is given.
 
         Raises:
-            ValueError: another reduction, where the step has more than this call.
+            ValueError: the objective has another reduction, in a step of more tokens than this
+                call.
         """
         watch_of(PACKAGE).called = True
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)
@@ -89,12 +92,15 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         )
         head = Head(weight.to(hidden_states.dtype), softcap=self.softcap)
         out = head_loss(hidden_states, head, batch, objective)
-        self.output = replace(out, loss=out.loss.detach())  # metrics are found on demand
+        self.output = replace(out, loss=out.loss.detach())  # Metrics are computed on demand.
         return out.loss
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where Automodel's own losses take other arguments."""
+    """Return a description of the check that passed.
+
+    RuntimeError if Automodel's own losses accept other arguments.
+    """
     theirs = part(PACKAGE, f"{HOME}.linear_ce", "FusedLinearCrossEntropy").forward
     seam = "FusedLinearCrossEntropy.forward"
     check_signature(theirs, HeadLossCrossEntropy.forward, seam, PACKAGE, by_name=True)

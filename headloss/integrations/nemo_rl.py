@@ -1,9 +1,10 @@
-"""NeMo-RL's log-probs of hidden states from headloss, under Megatron's vocabulary parallelism.
+"""NeMo-RL's log-probs computed by headloss from hidden states, under Megatron's vocabulary
+parallelism.
 
     install()       with `megatron_cfg.use_linear_ce_fusion_loss`; the losses stay NeMo-RL's
-    uninstall()     NeMo-RL is as it was
+    uninstall()     restores NeMo-RL's function
 
-After 0.7 NeMo-RL calls the flag `use_fused_linear_logprobs`.
+NeMo-RL releases after 0.7 call the flag `use_fused_linear_logprobs`.
 
 B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism.
 """
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Put headloss in place of NeMo-RL's function, in this process, until `uninstall()`.
+    """Replace NeMo-RL's log-prob function by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: NeMo-RL has no such function, or one that takes other arguments.
+        RuntimeError: NeMo-RL lacks the function, or the function accepts other arguments.
     """
     SEAMS.install()
 
@@ -40,23 +41,25 @@ def uninstall() -> None:
 
 
 def logprobs(
-    tensor_parallel_hidden_states: Tensor,  # [L / R, B, H], of sequence parallelism
+    tensor_parallel_hidden_states: Tensor,  # Shape [L / R, B, H], under sequence parallelism.
     output_weight_layer: Tensor,  # [V / R, H]
     runtime_gather_output: bool,
-    target: Tensor,  # [B, L], not shifted
+    target: Tensor,  # Shape [B, L], not shifted.
     vocab_start_index: int,
     vocab_end_index: int,
     tp_group: ProcessGroup,
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    output_weight: Tensor | None = None,  # the embedding's, where it is tied; 0.6 has both
+    # Tied embeddings' weight; NeMo-RL 0.6 passes both weights.
+    output_weight: Tensor | None = None,
 ) -> Tensor:
-    """[B, L - 1] float32, in place of `from_parallel_hidden_states_to_logprobs`."""
+    """Return log-probs [B, L - 1] float32, in place of
+    `from_parallel_hidden_states_to_logprobs`."""
     weight = output_weight_layer if output_weight is None else output_weight
     refuse("logits", context_parallel=cp_group is not None and cp_group.size() > 1)
     spread = tp_group.size() > 1
-    targets = target.roll(-1, dims=-1).t().contiguous()  # [L, B], as the hidden states
+    targets = target.roll(-1, dims=-1).t().contiguous()  # Shape [L, B], like the hidden states.
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = head_stats(
             tensor_parallel_hidden_states,

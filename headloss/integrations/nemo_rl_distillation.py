@@ -1,11 +1,11 @@
-"""NeMo-RL's distillation without the student's logits, under Megatron: from a teacher's top k, and
+"""NeMo-RL's distillation under Megatron without the student's logits: from a teacher's top k, and
 over the whole vocabulary (`opd_full`).
 
     install()       in each policy worker; losses and metrics stay NeMo-RL's
-    uninstall()     NeMo-RL is as it was
+    uninstall()     restores NeMo-RL's functions
 
-The student's model hands on hidden states in the forward of a step with such a loss, and nowhere
-else: log-probs of a policy, and a teacher's own top k, are made of logits as before.
+The student's model returns hidden states only in forwards whose loss is one of these distillation
+losses. A policy's log-probs and a teacher's own top k still come from logits.
 
 B rows of L positions, S of them on this rank under context parallelism, H hidden width, K ids.
 """
@@ -32,16 +32,16 @@ PACKAGE = "nemo-rl"
 TRAIN, MODELS = "nemo_rl.models.megatron.train", "nemo_rl.distributed.model_utils"
 FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logprobs_from_logits"
 INPUTS, FULL = "nemo_rl.algorithms.loss.loss_input", "_prepare_opd_full_loss_input"
-FIELDS = "nemo_rl.algorithms.opd"  # names of the columns that hold a teacher's payload
-KINDS = ("DISTILLATION", "OPD_FULL")  # of losses, by NeMo-RL's `LossInputType`
+FIELDS = "nemo_rl.algorithms.opd"  # NeMo-RL's module that names the columns of a teacher's payload.
+KINDS = ("DISTILLATION", "OPD_FULL")  # NeMo-RL's `LossInputType` of the replaced losses.
 
 
 def install() -> None:
-    """Put headloss in place of the student's top-k log-probs and, in a NeMo-RL that has
-    `opd_full`, of the divergence over the whole vocabulary, in this process.
+    """Replace the student's top-k log-probs and, if NeMo-RL has `opd_full`, the divergence over the
+    whole vocabulary by headloss in this process.
 
     Raises:
-        RuntimeError: NeMo-RL has no such functions, or they take other arguments.
+        RuntimeError: NeMo-RL lacks the functions, or they accept other arguments.
     """
     if not INSTALLED:
         seams = _seams()
@@ -88,7 +88,7 @@ def _seams() -> Seams:
 
 
 def _of_full_vocabulary() -> Any:
-    """NeMo-RL's function of `opd_full`; None in a release without."""
+    """Return NeMo-RL's function of `opd_full`; None in a release without `opd_full`."""
     try:
         return getattr(import_module(INPUTS), FULL, None)
     except ModuleNotFoundError:
@@ -101,7 +101,10 @@ def _distils(post_processing_fn: Any) -> bool:
 
 
 def _gathered(hidden: Tensor) -> Tensor:
-    """[B, S, H] of [B, S / tp, H]: packed sequences are cut out of whole rows."""
+    """Return hidden states [B, S, H] gathered from [B, S / tp, H].
+
+    NeMo-RL cuts packed sequences out of whole rows.
+    """
     if latest().ranks == 1:
         return hidden
     gather = import_module("megatron.core.tensor_parallel").gather_from_sequence_parallel_region
@@ -117,8 +120,10 @@ def _ranks(group: Any) -> int:
 
 
 def _here(value: Tensor, length: int, group: Any, fill: float) -> Tensor:
-    """[B, S, ..] of [B, L, ..]: padded by `fill` to what all ranks hold of S = `length` positions
-    each, of which this rank's are taken."""
+    """Return this rank's part [B, S, ..] of a value [B, L, ..], under context parallelism.
+
+    The value is first padded by `fill` to the S = `length` positions of every rank.
+    """
     ranks = _ranks(group)
     missing = length * ranks - value.shape[1]
     if missing < 0 and ranks == 1:
@@ -131,7 +136,7 @@ def _here(value: Tensor, length: int, group: Any, fill: float) -> Tensor:
 
 
 def _everywhere(value: Tensor, width: int, group: Any) -> Tensor:
-    """The first `width` positions of all ranks' [B, S, ..]."""
+    """Return the first `width` positions of the values [B, S, ..] gathered from all ranks."""
     if _ranks(group) > 1:
         value = import_module(MODELS).allgather_cp_sharded_tensor(value, group, seq_dim=1)
     return value[:, :width]
@@ -141,7 +146,7 @@ def _everywhere(value: Tensor, width: int, group: Any) -> Tensor:
 
 
 def topk_logprobs(
-    student_logits: Tensor,  # [B, S, H] hidden states, maybe of one packed sequence
+    student_logits: Tensor,  # Hidden states [B, S, H], possibly of one packed sequence.
     teacher_topk_logits: Tensor,  # [B, L, K]
     teacher_topk_indices: Tensor,  # [B, L, K]
     zero_outside_topk: bool,
@@ -151,9 +156,12 @@ def topk_logprobs(
     context_parallel_group: Any = None,
     cp_sharder: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """In place of `get_distillation_topk_logprobs_from_logits`: log-probs of student and teacher
-    [B, L - 1, K], over the whole vocabulary or (`zero_outside_topk` off) over the K; the sum of
-    p log p of all tokens [B, L - 1], if `calculate_entropy`."""
+    """Return log-probs of student and teacher [B, L - 1, K], and the sum of p log p per token.
+
+    Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs are over the whole
+    vocabulary, or over the K ids if `zero_outside_topk` is off; the teacher's are over the K ids. The
+    sum [B, L - 1] runs over the whole vocabulary; the sum is None unless `calculate_entropy` is set.
+    """
     refuse("Automodel's worker without headloss", cp_sharder=cp_sharder is not None)
     group, width = context_parallel_group, teacher_topk_indices.shape[1] - 1
     ids = teacher_topk_indices.to(student_logits.device).long()
@@ -177,25 +185,26 @@ WEIGHTS = "teacher_output_layer_weight_by_index"
 
 
 def full_divergence(
-    logits: Tensor,  # [B, S, H] hidden states, maybe of one packed sequence
+    logits: Tensor,  # Hidden states [B, S, H], possibly of one packed sequence.
     data: Any,
     loss_fn: Any,
     *,
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: Any = None,
     context_parallel_group: Any = None,
-    teacher_output_layer_weight_by_index: dict[int, Tensor] | None = None,  # [V / tp, H'] each
+    # Each weight is [V / tp, H'].
+    teacher_output_layer_weight_by_index: dict[int, Tensor] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor | None]:
-    """In place of `_prepare_opd_full_loss_input`, [B, L - 1] each: KL(student || teacher) of the
-    tokens in NeMo-RL's mask, and 0 elsewhere; their entropies and cross-entropies for
-    `validate_decomposition`; log-probs for `reference_policy_kl_penalty`.
+    """Return KL(student || teacher), [B, L - 1], of the tokens in NeMo-RL's mask, and 0 elsewhere.
 
-    The cross-entropy is the sum of divergence and entropy, so that NeMo-RL's
-    `opd_full_decomposition_error` is 0 up to rounding.
+    Replaces `_prepare_opd_full_loss_input`. Entropies and cross-entropies are added for
+    `validate_decomposition`, log-probs for `reference_policy_kl_penalty`. The cross-entropy is
+    computed as divergence plus entropy, so NeMo-RL's `opd_full_decomposition_error` is 0 up to
+    rounding.
 
     Raises:
-        ValueError: no payload in `data`, or none of the heads that its rows name.
+        ValueError: `data` has no payload, or a row names a head that was not passed.
     """
     group, config, ids = context_parallel_group, loss_fn.opd_full, data["input_ids"]
     length, width = logits.shape[1], ids.shape[1] - 1
@@ -239,7 +248,8 @@ def full_divergence(
 def _teachers(
     data: Any, config: Any, heads: dict[int, Tensor], vocab_group: Any
 ) -> Iterator[tuple[Tensor, Teacher, dict[str, Tensor]]]:
-    """Rows of the batch, their teacher, and its payload [rows, L, ..] under the name of a field."""
+    """Yield rows of the batch, their teacher, and the teacher's payload [rows, L, ..] by field
+    name."""
     fields = import_module(FIELDS)
     name, of_index = (
         fields.opd_full_payload_field(config),
