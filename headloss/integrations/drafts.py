@@ -1,4 +1,4 @@
-"""Rows of draft models: heads that return their inputs, and losses by row from hidden states.
+"""Rows of draft models: heads that return their inputs, and losses per row from hidden states.
 
 n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
 """
@@ -27,12 +27,12 @@ from ..statistics.metrics import Observed
 
 
 def _lk_hybrid(stats: Any) -> Tensor:
-    share = (-3.0 * stats.acceptance.detach()).exp()  # the eta of speculators' own functions
+    share = (-3.0 * stats.acceptance.detach()).exp()  # Uses the eta of speculators' own functions.
     forward, distance = stats.divergence("forward_kl"), stats.divergence("total_variation")
     return share * forward + (1 - share) * distance
 
 
-# [T] losses of rows by speculators' names; "nla" without the clamp at an acceptance of 1e-5.
+# Losses [T] by speculators' names; "nla" omits speculators' clamp at an acceptance of 1e-5.
 VALUES: dict[str, Callable[[Any], Tensor]] = {
     "kl_div": lambda stats: stats.divergence("forward_kl"),
     "rkl": lambda stats: stats.divergence("reverse_kl"),
@@ -45,11 +45,11 @@ VALUES: dict[str, Callable[[Any], Tensor]] = {
 
 
 class DraftHeads:
-    """Heads of a draft and of its verifier, read while their parameters are whole."""
+    """The heads of a draft model and of its verifier, read while their parameters are gathered."""
 
     def __init__(self, draft: Any, verifier: Any, markov: Any = None) -> None:
-        self.draft, self.verifier = draft, verifier  # modules, or heads
-        self.markov: nn.Linear | None = markov  # from features [.., r] to a bias [.., V]
+        self.draft, self.verifier = draft, verifier  # Modules, or heads.
+        self.markov: nn.Linear | None = markov  # Maps features [.., r] to a bias [.., V].
         self._heads = tuple(h if isinstance(h, Head) else Head.of(h) for h in (draft, verifier))
 
     @property
@@ -61,12 +61,14 @@ class DraftHeads:
         return 0 if self.markov is None else self.markov.in_features
 
     def heads(self, dtype: torch.dtype) -> tuple[Head, Head]:
-        """Heads of draft and verifier, in the dtype of the states: autocast's, not the weights'."""
+        """Return the heads of draft and verifier in the states' dtype, which autocast may have
+        changed."""
         draft, verifier = (replace(h, weight=h.weight.to(dtype)) for h in self._heads)
         return draft, verifier
 
     def beside(self, states: Tensor) -> tuple[Tensor, Head]:
-        """[.., H] states of [h | u] and the draft's head, with the features u [.., r] beside."""
+        """Split states [h | u] into hidden states [.., H] and a draft head with the features u [..,
+        r]."""
         draft, _ = self.heads(states.dtype)
         if self.markov is None:
             return states, draft
@@ -74,13 +76,17 @@ class DraftHeads:
         return states[..., : self.width], replace(draft, beside=(features,))
 
     def likeliest(self, states: Tensor) -> HeadTopk:
-        """The verifier's likeliest token of each of its states [.., H]."""
+        """Return the verifier's likeliest token for each of the verifier's states [.., H]."""
         return head_topk(states, self.heads(states.dtype)[1], 1)
 
     @contextmanager
     def returning_states(self) -> Iterator[None]:
-        """Draft [.., H + r] = [h | 0] from its head, [0 | u] from a Markov head, so that their sum
-        is [h | u]; the verifier's head returns [.., H], or the draft's form where it is one."""
+        """Make the heads return their inputs inside the context.
+
+        The draft's head returns [h | 0] and a Markov head [0 | u], both [.., H + r], so that their
+        sum is [h | u]. The verifier's head returns [.., H], or [h | 0] if draft and verifier share
+        one head.
+        """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
         if self.markov is not None:
@@ -90,15 +96,19 @@ class DraftHeads:
 
     def losses(
         self,
-        states: Tensor,  # [.., H + r] of the draft
-        targets: Tensor,  # [..], -100 where neither a loss nor a metric reads the row
-        slopes: dict[str, Tensor],  # [..] weight of each row, by names of `VALUES`
-        verifier: Tensor | None = None,  # [.., H] states; rows with `teacher_index` in `fields`
+        states: Tensor,  # The draft's states [.., H + r].
+        targets: Tensor,  # Shape [..], -100 in rows that neither a loss nor a metric reads.
+        slopes: dict[str, Tensor],  # Weight [..] of each row, by names of `VALUES`.
+        # States [.., H]; with `teacher_index` in `fields`, a table of rows.
+        verifier: Tensor | None = None,
         acceptance: bool = False,
         **fields: Any,
     ) -> Output:
-        """Sum over rows t and losses k of slope_kt loss_kt, with `per_token` values "ce/value",
-        .., "top1", and of the first loss "../acceptance"."""
+        """Return the sum of slope_kt loss_kt over rows t and losses k.
+
+        The output's `per_token` has "ce/value" (and likewise for each loss), "top1", and with
+        `acceptance` the first loss's acceptance, for example "ce/acceptance".
+        """
         fields |= {f"slopes_{name}": slope.float() for name, slope in slopes.items()}
         if verifier is not None:
             fields["teacher_hidden"] = verifier
@@ -116,8 +126,11 @@ class DraftHeads:
 
 @functools.cache
 def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
-    """A head's forward that returns its input between zeros, in the dtype of its product: one
-    function for each pair of widths, so that a compiled model is not compiled again."""
+    """Return a forward for a head that returns its input between zeros, in the dtype of its
+    product.
+
+    The function is cached per pair of widths, so that a compiled model is not compiled again.
+    """
 
     def forward(states: Tensor) -> Tensor:
         device = states.device.type
@@ -130,7 +143,7 @@ def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def returning(replaced: dict[Any, Any]) -> Iterator[None]:
-    """Modules with another forward."""
+    """Replace the forwards of modules inside the context."""
     try:
         for module, function in replaced.items():
             module.forward = function
@@ -141,8 +154,10 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
 
 
 class Parts(torch.autograd.Function):
-    """Values of which sum_k shares_k values_k = total has the gradient: a program's own sum of them
-    is differentiated without another pass. RuntimeError in the backward pass for other shares.
+    """Values whose sum with weights `shares` equals `total`, and passes its gradient to `total`.
+
+    A program that computes the sum itself then needs no second pass. RuntimeError in the backward
+    pass if the program's weights are not multiples of `shares`.
     """
 
     @staticmethod
@@ -163,7 +178,7 @@ class Parts(torch.autograd.Function):
         return scale.to(ctx.dtype), None, None, *([None] * len(got))
 
 
-# ---------------------------------------------------------------------- one loss of a row
+# ---------------------------------------------------------------------- term of a single loss
 
 
 def _weighted(stats: Any, batch: Any, *, name: str) -> Tensor:

@@ -3,8 +3,8 @@
     install()       DSparkTrainerModule and DFlashTrainerModule
     uninstall()     restores Automodel
 
-During a training forward heads return their inputs. Sums, denominators over ranks and metrics stay
-Automodel's; values by row and the gradient come from one call of headloss.
+During a training forward the heads return their inputs. Automodel still computes sums, denominators
+over ranks, and metrics. One headloss call computes each row's values and the gradient.
 
 B sequences, N blocks of K places, H hidden width, r rank of a Markov head.
 """
@@ -32,10 +32,10 @@ EAGLE = f"{HOME}.speculative.eagle.core:Eagle3TrainerModule"
 
 
 def install() -> None:
-    """Put headloss in place of Automodel's losses of drafts, in this process, until `uninstall()`.
+    """Replace Automodel's losses of drafts by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: Automodel has no such class or function, or one with other arguments.
+        RuntimeError: Automodel lacks a replaced class or function, or it accepts other arguments.
     """
     check()
     SEAMS.install()
@@ -47,7 +47,10 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Names of the seams. RuntimeError where a class or function is missing, or takes others."""
+    """Return the names of the replaced functions.
+
+    RuntimeError if a class or function is missing, or accepts other arguments.
+    """
     return SEAMS.check()
 
 
@@ -67,7 +70,7 @@ ALPHAS: ContextVar[tuple[float, float]] = ContextVar("headloss_automodel_alphas"
 
 def _dspark_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     theirs = SEAMS.theirs[f"{DSPARK}.core:DSparkTrainerModule", "forward"]
-    draft = getattr(self.draft_model, "module", self.draft_model)  # of DDP
+    draft = getattr(self.draft_model, "module", self.draft_model)  # Inside of DDP's wrapper.
     head = _whole(draft.lm_head, "draft_model.lm_head")
     markov = None if draft.markov_head is None else draft.markov_head.markov_w2
     heads = DraftHeads(head, head, markov)
@@ -82,7 +85,8 @@ def _dspark_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _plain(draft: Any, heads: DraftHeads) -> None:
-    """ValueError for logits that are more than the head's product, a soft cap before the bias."""
+    """Raise ValueError if the logits are more than the head's product, for example with a soft
+    cap."""
     weight = draft.lm_head.weight
     probe = torch.linspace(-40, 40, heads.width, dtype=weight.dtype, device=weight.device)
     if not torch.equal(draft.compute_logits(probe[None])[0, : heads.width], probe):
@@ -103,7 +107,7 @@ def _compute_dspark_loss(**arguments: Any) -> Any:
 def _collect_local_terms(
     *, outputs: Any, loss_decay_gamma: float | None, l1_loss_alpha: float
 ) -> tuple[dict[str, Tensor], bool]:
-    """Automodel's sums of a rank, whose logits are states [B, N, K, H + r]."""
+    """Return Automodel's sums of this rank, from states [B, N, K, H + r] in place of logits."""
     heads = DRAFT.get()
     if heads is None:
         theirs = SEAMS.theirs[f"{DSPARK}.loss", "_collect_local_terms"]
@@ -126,7 +130,7 @@ def _collect_local_terms(
     l1_alpha = max(l1_alpha, 0.0)
     slopes = {"ce": ce_alpha * weights}
     if verifier is not None:
-        slopes["tv"] = 2 * l1_alpha * weights  # whose l1 is twice the total variation
+        slopes["tv"] = 2 * l1_alpha * weights  # Automodel's l1 is twice the total variation.
         verifier = verifier.detach()[..., : heads.width]
     targets = torch.where(outputs.eval_mask, outputs.target_ids, -100)
     out = heads.losses(states, targets, slopes, verifier, acceptance=taught)
@@ -163,7 +167,7 @@ def _collect_local_terms(
 
 
 class Blocks:
-    """One forward of DFlash: its head, and which rows agree with their targets."""
+    """State of one DFlash forward: the head, and the rows whose likeliest token is the target."""
 
     def __init__(self, trainer: Any) -> None:
         head = Head.of(_whole(trainer.lm_head, "target_lm_head"))
@@ -172,7 +176,7 @@ class Blocks:
         scale, cap = self.draft.output_multiplier, self.draft.final_logit_softcapping
         head = Head(head.weight, head.bias, logit_scale=scale, softcap=cap)
         self.heads = DraftHeads(head, head)
-        self.agreed: Tensor | None = None  # [B, N (K - 1)]
+        self.agreed: Tensor | None = None  # Shape [B, N (K - 1)].
 
 
 BLOCKS: ContextVar[Blocks | None] = ContextVar("headloss_automodel_dflash", default=None)
@@ -197,7 +201,7 @@ def _dflash_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _decay_loss(
     self: Any,
-    logits: Tensor,  # [B, N (K - 1), H] states
+    logits: Tensor,  # States [B, N (K - 1), H].
     target_ids: Tensor,
     block_mask: Tensor,
     num_tokens: int | None = None,
@@ -222,7 +226,7 @@ def _decay_loss(
 def _acceptance_stats(pred_ids_4d: Tensor, target_ids_4d: Tensor, valid_mask_4d: Tensor) -> Any:
     call = BLOCKS.get()
     theirs = SEAMS.theirs[DFLASH, "compute_acceptance_stats"]
-    if call is not None and call.agreed is not None:  # the likeliest of states are no tokens
+    if call is not None and call.agreed is not None:  # The argmax of hidden states is not a token.
         pred_ids_4d = torch.where(call.agreed.view_as(target_ids_4d), target_ids_4d, -1)
     return theirs(pred_ids_4d, target_ids_4d, valid_mask_4d)
 

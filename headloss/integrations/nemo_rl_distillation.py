@@ -158,9 +158,9 @@ def topk_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probs of student and teacher [B, L - 1, K], and the sum of p log p per token.
 
-    Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs are over the whole
-    vocabulary, or over the K ids if `zero_outside_topk` is off; the teacher's are over the K ids. The
-    sum [B, L - 1] runs over the whole vocabulary; the sum is None unless `calculate_entropy` is set.
+    Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs are over the
+    whole vocabulary, or over the K ids if `zero_outside_topk` is off; the teacher's are over the K
+    ids. The sum [B, L - 1] is over the whole vocabulary; None unless `calculate_entropy` is set.
     """
     refuse("Automodel's worker without headloss", cp_sharder=cp_sharder is not None)
     group, width = context_parallel_group, teacher_topk_indices.shape[1] - 1

@@ -1,12 +1,12 @@
-"""slime and miles with headloss in place of the logits of their Megatron models.
+"""slime and miles without the logits of their Megatron models.
 
     --custom-megatron-init-path headloss.integrations.slime.init
 
-Actors, references and teachers hand on hidden states where they made logits; the log-probs of
-response tokens, and their entropies, are made of these. Losses, advantages and metrics stay those
-of the framework. `install()` and `uninstall()` do the same by hand.
+Actors, references and teachers return hidden states in place of logits. headloss computes log-probs
+and entropies of the response tokens from the hidden states. Losses, advantages and metrics stay the
+framework's. `install()` and `uninstall()` switch headloss on and off by hand.
 
-T rows of this rank (under tensor parallelism those of all its ranks), H hidden width.
+T rows of this rank (under tensor parallelism, rows of all its ranks), H hidden width.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ARGUMENTS = ("logits", "args", "unconcat_tokens", "total_lengths", "response_len
 
 
 def init(args: Any) -> None:
-    """The function for `--custom-megatron-init-path`.
+    """Set headloss up in a Megatron process, as the function for `--custom-megatron-init-path`.
 
     Raises:
-        ValueError: a setting whose code reads logits, by its name.
-        RuntimeError: as `install`.
+        ValueError: a setting needs logits; the message names the setting.
+        RuntimeError: as from `install`.
     """
     refuse(
         "logits, without --custom-megatron-init-path",
@@ -55,12 +55,13 @@ def init(args: Any) -> None:
 
 
 def install() -> None:
-    """Put headloss in place of the framework's log-probs in every module that holds them, and open
-    the models that are built from now on, until `uninstall()`.
+    """Replace the framework's log-probs in every module that holds them, until `uninstall()`.
+
+    Models built after `install()` return hidden states.
 
     Raises:
-        RuntimeError: neither slime nor miles is imported here, or its functions take other
-            arguments.
+        RuntimeError: neither slime nor miles is imported in this process, or a replaced function
+            accepts other arguments.
     """
     if INSTALLED:
         return
@@ -73,7 +74,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Models that have been built keep their door."""
+    """Undo `install()`. Models that have been built still return hidden states."""
     while INSTALLED:
         INSTALLED.pop().uninstall()
 
@@ -92,13 +93,15 @@ def _seams(package: str) -> Seams:
     @functools.wraps(theirs, assigned=("__doc__",))
     def log_probs_and_entropy(logits: Tensor, **settings: Any) -> Any:
         values = _values(module, responses, logits, **settings)
-        if "top_p_token_ids" in inspect.signature(theirs).parameters:  # slime's two results
+        # slime returns two results, miles one.
+        if "top_p_token_ids" in inspect.signature(theirs).parameters:
             return torch.empty(0, device=logits.device), values
         return values
 
     @functools.wraps(responses)
     def get_responses(logits: Tensor, **settings: Any) -> Any:
-        """The framework's, for values of a critic; hidden states are not logits."""
+        """Return the framework's responses for a critic's values; refuse hidden states, which are
+        no logits."""
         if logits.shape[-1] > 1:
             raise ValueError("get_responses: reads logits, of which there are none under headloss")
         return responses(logits, **settings)
@@ -117,7 +120,7 @@ def _seams(package: str) -> Seams:
 
 
 def _opening(build: Any) -> Any:
-    """A model provider, whose models hand on hidden states."""
+    """Return a model provider whose models return hidden states."""
 
     @functools.wraps(build)
     def provide(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +137,7 @@ def _opening(build: Any) -> Any:
 def _values(
     module: ModuleType,
     responses: Any,
-    logits: Tensor,  # [b, s / tp, H] hidden states
+    logits: Tensor,  # Hidden states [b, s / tp, H].
     *,
     args: Any,
     unconcat_tokens: list[Tensor],
@@ -147,8 +150,11 @@ def _values(
     top_p_token_offsets: Any = None,
     **layout: Any,
 ) -> dict[str, list[Tensor]]:
-    """[R] log-probs and entropies of each sample's response tokens on this rank. Rows and tokens
-    are those of the framework's own `get_responses`, which is given numbers in place of logits."""
+    """Return log-probs and entropies [R] of each sample's response tokens on this rank.
+
+    The framework's own `get_responses` is called with row numbers in place of logits, so that rows
+    and tokens are chosen exactly as the framework chooses them.
+    """
     door, device = latest(), logits.device
     shape = (logits.shape[0], logits.shape[1] * door.ranks)
     rows = torch.arange(math.prod(shape), device=device, dtype=torch.float32).view(*shape, 1)
@@ -169,7 +175,8 @@ def _values(
     heat = float(getattr(args, "rollout_temperature", 1.0))
     if entropy_requires_grad is None:
         entropy_requires_grad = getattr(args, "entropy_coef", 0.0) != 0
-    one = with_entropy and not fields  # call; entropies are of the whole vocabulary with sets too
+    # One call serves both, unless sets restrict log-probs: entropies are of the whole vocabulary.
+    one = with_entropy and not fields
     names = ("logp", "entropy") if one and entropy_requires_grad else ("logp",)
     stats = door.stats(logits, targets.view(shape), heat, names, **fields)
     values = {"log_probs": stats.logp}
@@ -188,8 +195,8 @@ def _values(
 def _redistribute(
     module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
 ) -> None:
-    """The framework's own exchange from contiguous parts to those of zigzag."""
-    if hasattr(module, "_allgather_cp_redistribute"):  # slime's
+    """Exchange values from contiguous parts to zigzag parts, by the framework's own function."""
+    if hasattr(module, "_allgather_cp_redistribute"):  # The function of slime; miles has another.
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
     else:
         module.allgather_cp_redistribute(values, logits=rows, args=args, **lengths)
@@ -198,12 +205,14 @@ def _redistribute(
 def _support(
     pairs: list[tuple[Tensor, Tensor]], targets: Tensor, sets: list[tuple[int, Any, Any]]
 ) -> tuple[Tensor, Tensor]:
-    """Ids and offsets over all rows: of each response token the recorded ones and the token itself,
-    which slime keeps in any case; a token without a record has the whole vocabulary.
+    """Return ids and offsets of the tokens' sets, over all rows.
+
+    A response token's set holds the recorded ids and the token itself, which slime always keeps. A
+    token without a record has the whole vocabulary.
 
     Args:
-        pairs: rows of each sample, and the numbers of their tokens among all samples'.
-        sets: of each sample the number of its first response token, ids and offsets.
+        pairs: each sample's rows, and the numbers of the rows' tokens among all samples' tokens.
+        sets: each sample's number of the first response token, recorded ids, and offsets.
     """
     keys, labels = [], targets.cpu()
     for (row, number), (first, ids, offsets) in zip(pairs, sets, strict=True):

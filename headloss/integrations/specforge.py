@@ -3,8 +3,8 @@
     install()       DFlash, D-PACE, Domino, DSpark; EAGLE-3 offline with a compact teacher
     uninstall()     restores SpecForge
 
-Sums over rows of a block, or means over an unrolled step, stay SpecForge's formulas; their values
-and their gradient come from one call of headloss, with the weights that SpecForge gives each row.
+Sums over the rows of a block and means over an unrolled step keep SpecForge's formulas. One
+headloss call computes their values and gradient, with SpecForge's weight of each row.
 
 B sequences, N blocks of K places, T positions, S unrolled steps, H hidden width.
 """
@@ -35,14 +35,14 @@ DECAY: ContextVar[float] = ContextVar("headloss_specforge_decay", default=0.8)
 
 
 def install(ploss_decay: float = 0.8) -> None:
-    """Put headloss in place of SpecForge's losses, in this process, until `uninstall()`.
+    """Replace SpecForge's losses by headloss's in this process, until `uninstall()`.
 
     Args:
-        ploss_decay: of the trainer's sum over EAGLE-3's steps; RuntimeError in the backward pass
-            where the trainer has another.
+        ploss_decay: decay of the trainer's sum over EAGLE-3's steps. If the trainer uses another
+            decay, the backward pass raises RuntimeError.
 
     Raises:
-        RuntimeError: SpecForge has no such class or function, or one with other arguments.
+        RuntimeError: SpecForge lacks a replaced class or function, or it accepts other arguments.
     """
     check()
     DECAY.set(ploss_decay)
@@ -55,7 +55,10 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Names of the seams. RuntimeError where a class or function is missing, or takes others."""
+    """Return the names of the replaced functions.
+
+    RuntimeError if a class or function is missing, or accepts other arguments.
+    """
     return SEAMS.check()
 
 
@@ -63,17 +66,21 @@ def check() -> str:
 
 
 def _once(function: Any, *tensors: Any, chunk_size: int, dim: int = 0) -> Any:
-    """Sums of all blocks from one call: in a checkpoint each pass would run twice."""
+    """Return the sums of all blocks from one unchunked call.
+
+    SpecForge's chunks run inside a checkpoint, which would run each headloss pass twice.
+    """
     theirs = SEAMS.theirs[FAMILY, "checkpointed_chunk_reduce"]
     return theirs(function, *tensors, chunk_size=0, dim=dim)
 
 
 def _dflash(self: Any, hidden: Tensor, target_ids: Tensor, weight_mask: Tensor) -> tuple[Any, ...]:
-    """Loss, its denominator, agreements and rows, of hidden [B, N, K, H]."""
+    """Return the loss, its denominator, and counts of agreeing rows and of rows, for hidden [B, N,
+    K, H]."""
     heads = DraftHeads(self.lm_head, self.lm_head)
     targets = torch.where(weight_mask > 0, target_ids, -100)
     weights, gamma = weight_mask, self.loss_decay_gamma
-    if self.loss_type != "dflash":  # D-PACE: weights follow from the values
+    if self.loss_type != "dflash":  # D-PACE computes its weights from the losses.
         with torch.no_grad():
             ones = torch.ones_like(weight_mask)
             values = heads.losses(hidden, targets, {"ce": ones}).per_token["ce/value"]
@@ -99,13 +106,16 @@ def _domino_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _domino(
     self: Any,
-    hidden: Tensor,  # [B, N, K, H]
+    hidden: Tensor,  # Shape [B, N, K, H].
     prev_ids: Tensor,
     target_ids: Tensor,
     weight_mask: Tensor,
     eval_weight_mask: Tensor,
 ) -> tuple[Any, ...]:
-    """Two rows of one head at each place: with the correction, as columns beside, and without."""
+    """Return the sums of Domino, from two rows per place: one with the correction, one without.
+
+    The correction enters as extra columns next to the hidden states.
+    """
     share, last = SHARE.get(), self.draft_model.embed_proj[-1]
     heads = DraftHeads(self.lm_head, self.lm_head, last)
     with returning({last: padded(0, 0)}):
@@ -131,14 +141,14 @@ def _domino(
 
 def _dspark(
     self: Any,
-    hidden: Tensor,  # [B, N, K, H]
+    hidden: Tensor,  # Shape [B, N, K, H].
     prev_token_ids: Tensor,
     target_ids: Tensor,
     loss_weights: Tensor,
     eval_mask: Tensor,
     aligned_target_hidden: Tensor | None,
 ) -> tuple[Any, ...]:
-    """The 14 sums of DSpark."""
+    """Return the 14 sums of DSpark."""
     draft, scored = self.draft_model, eval_mask.float()
     markov = None if draft.markov_head is None else draft.markov_head.markov_w2
     heads = DraftHeads(self.lm_head, self.lm_head, markov)
@@ -155,7 +165,7 @@ def _dspark(
     alphas = self.dspark_ce_loss_alpha, self.dspark_l1_loss_alpha * taught
     slopes = {"ce": alphas[0] * loss_weights}
     if taught:
-        slopes["tv"] = 2 * alphas[1] * loss_weights  # whose l1 is twice the total variation
+        slopes["tv"] = 2 * alphas[1] * loss_weights  # SpecForge's l1 is twice the total variation.
     targets = torch.where(eval_mask, target_ids, -100)
     out = heads.losses(states, targets, slopes, aligned_target_hidden, acceptance=taught)
     ce, agreed = out.per_token["ce/value"], out.per_token["top1"] * scored
@@ -190,19 +200,20 @@ def _dspark(
 
 @dataclass
 class Unrolled:
-    """One forward of EAGLE-3: the verifier, and the arguments of each step's loss."""
+    """State of one EAGLE-3 forward: the verifier, and the arguments of each step's loss."""
 
-    states: Tensor  # [B, T, H]
-    weight: Tensor  # [V, H] of the verifier's whole head
-    kept: Tensor  # [V] bool, the draft's tokens
+    states: Tensor  # Shape [B, T, H].
+    weight: Tensor  # Weight [V, H] of the verifier's whole head.
+    kept: Tensor  # Bool mask [V] of the draft vocabulary.
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         head = Head(self.weight.detach())
         best = head_topk(self.states, head, 1)
-        self.ids = best.ids.squeeze(-1)  # [B, T]
+        self.ids = best.ids.squeeze(-1)  # Shape [B, T].
         top = (self.states.float() * self.weight.detach()[self.ids].float()).sum(-1)
-        self.lse = top - best.logps.squeeze(-1)  # [B, T] over all tokens
+        # Log-sum-exp [B, T] over the verifier's whole vocabulary.
+        self.lse = top - best.logps.squeeze(-1)
         self.head = Head(self.weight.detach()[self.kept])
         self.targets = torch.where(self.kept[self.ids], self.kept.cumsum(0)[self.ids] - 1, 0)
         of_draft = head_stats(self.states, self.head, self.targets, gradients=())
@@ -234,7 +245,8 @@ def _eagle_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _target(hidden: Tensor, lm_head_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """[B, T + S, 1] in place of probabilities, which nothing reads; ids and mask as theirs."""
+    """Return zeros [B, T + S, 1] in place of unread probabilities, with SpecForge's ids and
+    mask."""
     call = CURRENT.get()
     theirs = SEAMS.theirs[EAGLE, "compute_target_p_padded_from_hidden"]
     if call is None:
@@ -251,24 +263,27 @@ def _step(self: Any, **arguments: Any) -> Any:
     call = CURRENT.get()
     if call is None:
         return SEAMS.theirs[f"{EAGLE}:OnlineEagle3Model", "_acc_and_loss"](self, **arguments)
-    call.steps.append(arguments)  # for the call of all steps
+    call.steps.append(arguments)  # Kept for one headloss call over all steps.
     return (call.lse.new_zeros(()),) * 7
 
 
 def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
-    """SpecForge's seven lists over steps. A step's row t stands beside the verifier's t + step."""
+    """Return SpecForge's seven lists over steps.
+
+    Row t of a step is aligned with the verifier's row t + step.
+    """
     steps, (rows, length) = call.steps, call.ids.shape
     count = len(steps)
 
     def by_row(name: str) -> Tensor:
-        """[B, T, S] a mask of all steps by the verifier's row."""
+        """Return a mask [B, T, S] of all steps, aligned with the verifier's rows."""
         parts = [s[name][:, : length - i, 0] for i, s in enumerate(steps)]
         return torch.stack([F.pad(p.float(), (i, 0)) for i, p in enumerate(parts)], 2)
 
     states = [F.pad(s["logits"][:, : length - i], (0, 0, i, 0)) for i, s in enumerate(steps)]
     mask, loss_mask = by_row("position_mask"), by_row("loss_mask")
     scored = (mask > 0) | (loss_mask > 0)
-    total = mask.sum((0, 1)).clamp_min(1e-8)  # [S]
+    total = mask.sum((0, 1)).clamp_min(1e-8)  # Shape [S].
     decay = DECAY.get() ** torch.arange(count, device=mask.device, dtype=torch.float32)
     of_kl = decay * mask / (rows * length) * (-call.log_mass).exp()[..., None]
     heads = DraftHeads(self.draft_model.lm_head, call.head)
@@ -289,7 +304,7 @@ def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     slopes = {"kl_div": of_kl}
     if self.lk_loss_type == "alpha":
         slopes = {"nla": decay * mask / total}
-    elif self.lk_loss_type == "lambda":  # weights follow from each step's acceptance
+    elif self.lk_loss_type == "lambda":  # The weights depend on each step's acceptance.
         with torch.no_grad():
             acceptance = mean(losses(slopes).per_token["kl_div/acceptance"])
         share = self.kl_scale * torch.exp(-self.kl_decay * acceptance)

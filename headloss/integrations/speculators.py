@@ -3,10 +3,11 @@
     install()       EAGLE-3, P-EAGLE, DFlash and DSpark; reductions and metrics stay speculators'
     uninstall()     restores speculators
 
-During a training forward the heads of draft and verifier return their inputs, and `compute_metrics`
-is called twice: to differentiate its reduction with respect to each row's loss, and with the values
-of these losses, for the metrics. In between, one call of headloss takes the reduction's slopes for
-the rows' weights: a single call for all steps of EAGLE-3, after the last one.
+During a training forward the heads of draft and verifier return their inputs. speculators'
+`compute_metrics` is called twice. The first call gives the derivative of its reduction with respect
+to each row's loss. Then one headloss call computes the losses, weighted by these derivatives. The
+second `compute_metrics` call computes the metrics from the losses. All steps of EAGLE-3 share one
+headloss call, after the last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -42,10 +43,10 @@ LOSSES = "speculators.losses.utils"
 
 
 def install() -> None:
-    """Put headloss in place of speculators' losses, in this process, until `uninstall()`.
+    """Replace speculators' losses by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: speculators has no such class or function, or one with other arguments.
+        RuntimeError: speculators lacks a replaced class or function, or it accepts other arguments.
     """
     check()
     SEAMS.install()
@@ -57,7 +58,10 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Names of the seams. RuntimeError where a class or function is missing, or takes others."""
+    """Return the names of the replaced functions.
+
+    RuntimeError if a class or function is missing, or accepts other arguments.
+    """
     if not SEAMS.theirs:
         for kind, name in CLASSES.items():
             core = part(PACKAGE, _core(kind))
@@ -75,24 +79,26 @@ def check() -> str:
 
 
 class Forward(DraftHeads):
-    """One training forward of a draft model."""
+    """State of one training forward of a draft model."""
 
     def __init__(self, model: Any) -> None:
         markov = getattr(model, "markov_head", None)
         of_markov = None if markov is None else markov.markov_w2
         super().__init__(model.lm_head, model.verifier_lm_head, of_markov)
-        self._targets: tuple[Tensor, Tensor] | None = None  # of the verifier's states
-        self.steps: list[dict[str, Any]] = []  # arguments of EAGLE-3's metrics, with states
+        # The verifier's states, and the likeliest ids of these states.
+        self._targets: tuple[Tensor, Tensor] | None = None
+        # Arguments of `compute_metrics` for each EAGLE-3 step, with states as logits.
+        self.steps: list[dict[str, Any]] = []
 
     def targets(self, states: Tensor) -> Tensor:
-        """[1, T] the verifier's likeliest ids, once for all steps of a forward."""
+        """Return the verifier's likeliest ids [1, T], computed once for all steps of a forward."""
         if self._targets is None or self._targets[0] is not states:
             self._targets = states, self.likeliest(states).ids.squeeze(-1)
         return self._targets[1]
 
 
 class DraftTokens(Sequence[Tensor]):
-    """[1, T] likeliest ids of each unrolled step, computed when a step is read."""
+    """The draft's likeliest ids [1, T] of each unrolled step, computed when a step is read."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -116,7 +122,8 @@ def _forward_of(kind: str) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         theirs = SEAMS.theirs[at]
         arguments = _bound(theirs, (self, *args), kwargs)
-        if arguments["verifier_last_hidden_states"] is None:  # no loss is asked for
+        # Without the verifier's states, no loss is computed.
+        if arguments["verifier_last_hidden_states"] is None:
             return theirs(self, *args, **kwargs)
         call = Forward(self)
         before = CURRENT.set(call)
@@ -142,10 +149,10 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 
     def compute_metrics(*args: Any, **kwargs: Any) -> Any:
         theirs, forward = SEAMS.theirs[at], CURRENT.get()
-        if forward is None:  # outside of a draft model's forward
+        if forward is None:  # The call comes from outside of a draft model's forward.
             return theirs(*args, **kwargs)
         arguments = _bound(theirs, args, kwargs)
-        if kind == "eagle3":  # whose steps wait for the last one
+        if kind == "eagle3":  # All EAGLE-3 steps are computed after the last step.
             forward.steps.append(arguments)
             return arguments["logits"].new_zeros((), dtype=torch.float32), {}
         return _fused(theirs, [arguments], forward, ROWS[kind](arguments, forward))
@@ -155,18 +162,22 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a loss: states of both models, and which rows losses or metrics read."""
+    """The rows of a loss: states of draft and verifier, and a mask of the rows that are read."""
 
-    hidden: Tensor  # [1, n, H + r], or [1, T, S, H] of all steps
-    verifier: Tensor  # [1, n, H], or [T, H]
-    targets: Tensor  # [1, n] or [1, T, S], the verifier's likeliest ids
-    read: Tensor  # the same shape, bool
-    index: Tensor | None = None  # the same shape, the verifier's row of each; None: its own
-    parts: tuple[Any, ...] = (...,)  # the rows of each call of speculators' function
+    hidden: Tensor  # Shape [1, n, H + r], or [1, T, S, H] for all steps.
+    verifier: Tensor  # Shape [1, n, H], or [T, H].
+    targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
+    read: Tensor  # Bool mask in the shape of `targets`.
+    # Verifier row of each row, in the shape of `targets`; None: equal rows.
+    index: Tensor | None = None
+    parts: tuple[Any, ...] = (...,)  # Rows of each `compute_metrics` call.
 
 
 def _unrolled(forward: Forward) -> Rows:
-    """Steps of EAGLE-3 by the verifier's row: each step is shifted by one row more."""
+    """Return the rows of all EAGLE-3 steps, aligned with the verifier's rows.
+
+    Step i is shifted by i rows.
+    """
     steps, states = forward.steps, forward.steps[0]["targets"]
     length, count = states.shape[1], len(steps)
     hidden, read = [], []
@@ -175,7 +186,7 @@ def _unrolled(forward: Forward) -> Rows:
         hidden.append(F.pad(arguments["logits"][:, :kept], (0, 0, step, 0)))
         mask, before = arguments["loss_mask"], arguments["prev_correct"]
         alive = torch.ones(1, kept, dtype=torch.bool, device=states.device)
-        if mask is not None:  # agreements of earlier steps only ever leave `before`
+        if mask is not None:  # A row that disagreed in an earlier step stays out of `before`.
             alive = (mask[:, step:] > 0) | (False if before is None else before[:, :kept] > 0)
         read.append(F.pad(alive, (step, 0)))
     targets = forward.targets(states)[..., None].expand(-1, -1, count)
@@ -202,10 +213,11 @@ ROWS = {"peagle": _sampled, "dflash": _blocks, "dspark": _blocks}
 def _outside_graphs(
     theirs: Callable[..., Any], calls: list[dict[str, Any]], forward: Forward, rows: Rows
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Loss and metrics of some calls of speculators' function, in one call of headloss."""
+    """Return loss and metrics of several `compute_metrics` calls, from one headloss call."""
     config = _config(calls[0]["loss_config"])
     values = dict.fromkeys((f"{name}/value" for name in config), rows.read.float() * 0)
-    if calls[0].get("per_position_loss_weight") == "dpace":  # weights follow from the values
+    # D-PACE computes its weights from the losses.
+    if calls[0].get("per_position_loss_weight") == "dpace":
         ones = dict.fromkeys(config, torch.ones_like(rows.read))
         with torch.no_grad():
             values = _loss(rows, forward, ones, acceptance=False).per_token
@@ -229,7 +241,7 @@ _fused: Any = torch.compiler.disable(_outside_graphs)
 
 
 def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Losses by name; speculators' own function under each."""
+    """Return the losses by name, each with speculators' own function and weight."""
     theirs = [part(PACKAGE, LOSSES, maps) for maps in (FUSED, EAGER)]
     config = {"kl_div": (theirs[0]["kl_div"], 1.0)} if loss_config is None else loss_config
     for name, (function, _) in config.items():
@@ -242,7 +254,7 @@ def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _loss(rows: Rows, forward: Forward, slopes: dict[str, Tensor], acceptance: bool) -> Output:
-    """Sum of slope_kt loss_kt over losses k and the rows t that are read."""
+    """Return the sum of slope_kt loss_kt over losses k and the read rows t."""
     targets = rows.targets.masked_fill(~rows.read, -100)
     fields = {} if rows.index is None else {"teacher_index": rows.index}
     return forward.losses(rows.hidden, targets, slopes, rows.verifier, acceptance, **fields)
@@ -254,13 +266,15 @@ def _slopes(
     config: dict[str, Any],
     values: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """[1, n] by loss: slopes of speculators' reduction with respect to each row's loss, [1, n]."""
+    """Return derivatives [1, n] of speculators' reduction with respect to each row's loss, by
+    name."""
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     alone: dict[str, Any] = dict(arguments)
     if "confidence_logits" in alone:
         alone["confidence_logits"] = None
     if alone.get("prev_correct") is not None:
-        alone["prev_correct"] = alone["prev_correct"].clone()  # compute_metrics writes to its own
+        # `compute_metrics` writes to this argument.
+        alone["prev_correct"] = alone["prev_correct"].clone()
     with torch.enable_grad():
         losses = {f"{name}/value": leaf for name, leaf in leaves.items()}
         loss, _ = _called(theirs, alone, config, losses)
@@ -274,8 +288,11 @@ def _called(
     config: dict[str, Any],
     values: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Speculators' own function, of known losses: two columns for logits, whose likeliest is the
-    first in each row of the verifier, and of the draft where both models agree."""
+    """Return the result of speculators' own `compute_metrics`, called with losses that are known.
+
+    The call gets two columns in place of logits. The verifier's likeliest column is always the
+    first; the draft's likeliest column is the first only in rows where both models agree.
+    """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))
     positions = arguments["logits"].shape[1]

@@ -1,11 +1,11 @@
-"""torchtitan's loss wrapper, with headloss inside the model's `lm_head` and no logits.
+"""torchtitan's loss wrapper with headloss inside the model's `lm_head`, without logits.
 
     loss=HeadLossWrapper.Config()    # in place of ChunkedLossWrapper.Config(...)
     loss=HeadLossWrapper.Config(objective=hl.dapo(epsilon_high=0.25))
 
-B rows of L positions, T = B L flat ones, H hidden width, D depths of multi-token prediction. The
-loss is taken in the forward of `lm_head`, where FSDP2's hooks gather its weight before, and send
-its gradient on its way after.
+B rows of L positions, T = B L flat positions, H hidden width, D depths of multi-token prediction.
+The loss is computed inside the forward of `lm_head`: FSDP2's hooks gather the weight before that
+forward, and reduce the weight's gradient after the backward.
 """
 
 from __future__ import annotations
@@ -35,37 +35,40 @@ CrossEntropyLoss: Any = part("torchtitan", HOME, "CrossEntropyLoss")
 SPMD = "torchtitan.distributed.spmd_types"
 spmd_mesh_size: Any = part("torchtitan", SPMD, "spmd_mesh_size")
 MTP = "torchtitan.models.deepseek_v3.mtp"
-FIELDS = {"generator_logprobs": "old_logps"}  # torchtitan's names
-# Mesh dimensions over which ranks hold other sequences, and not parts of the same ones.
+FIELDS = {"generator_logprobs": "old_logps"}  # Maps torchtitan's field names to headloss's.
+# Mesh dimensions whose ranks hold different sequences, not parts of one sequence.
 DATA = ("dp", "dp_replicate", "dp_shard")
 
 
 class HeadLossWrapper(ChunkedLossWrapper):
-    """`(hidden, labels, global_valid_tokens, **loss_inputs)` to the loss and no metrics.
+    """The callable `(hidden, labels, global_valid_tokens, **loss_inputs)`, which returns a loss and
+    {}.
 
-    `hidden` [B, L, H] or [T, H]. Multi-token prediction: a tuple as `MTPLoss._build_loss_terms`
-    takes it, or a list of the main rows and D depths [B, L, H] with `positions`; all 1 + D blocks
-    of rows are one call.
+    `hidden` is [B, L, H] or [T, H]. For multi-token prediction, `hidden` is a tuple as accepted by
+    `MTPLoss._build_loss_terms`, or a list of the main hidden states and D depths [B, L, H] together
+    with `positions`; one `head_loss` call computes all 1 + D predictions.
 
-    Terms over the mean of tokens are divided by `global_valid_tokens`, or by 1 without, as
-    torchtitan's losses are; other reductions serve a step of one call. `loss_inputs` become fields
-    of the batch: `generator_logprobs` is `old_logps`, `loss_mask` chooses positions, documents of
-    `positions` that start anew are the segments of terms that ask for segments.
+    Terms over the mean of tokens are divided by `global_valid_tokens`, as in torchtitan's losses;
+    the default divisor is 1. Terms with another reduction need a step of one call. `loss_inputs`
+    become fields of the batch: `generator_logprobs` becomes `old_logps`, and `loss_mask` chooses
+    positions. Where `positions` restart at 0, a new document begins; documents are the segments of
+    terms.
 
-    Calls of one pass hold the weight's gradient until their backward. While a call does, further
-    ones have schedule "recompute", unless `options` has another than "auto": a pipeline's forwards
-    before the first backward, as under GPipe, hold one gradient, and not one for each micro-batch.
+    A one-pass call holds the weight's gradient until the call's backward. While one call holds a
+    gradient, further calls use the schedule "recompute" if `options.schedule` is "auto". Thus a
+    pipeline with several forwards before the first backward, such as GPipe, holds only one
+    gradient.
 
     Attributes:
-        metrics: headloss's, of the last call; None before.
+        metrics: headloss's metrics of the last call; None before the first call.
 
     Raises:
-        RuntimeError: torchtitan's own wrapper takes other arguments.
-        TypeError: an lm_head that is not known.
-        ValueError: what is not supported: a `loss_fn` other than `CrossEntropyLoss` and `MTPLoss`
-            without an objective, several predictions with one, segments under context parallelism,
-            a weight that is sharded by anything but rows over "tp"; a reduction that the count of
-            tokens does not serve.
+        RuntimeError: torchtitan's own wrapper accepts other arguments.
+        TypeError: the class of `lm_head` is unknown.
+        ValueError: an unsupported setting: a `loss_fn` other than `CrossEntropyLoss` and `MTPLoss`
+            without an objective, several predictions with an objective, segments under context
+            parallelism, a weight sharded other than by rows over "tp", or a reduction that cannot
+            use the count of tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,7 +88,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
             raise ValueError(f"loss_fn: got {got}, want it as objective, a sum of headloss's terms")
         objective = cross_entropy() if config.objective is None else config.objective
         self.objective, self.options = Objective.of(objective), config.options
-        self.several = of_depths and config.objective is None  # predictions in a call
+        # Whether a call has several predictions.
+        self.several = of_depths and config.objective is None
         self.output: Output | None = None
         self.held: WeakSet[_Held] = WeakSet()
 
@@ -95,8 +99,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
     def __call__(
         self,
-        pred: Any,  # [B, L, H], [T, H], or several
-        labels: Tensor,  # [B, L] or [T], shifted
+        pred: Any,  # Shape [B, L, H] or [T, H], or several predictions.
+        labels: Tensor,  # Shape [B, L] or [T], shifted.
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -119,7 +123,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         def forward(hidden: Tensor) -> Tensor:
             restore()
             out = head_loss(hidden, head_of(module), batch, objective, options)
-            self.output = replace(out, loss=out.loss.detach())  # metrics are found on demand
+            self.output = replace(out, loss=out.loss.detach())  # Metrics are computed on demand.
             return out.loss
 
         def restore() -> None:
@@ -147,7 +151,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         if needs_segments(self.objective):
             refuse("ChunkedLossWrapper", context_parallel=_is_cut(pred))
             if positions is not None:
-                rows = labels.view(-1, labels.shape[-1])  # flat tokens are one row
+                rows = labels.view(-1, labels.shape[-1])  # Flat tokens are one row.
                 documents = as_documents(positions, rows.shape, targets=rows)
                 segments = Segments.from_ids(documents.ids.view(labels.shape), documents.count)
         fields = {FIELDS.get(name, name): value for name, value in inputs.items()}
@@ -164,7 +168,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
     def _of_several(
         self, pred: Any, labels: Any, count: Any, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Batch, Objective]:
-        """The rows of all predictions after one another, with the weight of each."""
+        """Return the rows of all predictions concatenated, with a weight for each row."""
         if hasattr(self.loss_fn, "_build_loss_terms"):
             terms = self.loss_fn._build_loss_terms(pred, labels, **inputs)
             parts = [(term.pred, term.labels, term.weight) for term in terms]
@@ -183,11 +187,14 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
 
 class _Held:
-    """A gradient of the weight that waits for its backward."""
+    """Marker of a weight gradient that is held until its backward."""
 
 
 def _releasing(held: WeakSet[_Held]) -> Any:
-    """A hook of a loss that takes its gradient out of the `held` ones, as the graph's end does."""
+    """Return a backward hook for a loss that removes the loss's marker from `held`.
+
+    The marker also goes when autograd frees the loss's graph, since `held` is a weak set.
+    """
     gradient = _Held()
     held.add(gradient)
     return lambda _: held.discard(gradient)
@@ -196,8 +203,10 @@ def _releasing(held: WeakSet[_Held]) -> Any:
 def _depths(
     pred: Any, labels: Any, positions: Any, scale: float
 ) -> list[tuple[Tensor, Tensor, float]]:
-    """Predictions, labels and weights of 0.3's `MTPLoss`: depth k has labels k tokens further on,
-    by torchtitan's own function, which heeds documents."""
+    """Return predictions, labels and weights as in torchtitan 0.3's `MTPLoss`.
+
+    Depth k has labels k tokens further on. torchtitan's own function shifts them within documents.
+    """
     if positions is None:
         raise ValueError("positions: got None with several predictions, want [B, L]")
     roll = part("torchtitan", MTP, "roll_mtp_sequence")
@@ -212,8 +221,10 @@ def _depths(
 
 
 def head_of(module: nn.Module) -> Head:
-    """The head of torchtitan's linear layers, with the group of tensor parallelism; TypeError for
-    one that is not known, ValueError for a weight that is sharded otherwise."""
+    """Return the head of one of torchtitan's linear layers, with the tensor-parallel group.
+
+    TypeError for an unknown class of layer, ValueError for a weight with unsupported sharding.
+    """
     kind, more = type(module).forward.__qualname__.split(".")[0], {}
     if kind not in ("Linear", "CastLinear", "SoftCappedLinear"):
         raise TypeError(f"lm_head: got {kind}, want Linear, CastLinear or SoftCappedLinear")
@@ -224,7 +235,7 @@ def head_of(module: nn.Module) -> Head:
     if isinstance(weight, DTensor):
         weight, group = _rows(weight)
         bias = None if bias is None else _rows(bias)[0]
-    elif spmd_mesh_size("tp") > 1:  # spmd_types: plain rows
+    elif spmd_mesh_size("tp") > 1:  # spmd_types keeps this rank's rows as a plain tensor.
         group = part("torchtitan", SPMD, "current_spmd_mesh")().get_group("tp")
     if group is not None:
         refuse("ChunkedLossWrapper", **{"a bias under tensor parallelism": bias is not None})
@@ -235,8 +246,10 @@ def head_of(module: nn.Module) -> Head:
 
 
 def _rows(weight: DTensor) -> tuple[Tensor, Any]:
-    """This rank's rows [V / tp, H] and their group, None without one. Over the mesh's other
-    dimensions, which are those of data, the ranks' gradients are yet to be added."""
+    """Return this rank's rows [V / tp, H] and the tensor-parallel group, or None without a group.
+
+    Over the data dimensions of the mesh, the rank's gradient is a partial sum.
+    """
     mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names or ()
     placed = dict(zip(names, weight.placements, strict=True))
     others = [placement for name, placement in placed.items() if name != "tp"]
@@ -251,7 +264,8 @@ def _rows(weight: DTensor) -> tuple[Tensor, Any]:
 
 
 def _replicated(hidden: Tensor) -> Tensor:
-    """Local hidden states, alike on all ranks of tensor parallelism, as their gradient is."""
+    """Return local hidden states that are equal on all tensor-parallel ranks, and have equal
+    gradients."""
     if isinstance(hidden, DTensor):
         return hidden.to_local(grad_placements=hidden.placements)
     ranks = spmd_mesh_size("tp")
@@ -259,8 +273,10 @@ def _replicated(hidden: Tensor) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """Replicated hidden states under spmd_types, where the ranks' gradients are added later: each
-    gives its share of the whole gradient, which it has."""
+    """Replicated hidden states under spmd_types, whose backward divides the gradient by the ranks.
+
+    Each rank has the whole gradient, but torchtitan later adds the gradients of all ranks.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, ranks: int) -> Tensor:
@@ -277,12 +293,12 @@ def _local(value: Any) -> Any:
 
 
 def _is_cut(hidden: Tensor) -> bool:
-    """Tell whether context parallelism gives this rank a part of the sequences."""
+    """Return whether context parallelism splits the sequences over ranks."""
     if not isinstance(hidden, DTensor):
         return spmd_mesh_size("cp") > 1
     along, placements = hidden.dim() - 2, hidden.placements
     names = hidden.device_mesh.mesh_dim_names or ("",) * len(placements)
-    # Flat tokens are sharded along one dimension by data and by context.
+    # Flat tokens are sharded along dimension 0 by both data and context parallelism.
     return any(
         placement.is_shard(along) and (along == 1 or name not in DATA)
         for name, placement in zip(names, placements, strict=True)
@@ -290,8 +306,11 @@ def _is_cut(hidden: Tensor) -> bool:
 
 
 def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
-    """Beside hidden states that are sharded over data, as under full_dtensor, a DTensor: the sum
-    over their shards."""
+    """Return the loss as a DTensor, a sum over data shards, if the hidden states are a sharded
+    DTensor.
+
+    torchtitan's full_dtensor mode shards hidden states over data.
+    """
     if not isinstance(hidden, DTensor) or all(p.is_replicate() for p in hidden.placements):
         return loss
     placements = [p if p.is_replicate() else Partial() for p in hidden.placements]
@@ -299,7 +318,10 @@ def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where torchtitan's wrapper takes other arguments."""
+    """Return a description of the check that passed.
+
+    RuntimeError if torchtitan's wrapper accepts other arguments.
+    """
     theirs, ours = ChunkedLossWrapper, HeadLossWrapper
     seam = "ChunkedLossWrapper.__call__"
     require_arguments(theirs.__call__, ("global_valid_tokens",), seam, "torchtitan")
