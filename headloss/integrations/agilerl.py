@@ -1,9 +1,9 @@
-"""AgileRL's log-probs of language models from headloss: GRPO, GSPO, CISPO, PPO and REINFORCE.
+"""AgileRL's log-probs of language models by headloss, for GRPO, GSPO, CISPO, PPO and REINFORCE.
 
     install()       with `use_liger_loss=False`; the losses stay AgileRL's
-    uninstall()     AgileRL is as it was
+    uninstall()     restores AgileRL's functions
 
-LoRA on `lm_head` is in the log-probs, and trained. B rows of T positions, H hidden width, V
+LoRA on `lm_head` is part of the log-probs, and is trained. B rows of T positions, H hidden width, V
 vocabulary.
 """
 
@@ -30,10 +30,10 @@ ALGORITHM = f"{BASE}:LLMAlgorithm"
 
 
 def install() -> None:
-    """Put headloss in place of AgileRL's functions, in this process, until `uninstall()`.
+    """Replace AgileRL's log-prob functions in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: AgileRL has no such function, or one that takes other arguments.
+        RuntimeError: AgileRL lacks a replaced function, or the function accepts other arguments.
     """
     SEAMS.install()
 
@@ -44,19 +44,19 @@ def uninstall() -> None:
 
 
 class LogProbs:
-    """In place of `FusedLinearLogProbsFunction`."""
+    """Replacement of AgileRL's `FusedLinearLogProbsFunction`."""
 
     @staticmethod
     def apply(
         hidden: Tensor,  # [B, T, H]
-        head_w: Tensor,  # [V, H], whole or sharded by FSDP2
+        head_w: Tensor,  # Shape [V, H], whole or sharded by FSDP2.
         head_b: Tensor | None,
         target_ids: Tensor,  # [B, T]
         temperature: float,
         cast_to_fp32: bool,
         chunk_rows: int,
     ) -> Tensor:
-        """[B, T] float32 whatever `cast_to_fp32`: not rounded to the hidden states' dtype."""
+        """Return log-probs [B, T], always float32: `cast_to_fp32` has no effect."""
         return log_probs(hidden, head_w, head_b, target_ids, temperature)
 
 
@@ -69,7 +69,7 @@ def log_probs(
     lora: tuple[Lora, ...] = (),
 ) -> Tensor:
     weight, bias = gathered(head_w), gathered(head_b)
-    if weight.dtype != hidden.dtype:  # as where AgileRL multiplies in the wider of the two
+    if weight.dtype != hidden.dtype:  # AgileRL too multiplies in the wider of the two dtypes.
         wide = torch.promote_types(weight.dtype, hidden.dtype)
         hidden, weight = hidden.to(wide), weight.to(wide)
     head = Head(weight, bias, temperature, lora=lora)
@@ -86,7 +86,7 @@ def logprobs_chunked(
     *,
     chunk_rows: int,
 ) -> Tensor:
-    """In place of `fused_linear_logprobs_chunked`, which has no gradient."""
+    """Return log-probs without a gradient, in place of `fused_linear_logprobs_chunked`."""
     with torch.no_grad():
         return LogProbs.apply(
             hidden, head_w, head_b, target_ids, temperature, cast_to_fp32, chunk_rows
@@ -94,7 +94,10 @@ def logprobs_chunked(
 
 
 def fused_logprob_fn_and_head(self: Any) -> tuple[Callable[..., Tensor], Tensor, Tensor | None]:
-    """In place of `LLMAlgorithm._fused_logprob_fn_and_head`, whose function sees the base layer."""
+    """Return the log-prob function, weight and bias of a head with its adapters.
+
+    Replaces `LLMAlgorithm._fused_logprob_fn_and_head`, whose function reads only the base layer.
+    """
     layer = self._get_lm_head()
     if getattr(self, "use_liger_loss", False):
         warnings.warn(
@@ -112,19 +115,19 @@ def log_probs_of_layer(
     layer: Any,
     with_gradient: bool,
     hidden: Tensor,  # [B, T, H]
-    head_w: Tensor,  # [V, H], of the base layer
+    head_w: Tensor,  # Shape [V, H], the base layer's weight.
     head_b: Tensor | None,
     target_ids: Tensor,  # [B, T]
     temperature: float = 1.0,
     cast_to_fp32: bool = True,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """[B, T] float32, of a PEFT layer whose adapter AgileRL chooses for each row.
+    """Return log-probs [B, T] float32 of a PEFT layer whose adapter AgileRL chooses for each row.
 
-    With a gradient all rows are the actor's, which comes first where others ran beside it.
+    With a gradient, all rows use the actor's adapter, which is the first in AgileRL's routing.
     """
     routing, rows = part("agilerl", "agilerl.lora.fused", "ROUTING_STATE").get(layer), len(hidden)
-    if routing is None:  # PEFT's own choice
+    if routing is None:  # Without AgileRL's routing, PEFT's active adapters are used.
         names = () if layer.disable_adapters or layer.merged else tuple(layer.active_adapters)
         runs = [(names, rows)]
     elif with_gradient:

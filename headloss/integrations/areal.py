@@ -1,4 +1,4 @@
-"""AReaL's log-probs and entropies from hidden states, in place of its logits.
+"""AReaL's log-probs and entropies from hidden states, in place of logits.
 
 N packed positions, H hidden width, V vocabulary.
 """
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 def gather_logprobs_entropy(
     hidden: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H], as it is inside the head's own forward
+    weight: Tensor,  # Shape [V, H], the weight inside the head's forward.
     labels: Tensor,  # [N], shifted
     temperature: float = 1.0,
     tp_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, [N] float32, as AReaL's `gather_logprobs_entropy(logits, ...)`."""
+    """Return log-probs and entropies, [N] float32, like AReaL's `gather_logprobs_entropy(logits,
+    ...)`."""
     refuse("AReaL's own", tensor_parallel=tp_group is not None and tp_group.size() > 1)
     head = Head(weight, temperature=temperature)
     stats = head_stats(hidden, head, labels, gradients=("logp", "entropy"))
@@ -33,7 +34,8 @@ def gather_logprobs_entropy(
 
 
 def check() -> str:
-    """Name the check that holds. RuntimeError where AReaL's function takes other arguments."""
+    """Return a description of the check that passed. RuntimeError if AReaL's function accepts other
+    arguments."""
     name = "gather_logprobs_entropy"
     theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
     require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")

@@ -3,7 +3,8 @@
     plugins: [headloss.integrations.axolotl.HeadlossPlugin]
     headloss: true
 
-It applies `headloss.integrations.transformers` to the model that Axolotl has loaded, with adapters.
+The plugin applies `headloss.integrations.transformers` to the model that Axolotl has loaded, with
+its adapters.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from .shared import refuse
 from .transformers import apply
 
 BasePlugin: Any = part("axolotl", "axolotl.integrations.base", "BasePlugin")
-GROUP = "axolotl.plugins"  # in which Axolotl 0.21 and newer look for plugins
+GROUP = "axolotl.plugins"  # Entry-point group where Axolotl 0.21 and newer find plugins.
 LINE = "plugins: [headloss.integrations.axolotl.HeadlossPlugin]"
-# Settings that have a loss of their own, or make one of the logits.
+# Settings that replace the loss, or compute a loss from logits.
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 OTHERS += ("chunked_cross_entropy", "use_dft", "use_eaft", "orpo_alpha", "rl", "kd_trainer")
 OTHERS += ("reward_model", "process_reward_model", "label_smoothing_factor")
 
 
 class HeadlossArgs(BaseModel):
-    """Keys that a configuration may have.
+    """headloss's keys in an Axolotl configuration.
 
     Attributes:
         headloss: whether the loss comes from headloss.
-        headloss_label_smoothing: of its cross-entropy.
-        headloss_z_loss: the weight of a z-loss beside it.
+        headloss_label_smoothing: label smoothing of the cross-entropy.
+        headloss_z_loss: weight of an added z-loss.
     """
 
     headloss: bool | None = None
@@ -50,17 +51,19 @@ class HeadlossArgs(BaseModel):
 
 
 class HeadlossPlugin(BasePlugin):
-    """Named under `plugins:`, or found by Axolotl 0.21; does nothing without `headloss: true`."""
+    """Axolotl's plugin, named under `plugins:` or found by Axolotl 0.21. Without `headloss: true`
+    the plugin does nothing."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.HeadlossArgs"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """The model with its adapters, before DDP, FSDP and DeepSpeed.
+        """Apply headloss to the model with its adapters, before DDP, FSDP and DeepSpeed wrap the
+        model.
 
         Raises:
-            RuntimeError: Axolotl's plugins take other arguments; as `apply`.
-            ValueError, TypeError: as `headloss.integrations.transformers.apply`.
+            RuntimeError: Axolotl's plugins accept other arguments; also as from `apply`.
+            ValueError, TypeError: as from `headloss.integrations.transformers.apply`.
         """
         if not cfg.headloss:
             return
@@ -70,8 +73,10 @@ class HeadlossPlugin(BasePlugin):
 
 
 def check() -> str:
-    """Name the check that holds, and the line that a configuration needs before Axolotl 0.21.
-    RuntimeError where Axolotl's plugins take other arguments."""
+    """Return a description of the check that passed, with the line that Axolotl before 0.21 needs.
+
+    RuntimeError if Axolotl's plugins accept other arguments.
+    """
     for name in ("get_input_args", "post_model_load"):
         theirs = part("axolotl", "axolotl.integrations.base:BasePlugin", name)
         check_signature(theirs, getattr(HeadlossPlugin, name), f"BasePlugin.{name}", "axolotl")

@@ -1,6 +1,7 @@
-"""Values of terms and metrics over the steps between two entries of a log.
+"""Values of terms and metrics, accumulated between two entries of a log.
 
-A call of the loss adds its numbers to one vector on the device, which is read where a log is made.
+Each call of the loss adds its numbers to a vector on the device. The vector is read once per log
+entry.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from torch import Tensor
 
 from ..statistics.metrics import Max, Mean, Measurement, Metrics, Min, Sum
 
-PROBE = "probe"  # a term of an adapter's own, which is worth nothing
-Kinds = tuple[tuple[str, type[Measurement]], ...]  # of the numbers in a vector
+PROBE = "probe"  # An adapter's term of value 0, left out of the log.
+# Names and types of the measurements in a vector.
+Kinds = tuple[tuple[str, type[Measurement]], ...]
 
 
 class Logged:
-    """Sums since the last `take`.
+    """Sums of terms and metrics since the last `take`.
 
     A term's value is its sum over the micro-batches of a step, averaged over steps and ranks, as
-    `Trainer` has it of the loss: terms times their coefficients add up to the logged loss. Metrics
-    are those of the calls that brought some (`in_log`): a mean is over all their tokens, a sum is
-    averaged over their steps.
+    `Trainer` averages the loss: terms times their coefficients add up to the logged loss. Metrics
+    come only from calls that measured them (see `in_log`): a mean is over all tokens of these
+    calls, and a sum is averaged over their steps.
     """
 
     def __init__(self) -> None:
@@ -40,13 +42,14 @@ class Logged:
         parts: int = 1,
         ranks: int | None = 1,
     ) -> None:
-        """Add a call. Nothing is read from the device.
+        """Add the terms and metrics of one call, without reading from the device.
 
         Args:
-            terms: [] each; a metric of the same name is left out.
-            metrics: of the same call; none where it was not measured.
-            parts: the micro-batches of a step.
-            ranks: those whose shares of a term add up to its value; None: `take` knows.
+            terms: [] each; a metric with the name of a term is left out.
+            metrics: metrics of the call; empty if nothing was measured.
+            parts: number of micro-batches in a step.
+            ranks: number of ranks whose shares of a term add up to its value; None: `take` supplies
+                it.
         """
         values = {name: Sum(v.detach()) for name, v in terms.items() if name != PROBE}
         measured = {**metrics, **values}
@@ -64,10 +67,10 @@ class Logged:
     def take(
         self, processes: int = 1, steps: float | None = None, ranks: int | None = None
     ) -> dict[str, float]:
-        """The values by name, in one read of the device, less those of nothing; begins anew.
+        """Return the finite values by name, in one read of the device, and reset all sums.
 
-        All `processes` of the default group take part. `steps` and `ranks` stand in for those that
-        the calls have told.
+        All `processes` of the default group must call `take`. `steps` and `ranks`, if given,
+        replace the numbers from the calls of `add`.
         """
         metrics = Metrics()
         for kinds, packed in self._packed.items():
@@ -86,8 +89,11 @@ class Logged:
 
 
 def in_log(args: Any, state: Any) -> bool:
-    """Tell by `Trainer`'s arguments whether it logs the optimizer step under way: metrics of
-    other steps are not measured. By epochs any step may be the last."""
+    """Return whether `Trainer` logs the current optimizer step, by its arguments.
+
+    Metrics are not measured in other steps. With logging by epochs every step is measured, since
+    any step may be the epoch's last.
+    """
     step = state.global_step + 1
     if args.logging_strategy == "steps":
         return bool(step % state.logging_steps == 0 or (step == 1 and args.logging_first_step))
@@ -95,7 +101,8 @@ def in_log(args: Any, state: Any) -> bool:
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
-    """The numbers of extremes, those of minima negated, or of all else."""
+    """Yield the numbers of extremes (minima negated) if `ends` is set, else of all other
+    measurements."""
     for m in measured.values():
         if isinstance(m, Max | Min) is ends:
             yield from (x if m.sign > 0 else -x for x in vars(m).values())
@@ -106,7 +113,7 @@ def _vector(numbers: list[Tensor]) -> Tensor:
 
 
 def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:
-    """The measurements whose numbers are in two vectors."""
+    """Return the measurements whose numbers are stored in the two vectors."""
     vectors, metrics = (iter(sums.unbind()), iter(extremes.unbind())), Metrics()
     for name, kind in kinds:
         numbers = vectors[issubclass(kind, Max | Min)]

@@ -1,4 +1,4 @@
-"""ms-swift's supervised trainer with its loss from headloss, by a callback of its command line.
+"""ms-swift's supervised trainer with headloss's loss, by a callback of ms-swift's command line.
 
 # headloss_plugin.py
 from headloss.integrations.ms_swift import register
@@ -27,16 +27,17 @@ STOCK = "ms-swift without `--callbacks headloss`"
 def register(
     terms: Term | Objective | None = None, options: Options | None = None, name: str = "headloss"
 ) -> None:
-    """Let `--callbacks name` apply headloss to the model that ms-swift trains.
+    """Register the callback `name`, so that `--callbacks name` applies headloss to the trained
+    model.
 
     Args:
-        terms: as those of `apply`; each a mean of all scored tokens.
-        options: as those of `apply`.
+        terms: terms as for `apply`; each must be a mean of all scored tokens.
+        options: options as for `apply`.
 
     Raises:
-        ValueError: terms over sequences or a part of the tokens. ms-swift weighs the loss of a
-            micro-batch by its share of the step's tokens.
-        RuntimeError: ms-swift has no such callbacks, or a loss that takes other arguments.
+        ValueError: a term is over sequences or over a part of the tokens. ms-swift weights the loss
+            of a micro-batch by its share of the step's tokens.
+        RuntimeError: ms-swift lacks such callbacks, or its loss accepts other arguments.
     """
     objective = Objective.of(cross_entropy() if terms is None else terms)
     if needs_segments(objective) or any(term.kept_field for _, term in objective.parts):
@@ -54,7 +55,7 @@ def register(
 
 
 def check() -> str:
-    """What holds. RuntimeError where it does not."""
+    """Return a description of the check that passed. RuntimeError as from `register`."""
     part("ms-swift", "swift.callbacks", "callbacks_map")
     name = "compute_sft_loss"
     theirs = part("ms-swift", "swift.template:Template", name)
@@ -63,7 +64,7 @@ def check() -> str:
 
 
 class Callback(HeadLossCallback):
-    """As ms-swift makes its callbacks, of its arguments and its trainer."""
+    """headloss's callback, built by ms-swift with its arguments and its trainer."""
 
     def __init__(
         self, args: Any, trainer: Any, terms: Objective, options: Options | None = None
@@ -90,7 +91,7 @@ class Callback(HeadLossCallback):
             outputs = compute(model, inputs, *more, **kwargs)
             if "labels" not in inputs:
                 return outputs
-            outputs.logits = None  # of all tokens, which it would read for an accuracy alone
+            outputs.logits = None  # ms-swift would read the logits only for an accuracy.
             hits = None if applied.metrics is None else of_tokens(applied.metrics)
             if args.acc_strategy == "token" and hits is not None:
                 mode = "train" if trainer.model.training else "eval"
@@ -101,7 +102,7 @@ class Callback(HeadLossCallback):
 
 
 def of_tokens(metrics: Metrics) -> torch.Tensor | None:
-    """[T] whose mean is the share of tokens that were the likeliest; None where it is not known."""
+    """Return a tensor [T] whose mean is the top-1 accuracy; None if no accuracy was measured."""
     numbers = metrics.compute()
     top1 = [value for name, value in numbers.items() if name.endswith("/top1")]
     tokens = int(numbers.get("tokens", 0))

@@ -1,11 +1,11 @@
 """prime-rl's chunked output layer with headloss: log-probs and entropies, both with a gradient, or
-the loss of SFT in one pass.
+the one-pass loss of SFT.
 
     install()       with `model.fused_lm_head_token_chunk_size` set; the losses stay prime-rl's
-    uninstall()     prime-rl is as it was
+    uninstall()     restores prime-rl's layers
 
-B rows of L positions, H hidden width. Nothing else of prime-rl changes: FSDP2's hooks are those of
-its own module, whose forward this is.
+B rows of L positions, H hidden width. Only the forward of prime-rl's layer is replaced: FSDP2's
+hooks stay on prime-rl's own module.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LAYERS = "prime_rl.trainer.models.layers"
 
 
 def install() -> None:
-    """Put headloss in place of the forwards of two layers, in this process, until `uninstall()`.
+    """Replace the forwards of prime-rl's output layers in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: prime-rl has no such function, or one that takes other arguments.
+        RuntimeError: prime-rl lacks a replaced forward, or the forward accepts other arguments.
     """
     SEAMS.install()
 
@@ -43,25 +43,28 @@ def uninstall() -> None:
 
 
 def forward(
-    self: Any,  # prime-rl's layer: a weight [V, H], and a soft cap in Gemma's
+    self: Any,  # prime-rl's layer: a weight [V, H], and a soft cap for Gemma.
     hidden_states: Tensor,  # [B, L, H]
     labels: Tensor | None,  # [B, L], shifted
     temperature: Tensor | None = None,  # [B, L]
-    sampling_mask: Tensor | None = None,  # [B, L, K]: ids that the sampler kept, -1: none
+    # Shape [B, L, K], the ids that the sampler kept; -1: empty slot.
+    sampling_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """`logprobs` and `entropy`, [B, L] float32; without a temperature `loss`, a summed
-    cross-entropy, [] float32. Labels of -100 are not scored.
+    """Return `logprobs` and `entropy`, [B, L] float32.
 
-    Where a token's ids hold its label, its log-prob and its entropy are those of the softmax over
-    them, K products in place of V (prime-rl's entropy stays that of the whole vocabulary); a token
-    without ids, or whose ids miss its label, has the whole vocabulary, as there. Where the layer's
+    Without a temperature, return only `loss`, a summed cross-entropy, [] float32. Labels of -100
+    are not scored.
+
+    If a token's sampled ids hold its label, its log-prob and entropy are over these K ids, by K
+    products in place of V (prime-rl's entropy is over the whole vocabulary). A token without ids,
+    or whose ids miss its label, has the whole vocabulary, as in prime-rl. If the layer's
     `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the log-probs of the ids, with a
-    gradient; 0 in empty slots, and for tokens that have the whole vocabulary.
+    gradient, and 0 in empty slots and for tokens with the whole vocabulary.
 
     Raises:
-        ValueError: no labels, or a sampling mask of another shape, or one that has ids without a
+        ValueError: no labels, a sampling mask of another shape, or a mask with ids but no
             temperature.
-        TypeError: a sampling mask that is no tensor of integers.
+        TypeError: the sampling mask is not a tensor of integers.
     """
     if labels is None:
         raise ValueError("labels: got None, want [B, L]")

@@ -1,4 +1,5 @@
-"""Models whose weights FSDP2 or ZeRO-3 shards: their head, and generation with them."""
+"""Models whose weights are sharded by FSDP2 or ZeRO-3: reading their head, and generating
+tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ T = TypeVar("T")
 
 
 def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
-    """A head that FSDP2 shards by itself, or tensor parallelism, is of DTensors: gather them.
+    """Return a head with the DTensors of FSDP2 or tensor parallelism gathered.
 
-    Each rank of a data-parallel group then has a gradient of its own, to be averaged; under tensor
-    parallelism all have the same, which is their average. What FSDP2 shards gets the `dtype` that
-    it computes in, as it would where FSDP2 gathers it itself.
+    Under data parallelism each rank has its own gradient, and the ranks' gradients are averaged.
+    Under tensor parallelism all ranks have equal gradients, whose average is again that gradient. A
+    weight sharded by FSDP2 is cast to `dtype`, the dtype that FSDP2 computes in.
     """
 
     def computed(tensor: Any) -> Any:
@@ -34,7 +35,8 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
 
 
 def gathered(tensor: Any) -> Any:
-    """A DTensor in one piece, whose gradient is the ranks' average; anything else as it is."""
+    """Return a DTensor as one plain tensor, whose gradient is the ranks' average; return others as
+    is."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import Partial
@@ -43,7 +45,8 @@ def gathered(tensor: Any) -> Any:
 
 
 def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
-    """`act(hidden)` with the parameters of an FSDP2 unit gathered, and none of its hooks."""
+    """Return `act(hidden)` with the parameters of an FSDP2 unit gathered, without running FSDP2's
+    hooks."""
 
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -60,7 +63,8 @@ def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> 
 
 @contextlib.contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Inside, `forward` is the module's forward on the instance; None: there is none."""
+    """Set `forward` as the instance's forward inside the context; with None, remove the instance's
+    forward."""
     before = vars(module).pop("forward", None)
     if forward is not None:
         module.forward = forward
@@ -73,10 +77,11 @@ def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Itera
 
 
 def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
-    """`act(hidden)` as the forward of a module, whose hooks gather its parameters around it."""
+    """Return `act(hidden)`, run as the forward of a module so that the module's hooks gather
+    parameters."""
 
     def forward(hidden: Tensor) -> T:
-        with in_place_of(module):  # whoever reads the module finds its own
+        with in_place_of(module):  # Code inside `act` that reads the module finds its own forward.
             return act(hidden)
 
     with in_place_of(module, forward):
@@ -84,8 +89,11 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
 
 
 def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
-    """`exact`, value and gradient, tied to what a wrapper made of it, so that its hooks fire: with
-    zeros, or with None."""
+    """Return `exact`, tied in the autograd graph to `passed`, so that a wrapper's hooks fire.
+
+    `passed` is the wrapper's rounded copy of `exact`. In the backward pass `passed` gets a gradient
+    of zeros, or None if `zeros` is False.
+    """
     if passed is exact or not exact.requires_grad:
         return exact
     return _Hooked.apply(exact, passed, zeros)  # type: ignore[return-value]
@@ -105,7 +113,10 @@ class _Hooked(torch.autograd.Function):
 
 
 def externals(module: nn.Module) -> bool:
-    """Tell whether ZeRO-3 shards the module; its submodules are gathered around its own forward."""
+    """Register a module's parameters with ZeRO-3, and return whether ZeRO-3 shards the module.
+
+    ZeRO-3 gathers the parameters of submodules around the submodules' own forwards.
+    """
     parts = _zero3(module)
     for part in parts:
         _deepspeed().register_external_parameter(module, part)
@@ -113,38 +124,42 @@ def externals(module: nn.Module) -> bool:
 
 
 def whole_head(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, a head that ZeRO-3 shards can be read outside of a forward. All ranks must enter."""
+    """Return a context in which a head sharded by ZeRO-3 can be read. All ranks must enter the
+    context."""
     parts = _zero3(getattr(model, "get_output_embeddings", lambda: None)())
     return _deepspeed().GatheredParameters(parts) if parts else contextlib.nullcontext()
 
 
 def _deepspeed() -> Any:
-    return importlib.import_module("deepspeed").zero  # an extra, which type checkers may lack
+    # deepspeed is an extra, which a type checker may lack.
+    return importlib.import_module("deepspeed").zero
 
 
 def _zero3(module: Any) -> list[nn.Parameter]:
-    """The parameters that DeepSpeed has taken over."""
+    """Return the parameters that DeepSpeed's ZeRO-3 has sharded."""
     return [] if module is None else [p for p in module.parameters() if hasattr(p, "ds_id")]
 
 
 def is_unit(module: Any) -> bool:
-    """Tell whether FSDP2 shards the module by itself."""
+    """Return whether FSDP2 shards the module as a unit of its own."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(module, FSDPModule)
 
 
 def is_fsdp2(model: nn.Module) -> bool:
-    """Tell whether FSDP2 shards a part of it: its root may be PEFT's model, around this one."""
+    """Return whether FSDP2 shards any module of the model; the FSDP2 root may be PEFT's outer
+    model."""
     return any(is_unit(module) for module in model.modules())
 
 
 @contextlib.contextmanager
 def in_step(model: Any) -> Iterator[None]:
-    """`generate` makes as many forwards on each rank as on the others, if FSDP2 shards the model.
+    """Let `generate` run equally many forwards on all ranks, if FSDP2 shards the model.
 
-    transformers takes care of that only where it has sharded the model itself, and not where
-    accelerate has: the first rank whose completions have ended would leave the others waiting.
+    transformers does so only for models that it sharded itself, not for models sharded by
+    accelerate. Without this context, the first rank whose completions end would leave the others
+    waiting.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     mark = "_is_fsdp_managed_module"

@@ -1,10 +1,11 @@
-"""SkyRL's log-probs of hidden states from headloss, under Megatron's vocabulary parallelism.
+"""SkyRL's log-probs computed by headloss from hidden states, under Megatron's vocabulary
+parallelism.
 
     install()       with `fused_lm_head_logprob`; the losses stay SkyRL's
-    uninstall()     SkyRL is as it was
+    uninstall()     restores SkyRL's function
 
-B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism. SkyRL's context
-parallelism and packing lie around the function, and stay.
+B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism. SkyRL's code for
+context parallelism and packing surrounds the replaced function, and is unchanged.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def install() -> None:
-    """Put headloss in place of SkyRL's function, in this process, until `uninstall()`.
+    """Replace SkyRL's log-prob function in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: SkyRL has no such function, or one that takes other arguments.
+        RuntimeError: SkyRL lacks the function, or the function accepts other arguments.
     """
     SEAMS.install()
 
@@ -38,21 +39,23 @@ def uninstall() -> None:
 
 def logprobs(
     backend: str,
-    hidden: Tensor,  # [B, L, H], the same on all ranks
-    weight: Tensor,  # [V / R, H], divided by the temperature
-    target: Tensor,  # [B, L], shifted
+    hidden: Tensor,  # Shape [B, L, H], equal on all ranks.
+    weight: Tensor,  # Shape [V / R, H], divided by the temperature.
+    target: Tensor,  # Shape [B, L], shifted.
     vocab_start_index: int,
     vocab_end_index: int,
     chunk_size: int,
     tp_group: ProcessGroup,
     inference_only: bool,
 ) -> Tensor:
-    """[B, L] float32, in place of `_fused_lm_head_logprob_apply`, whatever the backend."""
+    """Return log-probs [B, L] float32 for every `backend`, in place of
+    `_fused_lm_head_logprob_apply`."""
     ranks = tp_group.size()
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         hidden = hidden.to(weight.dtype)
         if ranks > 1 and hidden.requires_grad:
-            hidden = hidden.view_as(hidden)  # SkyRL adds up the ranks' gradients; ours are whole
+            # SkyRL adds the ranks' gradients, but headloss's gradient is whole on each rank.
+            hidden = hidden.view_as(hidden)
             hidden.register_hook(lambda gradient: gradient / ranks)
         head = Head(weight, vocab_group=tp_group if ranks > 1 else None)
         return head_stats(hidden, head, target, gradients=("logp",)).logp

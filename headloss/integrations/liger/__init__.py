@@ -1,11 +1,11 @@
-"""Liger-Kernel's fused linear losses, by their own names and signatures, computed by headloss.
+"""Liger-Kernel's fused linear losses, with Liger's names and signatures, computed by headloss.
 
     from headloss.integrations.liger import LigerFusedLinearCrossEntropyLoss
 
-in place of liger_kernel's, which need not be installed. B rows, T positions, H hidden width, V
-vocabulary. `compiled`, `chunk_size` and their like choose among Liger's own implementations: they
-are taken and change nothing. What is returned is what Liger 0.8 returns; gradients reach hidden
-states, weight and bias.
+Import these classes in place of liger_kernel's; liger_kernel need not be installed. B rows, T
+positions, H hidden width, V vocabulary. Arguments that choose among Liger's implementations, such
+as `compiled` and `chunk_size`, are accepted and have no effect. The losses return the values of
+Liger 0.8; gradients reach hidden states, weight and bias.
 """
 
 from .cross_entropy import (

@@ -1,4 +1,4 @@
-"""Liger's fused linear cross-entropies."""
+"""Liger's fused linear cross-entropy losses."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def liger_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:
-    """Cross-entropy with `lse_square_scale` times the squared log-sum-exp, and token scaling.
+    """Return the cross-entropy plus `lse_square_scale` times the squared log-sum-exp, optionally
+    with token scaling.
 
-    Weight gradients accumulate in float32 whatever `accum_dtype`. Per class weights and
-    `return_predicted_tokens` are refused.
+    Weight gradients accumulate in float32 whatever `accum_dtype`. Class weights and
+    `return_predicted_tokens` are refused with ValueError.
     """
     one_of(("mean", "sum", "none"), reduction=reduction)
     refuse(ce_weight=ce_weight is not None, return_predicted_tokens=return_predicted_tokens)
@@ -77,7 +78,7 @@ def liger_fused_linear_cross_entropy(
 
 
 class LigerFusedLinearCrossEntropyFunction:
-    """The function behind the class; `apply` returns loss, z-loss, accuracy and None."""
+    """Liger's autograd function; `apply` returns loss, z-loss, accuracy and None."""
 
     supports_inner_impl_dispatch = False
 
@@ -112,7 +113,8 @@ class LigerFusedLinearCrossEntropyLoss(nn.Module):
 
 
 class LigerFusedLinearScaledCrossEntropyFunction:
-    """Negative log-likelihood of each token at a temperature, and its entropy on request."""
+    """Negative log-likelihood of each token at a temperature, and the token's entropy on
+    request."""
 
     @staticmethod
     def apply(

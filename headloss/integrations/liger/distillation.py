@@ -1,6 +1,6 @@
 """Liger's fused linear distillation loss."""
 
-# What the classes are given is set by its own name.
+# Constructors set attributes from their arguments by name, which pyright cannot follow.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ...head_loss import head_loss
 
 
 class LigerFusedLinearJSDLoss(nn.Module):
-    """A teacher's distribution at a temperature, without a factor of T^2, beside the labels."""
+    """Divergence from a teacher at a temperature, without a factor T^2, plus the labels'
+    cross-entropy."""
 
     def __init__(
         self,

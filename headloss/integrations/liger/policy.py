@@ -1,6 +1,6 @@
-"""Liger's fused linear GRPO loss and its kin."""
+"""Liger's fused linear GRPO loss and its variants."""
 
-# What the classes are given is set by its own name.
+# Constructors set attributes from their arguments by name, which pyright cannot follow.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -27,7 +27,8 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 
 
 class LigerFusedLinearGRPOLoss(nn.Module):
-    """Returns the loss and [the mean KL where beta is not 0, the share of clipped tokens]."""
+    """Liger's GRPO loss; returns the loss and [the mean KL if beta is not 0, the share of clipped
+    tokens]."""
 
     def __init__(
         self,
@@ -88,10 +89,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ratio = vllm_is_ratio
             refuse(vllm_is_ratio=self.loss_type == "vespo" and ratio.shape != scored.shape)
             fields["importance_sampling_ratio"] = ratio[:, 0] if ratio.shape[1:] == (1,) else ratio
-            if self.loss_type != "vespo":  # which takes it into its weight
+            if self.loss_type != "vespo":  # vespo includes the ratio in its own weight.
                 policy = policy.weighted("importance_sampling_ratio")
         objective = Objective.of(policy.over(over))
-        if self.beta and self.use_ref_model:  # without one the divergence is 0, and its gradient
+        # Without a reference model, the divergence and its gradient are 0.
+        if self.beta and self.use_ref_model:
             if ref_per_token_logps is None:
                 if ref_input is None or ref_weight is None:
                     raise ValueError(

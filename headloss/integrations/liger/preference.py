@@ -1,6 +1,6 @@
 """Liger's fused linear preference losses."""
 
-# What the classes are given is set by its own name.
+# Constructors set attributes from their arguments by name, which pyright cannot follow.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -22,10 +22,11 @@ from .cross_entropy import refuse
 
 
 class _Pairs(nn.Module):
-    """Losses of pairs: chosen answers are the first half of the rows, rejected ones the second.
+    """Losses of pairs: the first half of the rows are chosen answers, the second half rejected
+    answers.
 
-    Returns the loss and (chosen and rejected log-probs, their mean logits, the likelihood of the
-    chosen answers, then rewards and what else the loss reports).
+    Returns the loss and a tuple: chosen and rejected log-probs, mean logits of chosen and rejected
+    answers, the chosen answers' negative log-likelihood, rewards, and the loss's further values.
     """
 
     average = False
@@ -41,7 +42,7 @@ class _Pairs(nn.Module):
 
     def run(
         self,
-        tensors: tuple[Tensor, Tensor, Tensor | None],  # weight, hidden states, bias
+        tensors: tuple[Tensor, Tensor, Tensor | None],  # Weight, hidden states, bias.
         target: Tensor,
         reference: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -95,7 +96,7 @@ def reference_logps(
     weight: Tensor | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """[B, T] of the reference model; zeros where none is to be used."""
+    """Return the reference model's log-probs [B, T]; zeros if no reference is used."""
     if not use:
         return target.new_zeros(target.shape, dtype=torch.float32)
     if hidden is None or weight is None:
@@ -226,7 +227,8 @@ class LigerFusedLinearORPOLoss(_Pairs):
 
 
 class LigerFusedLinearKTOLoss(nn.Module):
-    """Returns the loss and sums over desirable and undesirable rows: log-probs, logits, rewards."""
+    """Liger's KTO loss; returns the loss and sums of log-probs, logits and rewards over desirable
+    and undesirable rows."""
 
     def __init__(
         self,
