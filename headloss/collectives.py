@@ -88,7 +88,10 @@ def inside(device: str, *groups: distributed.ProcessGroup | None) -> Iterator[No
     """The surroundings of a call's own arithmetic: no autocast, and an exception of a rank that is
     not alone gets a note of what it means for the others."""
     try:
-        with torch.autocast(device, enabled=False):
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                yield
+        else:
             yield
     except Exception as error:
         if set(groups) != {None} and not isinstance(error, RankError):

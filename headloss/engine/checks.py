@@ -252,9 +252,9 @@ def check_teacher_fields(batch: Batch) -> None:
 
 # ---------------------------------------------------------------------- fields and terms
 
-FIELDS = ("advantages", *LOGPS, "teacher_logps", "candidate_ids", "candidate_probs", "desirable")
-FIELDS += ("reference_kl", "importance_sampling_ratio", "prompts", *sum(INPUTS.values(), ()))
-FIELDS += ("candidate_sampling_logps", "slots", "teacher_index", "teacher_lse")
+_NAMES = "advantages teacher_logps candidate_ids candidate_probs candidate_sampling_logps desirable"
+_NAMES += " reference_kl importance_sampling_ratio prompts slots teacher_index teacher_lse"
+FIELDS = frozenset({*_NAMES.split(), *LOGPS, *sum(INPUTS.values(), ())})
 # Names under which others say which tokens count, beside all with "mask" in them, and what stands
 # there at those that do not.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
@@ -282,8 +282,11 @@ def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtyp
 
 def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
     """Warn of a field that no term reads, if its name is close to one that exists."""
-    absent = {name.lower(): name for name in {*FIELDS, *read} if name not in batch.fields}
-    for name in batch.fields.keys() - read - set(FIELDS):
+    unread = batch.fields.keys() - read - FIELDS
+    if not unread:
+        return
+    absent = {name.lower(): name for name in FIELDS | read if name not in batch.fields}
+    for name in unread:
         close = difflib.get_close_matches(name.lower(), absent, n=1, cutoff=0.8)
         if close:
             warnings.warn(

@@ -145,8 +145,10 @@ def add_weight_gradient_(
         beta = 0 if fresh else 1
         if total.dtype == torch.float32:
             aten.addmm.dtype_out(total, *factors, torch.float32, beta=beta, out=total)
+        elif total.dtype == dtype and fresh:
+            torch.mm(*factors, out=total)
         elif total.dtype == dtype:
-            torch.addmm(total, *factors, beta=beta, out=total)
+            total.addmm_(*factors)
         else:  # of bfloat16 beside a head in float16, say
             product = torch.mm(*factors, out_dtype=torch.float32)
             total.copy_(product) if fresh else total.add_(product)

@@ -21,15 +21,15 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """
     signature = inspect.signature(function)
     name = function.__name__
+    defaults = {p.name: p.default for p in signature.parameters.values()}
 
     @functools.wraps(function)
     @with_floats
     def make(*args: P.args, **kwargs: P.kwargs) -> Term:
         with naming(name):
             check_names(signature.parameters.values(), args, kwargs)
-            bound = signature.bind(*args, **kwargs)  # TypeError: names a missing option
             made = function(*args, **kwargs)
-        bound.apply_defaults()
-        return replace(made, name=name, options=tuple(bound.arguments.items()))
+        options = {option: kwargs.get(option, default) for option, default in defaults.items()}
+        return replace(made, name=name, options=tuple(options.items()))
 
     return make

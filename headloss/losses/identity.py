@@ -68,7 +68,7 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
     Every tensor found is appended to `tensors`. The value returned keeps no tensor, function or
     process group alive.
     """
-    if value is None or isinstance(value, int | float | str):
+    if value is None or isinstance(value, (int, float, str)):
         return type(value), value
     if isinstance(value, Tensor):
         tensors.append(value)

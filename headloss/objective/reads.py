@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, Kind]  # of fields, by name
 SAMPLE = 2  # tokens, in a segment each: enough for a pair
+WEIGHTS = ("options", "reduction", "own_reduction")  # of a term: its function has the options
 OURS = ("sums over", "reads stats.")  # beginnings of errors without the term's name
 TABLE_ENTRIES = 256  # entries of the table
 _TABLE: dict[object, Reads] = {}
@@ -53,7 +53,7 @@ def reads(
     by_term = {}
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # under it no gradient is seen
     for name, _, term in objective.named():
-        content = replace(term, options=(), reduction=None, own_reduction=None)
+        content = tuple([value for name, value in vars(term).items() if name not in WEIGHTS])
         key = fingerprint(content, []), tuple(kinds.items()), how
         read = term.function if isinstance(term.function, Reads) else None  # a loss outside
         with contextlib.suppress(TypeError):  # an option that has no hash

@@ -259,7 +259,9 @@ class Slope(NamedTuple):
     def at(self, logp: Tensor) -> Tensor:
         """Return the slope's values [n] at the tokens' log-probs."""
         if self.constant:
-            return torch.zeros_like(logp).add_(self.rate)
+            if isinstance(self.rate, Tensor):
+                return torch.zeros_like(logp).add_(self.rate)
+            return torch.full_like(logp, self.rate)
         exponent = logp - self.anchor
         if isinstance(self.sign, Tensor) or self.sign != 1:
             exponent *= self.sign
