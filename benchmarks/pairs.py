@@ -63,7 +63,7 @@ def applied_rows(name: str, setting: Setting, device: torch.device) -> Iterator[
     model = copy.deepcopy(stock)
     apply(model)
     for rows in (1, 2, 4):
-        step = steps_of(rows, setting, device)
+        step = steps_of(stock, rows, setting, device)
         yield of(name, "apply", rows) | pairs(step(model), step(stock), device)
 
 
@@ -75,7 +75,7 @@ def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator
     compiled = torch.compile(model), torch.compile(stock)
     for rows in (1, 4):
         torch.compiler.reset()  # each batch with shapes of its own
-        step = steps_of(rows, setting, device)
+        step = steps_of(stock, rows, setting, device)
         ours, theirs = map(step, compiled)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -85,16 +85,17 @@ def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator
         yield row | {"warnings": named}
 
 
-def steps_of(rows: int, setting: Setting, device: torch.device) -> Callable[[Any], Step]:
-    """A step of a model on a batch of so many rows."""
+def steps_of(
+    like: Any, rows: int, setting: Setting, device: torch.device
+) -> Callable[[Any], Step]:
+    """A step of a model on a batch of so many rows, with labels that `like` predicts."""
     length = setting.batches[0][1]
-    generator = torch.Generator(device).manual_seed(rows)
-    vocabulary = setting.sizes["vocab_size"]
-    ids = torch.randint(vocabulary, (rows, length), device=device, generator=generator)
+    batch = make_batch(like, rows, length, device)
+    inputs = {"input_ids": batch.ids, "labels": batch.labels}
     count = torch.tensor(rows * (length - 1), device=device)
 
     def step(model: Any) -> Step:
-        return lambda: model(input_ids=ids, labels=ids, num_items_in_batch=count).loss
+        return lambda: model(**inputs, num_items_in_batch=count).loss
 
     return step
 
