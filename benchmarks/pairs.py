@@ -4,10 +4,11 @@
     python3 benchmarks/pairs.py --device cuda --only 'compiled*'
     python3 benchmarks/pairs.py --quick --device cpu
 
-A step is the forward and the backward pass of a model of `step_cases`. Each side has weights of its
-own and `num_items_in_batch`, as with `Trainer`. Sides alternate in PAIRS pairs; a row has the median
-of each side and of the ratio within a pair, and its quartiles. Rows named "host" are the time until
-a call of the head alone returns, without waiting for the GPU, against eager cross-entropy.
+A step is the forward and the backward pass of a model of `step_cases`. Each side has weights of
+its own and `num_items_in_batch`, as with `Trainer`. Sides alternate in PAIRS pairs; a row has the
+median of each side and of the ratio within a pair, and its quartiles. Rows named "host" are the
+time until a call of the head alone returns, without waiting for the GPU, against eager PyTorch's
+cross-entropy.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a user gives, packed when it is made: batch, segments, totals and reductions."""
+"""Batches as a user makes them, and packed: segments, totals, reductions, support."""

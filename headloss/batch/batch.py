@@ -223,7 +223,7 @@ class Batch:
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
-        """What is known of the tokens; if nothing is, or of other tensors, it is asked for now.
+        """Survey of the tokens, made now where there is none of these tensors.
         RuntimeError where targets, segments or stored ids were changed in place since."""
         survey = self._last_survey
         support = self.support
@@ -287,11 +287,11 @@ class Batch:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:
-        """Whether a field has one value (or row) per position; else it has one per segment."""
+        """True for a field with one value (or row) per position, False for one per segment."""
         return self._fits(name)[0]
 
     def _fits(self, name: str) -> tuple[bool, bool]:
-        """Whether a field's shape is one of values per position, and one of values per segment."""
+        """Tell whether a field's shape fits values per position, and values per segment."""
         value = self.fields[name]
         if isinstance(value, Current):
             return True, False

@@ -19,7 +19,7 @@ Shift = Callable[..., Tensor]  # of a value [..] or [.., K], with `fill` where n
 
 
 def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
-    """Whether the next position is of the same segment, bool of a shape; `ids` of segments."""
+    """True where the next position is of the same segment, bool of a shape; `ids` of segments."""
     ids = ids.reshape(-1)
     inside = torch.zeros_like(ids, dtype=torch.bool)
     inside[:-1] = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
@@ -43,7 +43,7 @@ def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
 
 
 def is_beside(value: object, shape: torch.Size) -> bool:
-    """Whether a field has a value, or a row, for each position of labels of a shape."""
+    """Tell whether a field has a value, or a row, for each position of labels of a shape."""
     return isinstance(value, Tensor) and value.shape[: len(shape)] == shape
 
 

@@ -29,7 +29,7 @@ class MissingField(ValueError):
 
 
 def missing(name: str, fields: Iterable[str]) -> str:
-    """What an error says of a field that a batch does not have."""
+    """Text of an error about a field that a batch does not have."""
     return f"batch.{name}, {NOT_GIVEN}; it has {', '.join(sorted(fields)) or 'no fields'}"
 
 
@@ -43,7 +43,7 @@ def outside_inference(value: Tensor) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class PackedBatch:
-    """What terms see: T scored tokens sorted by segment, every field a [T] (or [T, K]) tensor.
+    """A batch as terms see it: T scored tokens by segment, every field a [T] (or [T, K]) tensor.
 
     Fields are attributes; a missing one raises by name. `get(name)` returns None instead, and
     `name in batch` asks. A per-segment field stands at each of its segment's tokens.
@@ -151,7 +151,7 @@ def answers(batch: PackedBatch) -> Segments:
 
 
 class Packing:
-    """Where in the batch the packed tokens are, and what the host knows of them.
+    """Places of the packed tokens in the batch, and counts that the host knows.
 
     Args:
         unit: with static shapes, which need no read: the number of segments of their own, at the
@@ -274,7 +274,7 @@ def _argsort(bins: Tensor, count: int) -> Tensor:
 
 
 def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = None) -> Packing:
-    """Where the tokens of a batch go; from what the batch knows already, if that still holds.
+    """Packing of a batch; the one that was found before, where that still holds.
 
     Args:
         vocabulary: V; targets lie below it, and so do the values of id fields.

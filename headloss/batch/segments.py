@@ -131,7 +131,7 @@ class Segments:
 
     @property
     def _ascends(self) -> bool:
-        """Whether all tokens are in a segment, in order, as they were made."""
+        """True where all tokens are in a segment, in order, as they were made."""
         return self._row is not None and not self.ids.is_inference() and self.ids._version == 0
 
     @property

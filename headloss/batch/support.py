@@ -21,7 +21,7 @@ HIGH = 1 << 32  # more than any column, so that token and column fit in one numb
 
 
 class SupportIds:
-    """What a batch was given as `support_ids`: [.., K], a negative id being an empty slot, or a
+    """`support_ids` of a batch: [.., K], a negative id being an empty slot, or a
     pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
     def __init__(self, value: Any, targets: Tensor) -> None:
@@ -159,7 +159,7 @@ class SupportPairs:
 
     @property
     def restricted(self) -> int:
-        """How many tokens have ids."""
+        """Number of tokens that have ids."""
         return len(self) - (0 if self.free is None else len(self.free))
 
     @cached_property

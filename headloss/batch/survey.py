@@ -1,4 +1,4 @@
-"""What packing asks of the device about a batch's values. N positions, S segments."""
+"""Questions of packing to the device about a batch's values. N positions, S segments."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class Survey:
         return numbers
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Whether these are the tensors, and can tell when they change; RuntimeError where they
-        have."""
+        """Tell whether these are the tensors, and can tell when they change; RuntimeError where
+        they have changed."""
         same = list(map(id, self.tensors)) == list(map(id, tensors))
         if same and self.versions not in (None, versions(tensors)):
             raise RuntimeError(
@@ -131,7 +131,7 @@ class Survey:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    """How often each was changed in place; None where one of inference mode cannot tell."""
+    """Number of in-place changes of each tensor; None where one of inference mode cannot tell."""
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 
 
