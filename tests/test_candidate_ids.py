@@ -167,7 +167,7 @@ def test_plan_counts_candidates() -> None:
     plan = hl.plan(hidden, head, batch, hl.cross_entropy())
     assert "candidates" not in plan.bytes and plan.bytes["logits"] == 64 * 97 * 4
     # With a teacher, part of the gradient is stored separately from the logits.
-    batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-torch.ones(64, 16))
+    batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-4 * torch.ones(64, 16))
     plan = hl.plan(hidden, head, batch, hl.distillation() + yes_or_no())
     assert plan.bytes["candidates"] == 2 * 64 * 16 * 24
     assert plan.bytes["logits"] == 2 * 64 * 97 * 4

@@ -372,3 +372,26 @@ def test_integers_of_numpy_are_integers():
     head = hl.Head(torch.zeros(9, 4), vocab_size=np.int64(7))
     numbers = options.chunk_tokens, options.memory_budget, head.vocab_size
     assert numbers == (3, 1 << 20, 7) and {type(number) for number in numbers} == {int}
+
+
+@pytest.mark.parametrize("name", ["teacher_topk", "candidate"])
+def test_logits_in_the_place_of_probabilities(name: str) -> None:
+    """Sums above 1.01 at a scored position; poison in empty slots and unscored positions is none."""
+    fields = {"teacher_topk": "teacher_topk_logps", "candidate": "candidate_probs"}
+    field, term = fields[name], hl.distillation() if name == "teacher_topk" else CE
+    ids = torch.tensor([0, 1, -1]).expand(T, 3)
+    values = torch.tensor([0.4, 0.6, 9.0]).expand(T, 3).clone()
+    values[0] = torch.nan
+    if name == "teacher_topk":
+        values[1:] = values[1:].log()
+    targets = (torch.arange(T) % 2).masked_fill(torch.arange(T) == 0, -100)
+
+    def loss(values: Tensor) -> Tensor:
+        batch = hl.Batch(targets, **{f"{name}_ids": ids, field: values})
+        x = torch.randn(T, 4, generator=torch.Generator().manual_seed(0))
+        return hl.head_loss(x, hl.Head(torch.ones(V, 4)), batch, term).loss
+
+    assert loss(values).isfinite() and loss(values.bfloat16()).isfinite()
+    values[2, 1] += 0.02
+    with pytest.raises(ValueError, match=rf"{field}: got \[.*\] at position 2, want .*of logits"):
+        loss(values)

@@ -16,7 +16,7 @@ from .labels import Shift, aligned, goes_on, next_in_row, next_inside
 from .reduction import Totals
 from .segments import Segments, check_integer
 from .support import SupportIds
-from .survey import Survey
+from .survey import ID_FIELDS, Survey
 
 
 class Current:
@@ -231,10 +231,12 @@ class Batch:
         stored: Any = {name: fields[name] for name in ID_FIELDS if is_integers(fields.get(name))}
         ids = {n: v for n, v in stored.items() if v.shape[:-1] == self.targets.shape}
         columns = () if support is None else support.tensors
-        tensors = self.targets, self.segments.ids, *ids.values(), *columns
+        beside: Any = {name: fields.get(ID_FIELDS[name]) for name in ids}
+        probs = {n: x for n, x in beside.items() if getattr(x, "shape", None) == ids[n].shape}
+        tensors = self.targets, self.segments.ids, *ids.values(), *probs.values(), *columns
         if survey is None or not survey.is_of(tensors):
             of_support = support and support.survey(self.targets)
-            survey = Survey(self.targets, self.segments, ids, of_support, tensors)
+            survey = Survey(self.targets, self.segments, ids, probs, of_support, tensors)
             self._last_survey = survey
         return survey
 
@@ -310,7 +312,6 @@ class Batch:
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}
 
 
-ID_FIELDS = ("teacher_topk_ids", "candidate_ids")  # of columns, each once at a position
 MOST_IDS = 512  # of a position
 # Names of the batch itself, as it is given and as terms see it.
 RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}

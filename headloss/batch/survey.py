@@ -13,6 +13,10 @@ from ..arguments import IGNORE
 from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
+# Ids of columns, each once at a position, and the field of their probabilities.
+ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
+NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
+
 
 class Survey:
     """Extremes and counts of a batch.
@@ -22,6 +26,7 @@ class Survey:
 
     Args:
         id_fields: [.., K] each, whose values are columns of the vocabulary where they are not < 0.
+        probs: [.., K] values of the field in `ID_FIELDS`, by the name of the id field.
         of_support: `SupportIds.survey`, read with the other numbers.
         tensors: all that is looked at.
     """
@@ -33,6 +38,7 @@ class Survey:
         targets: Tensor,
         segments: Segments,
         id_fields: dict[str, Tensor],
+        probs: dict[str, Tensor],
         of_support: Tensor | None,
         tensors: tuple[Tensor, ...],
     ) -> None:
@@ -41,6 +47,7 @@ class Survey:
         self.targets = targets.reshape(-1)
         self.segments = segments
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
+        self.probs = probs
         self.scored = scored = self.targets != IGNORE  # [N]
         # [N] the segment of each scored position, S where it is in none; S + 1: not scored. None:
         # all positions are in a segment, in order.
@@ -61,17 +68,29 @@ class Survey:
         self._copy = HostCopy(torch.cat([n.view(-1) for n in numbers if n is not None]))
 
     def _extremes(self) -> list[Tensor]:
-        """The smallest target and the largest; of each of id_fields the largest, and at how many
-        scored positions an id stands twice. 0 stands for what is not scored."""
+        """Compute the smallest target and the largest; of each of id_fields the largest, and at how
+        many scored positions an id stands twice or probabilities sum to more than 1. 0 stands for
+        unscored positions."""
         scored = self.scored
-        fields = self.id_fields.values()
+        fields = self.id_fields
         if not len(scored):
             return [self.targets.new_zeros(2 + 2 * len(fields), dtype=torch.int64)]
         numbers = list((self.targets * scored).aminmax())
-        for field in fields:
+        for name, field in fields.items():
             largest = field.amax(1).masked_fill(~scored, 0).long().amax()
-            numbers += [largest, (_repeated(field) & scored).sum()]
+            bad = _repeated(field)
+            if name in self.probs:
+                bad |= self._beyond_one(name)
+            numbers += [largest, (bad & scored).sum()]
         return numbers
+
+    def _beyond_one(self, name: str) -> Tensor:
+        """[N] bool: positions at which probabilities beside an id field sum to more than 1.01; in
+        16 and 8 bits, than their rounding explains."""
+        ids, values = self.id_fields[name], self.probs[name].view_as(self.id_fields[name]).float()
+        probs = values.exp() if "logps" in ID_FIELDS[name] else values
+        most = {1: 2.0, 2: 1.1}.get(self.probs[name].itemsize, 1.01)
+        return torch.where(ids < 0, 0, probs).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Tell whether these are the tensors, and can tell when they change; RuntimeError where
@@ -112,12 +131,15 @@ class Survey:
             bad = (self.targets < 0) | (self.targets >= vocabulary)
             self._refuse("targets", self.targets, bad, f"-100 or 0 <= target < {vocabulary}")
         pairs = zip(of_fields[::2], of_fields[1::2], strict=True)
-        for (name, ids), (largest, twice) in zip(self.id_fields.items(), pairs, strict=True):
+        for (name, ids), (largest, bad) in zip(self.id_fields.items(), pairs, strict=True):
             if largest >= vocabulary:
                 value = ids.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-            if twice:
-                self._refuse(name, ids, _repeated(ids), "distinct ids")
+            if bad and (twice := _repeated(ids) & self.scored).any():
+                self._refuse(name, ids, twice, "distinct ids")
+            if bad:
+                values = self.probs[name].view_as(ids)
+                self._refuse(ID_FIELDS[name], values, self._beyond_one(name), NO_LOGITS)
         if nowhere:
             count = self.segments.count
             want = f"0 <= id < {count} at a scored position"
