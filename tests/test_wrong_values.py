@@ -376,7 +376,7 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("name", ["teacher_topk", "candidate"])
 def test_logits_in_the_place_of_probabilities(name: str) -> None:
-    """Sums above 1.01 at a scored position; poison in empty slots and unscored positions is none."""
+    """Sums above 1.01 at a scored position; poison in empty slots and unscored places is fine."""
     fields = {"teacher_topk": "teacher_topk_logps", "candidate": "candidate_probs"}
     field, term = fields[name], hl.distillation() if name == "teacher_topk" else CE
     ids = torch.tensor([0, 1, -1]).expand(T, 3)
