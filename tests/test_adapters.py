@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import headloss as hl
 from headloss.integrations import seams
 from headloss.integrations.seams import TESTED, Seams, check_signature, fitted
 from headloss.testing import doctor
@@ -792,3 +793,47 @@ def test_an_adapter_that_was_never_called_says_so(
     adapter.install(quiet=True)
     adapter.uninstall()
     assert stepped() == [] and framework.loss is (theirs if kind == "class" else theirs.apply)
+
+
+# ---------------------------------------------------------------------- adapters that say so
+
+
+def test_agilerl_says_that_its_loss_is_liger_s() -> None:
+    from headloss.integrations import agilerl
+
+    layer = SimpleNamespace(base_layer=None, weight=torch.ones(3, 2), bias=None)
+    agent = SimpleNamespace(use_liger_loss=True, _get_lm_head=lambda: layer)
+    with pytest.warns(UserWarning, match=r"use_liger_loss: is True, .* want use_liger_loss=False"):
+        agilerl.fused_logprob_fn_and_head(agent)
+    agent.use_liger_loss = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agilerl.fused_logprob_fn_and_head(agent)
+
+
+def test_ms_swift_refuses_a_trainer_and_not_its_loss_type() -> None:
+    """`swift rlhf` sets a `loss_type` by itself."""
+    pytest.importorskip("transformers")
+    from headloss.integrations.ms_swift import Callback
+    from headloss.losses import Objective
+
+    class GRPOTrainer:
+        __module__ = "swift.rlhf_trainers.grpo_trainer"
+
+    with pytest.raises(ValueError, match="callbacks: got headloss with GRPOTrainer, .*swift sft"):
+        Callback(SimpleNamespace(loss_type="grpo"), GRPOTrainer(), Objective.of(hl.cross_entropy()))
+
+
+def test_trl_install_that_nothing_calls_says_so() -> None:
+    trl = pytest.importorskip("trl")
+    assert trl
+    from headloss.integrations.trl import install, uninstall
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    install()
+    try:
+        with pytest.warns(UserWarning, match="trl: headloss's adapter was put in place, and by"):
+            torch.optim.SGD([weight], 0.1).step()
+    finally:
+        uninstall()

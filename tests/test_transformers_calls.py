@@ -286,3 +286,19 @@ def test_ends_of_megatron(ends: list[int], padded: list[int] | None, want: list[
     segments = megatron._segments(told, torch.ones(1, 6), torch.zeros(6, 1).long(), config)
     assert segments.ids.flatten().tolist() == want
     assert segments.count == sum(a < b for a, b in pairwise(ends))
+
+
+def test_whole_sequences_by_m_rope() -> None:
+    """Labels that came shifted beside M-RoPE's [4, 1, L]: the text positions tell a shard."""
+    model = tiny("llama").train()
+    terms = hl.cross_entropy().over("sequence_mean")
+    labels, one = torch.arange(11)[None] % 7, torch.arange(11)[None]
+    with apply(model, terms) as applied:
+        for text, fits in ((one, True), (one + 5, False)):
+            positions = torch.cat([text[None], one.expand(3, 1, -1)])
+            call = {"labels": labels, "shift_labels": labels, "position_ids": positions}
+            if fits:
+                assert applied.batch_of(call, labels.device).segments.count == 1
+            else:
+                with pytest.raises(ValueError, match="a document that begins at position 5"):
+                    applied.batch_of(call, labels.device)

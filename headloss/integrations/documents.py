@@ -71,10 +71,14 @@ def as_documents(
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
 
 
+def of_text(positions: Tensor) -> Tensor:
+    """Positions [B, L] of the text: the first of M-RoPE's four [4, B, L]."""
+    return positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
+
+
 def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Tensor:
     """[B, L] bool, whether a document begins at a token by the positions."""
-    if positions.dim() == 3 and positions.shape[0] == 4:
-        positions = positions[0]  # of the text, before the three of M-RoPE
+    positions = of_text(positions)
     if positions.shape not in (shape, (1, shape[1]), shape[1:]):
         wanted = " or ".join(map(str, dict.fromkeys([tuple(shape), (1, shape[1]), (4, *shape)])))
         raise ValueError(

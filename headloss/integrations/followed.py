@@ -163,11 +163,12 @@ class Followed(Tensor):
 
     @property
     def node(self) -> Any:
-        """The operation of autograd that returned these logits, under DeepSpeed's hook on a head,
-        which hands on a detached copy with a node of its own."""
-        node = self.grad_fn
-        hook = node is not None and type(node).__name__.startswith("PreBackwardFunction")
-        return node.next_functions[0][0] if hook else node  # type: ignore[union-attr]
+        """The operation of autograd that returned these logits, below DeepSpeed's hooks on modules,
+        which hand on a detached copy with a node of their own."""
+        node: Any = self.grad_fn
+        while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
+            node = node.next_functions[0][0]
+        return node
 
     @property
     def recipe(self) -> Recipe:

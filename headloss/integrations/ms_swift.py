@@ -17,7 +17,7 @@ import torch
 from ..losses import Objective, Term, cross_entropy
 from ..options import Options
 from ..statistics.metrics import Metrics
-from .seams import announce, part, require_arguments
+from .seams import announce, part, require_arguments, watch_of
 from .shared import needs_segments, refuse
 from .transformers import HeadLossCallback
 
@@ -47,6 +47,10 @@ def register(
         )
     checked = check()
 
+    watch = watch_of("ms-swift")
+    watch.start()
+
+    @watch.counting
     def callback_of(args: Any, trainer: Any) -> Callback:
         announce("ms-swift", checked)
         return Callback(args, trainer, objective, options)
@@ -70,7 +74,12 @@ class Callback(HeadLossCallback):
         self, args: Any, trainer: Any, terms: Objective, options: Options | None = None
     ) -> None:
         super().__init__(terms, options)
-        self.trainer = trainer
+        self.trainer, kind = trainer, type(trainer)
+        if "rlhf" in kind.__module__:  # which sets a loss_type that no user has set
+            raise ValueError(
+                f"callbacks: got headloss with {kind.__name__}, a trainer of `swift rlhf`, which "
+                "computes a loss of its own; want `swift sft` or `swift pt`"
+            )
         refuse(
             STOCK,
             enable_dft_loss=bool(args.enable_dft_loss),

@@ -26,7 +26,7 @@ from ..losses import Objective, cross_entropy
 from ..options import Options
 from ..statistics.metrics import Metrics
 from .documents import as_documents
-from .seams import announce, check_signature, part, require_arguments
+from .seams import announce, check_signature, part, require_arguments, watch_of
 from .shared import needs_segments, over_count, per, refuse
 
 HOME = "torchtitan.components.loss"
@@ -92,6 +92,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         self.several = of_depths and config.objective is None
         self.output: Output | None = None
         self.held: WeakSet[_Held] = WeakSet()
+        watch_of("torchtitan").start()
 
     @property
     def metrics(self) -> Metrics | None:
@@ -104,6 +105,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        watch_of("torchtitan").called = True
         module: Any = self.lm_head
         if module is None:
             raise ValueError("lm_head: is not set, call set_lm_head first")

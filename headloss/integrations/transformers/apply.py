@@ -236,9 +236,11 @@ class Applied:
     def _without_labels(self, model: Any, counted: bool) -> None:
         if counted:
             raise ValueError(
-                "labels: are missing beside num_items_in_batch: label_smoothing_factor and "
-                "compute_loss_func take the loss from logits; pass terms to apply() in their "
-                "place, or call remove(model)"
+                "labels: are missing beside num_items_in_batch, as the trainer computes its loss "
+                "from logits: by label_smoothing_factor, compute_loss_func, use_dft_loss, "
+                "use_eaft_loss or use_asft_loss (LLaMA-Factory) or loss_scale (ms-swift), "
+                "whichever is set; pass terms such as headloss.dft() in its place, or call "
+                "remove(model)"
             )
         if model.training and torch.is_grad_enabled():
             self._unreached("the call has no labels")

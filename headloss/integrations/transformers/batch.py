@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from ...batch.batch import IGNORE, Batch
 from ...batch.labels import is_beside, next_in_row
 from ...losses import Objective
-from ..documents import TOLD_BY, documents_of, starts_of
+from ..documents import TOLD_BY, documents_of, of_text, starts_of
 from ..shared import needs_segments
 
 CALL = ("labels", "num_items_in_batch", "shift_labels", *TOLD_BY)
@@ -50,11 +50,11 @@ def _check_whole(call: Mapping[str, Any], targets: Tensor) -> None:
         ranks = distributed.get_world_size()
     at = 0
     if positions is not None:
-        attended = call["attention_mask"]
-        starts = starts_of(positions.to(targets.device), targets.shape, attended)
+        attended, positions = call["attention_mask"], of_text(positions.to(targets.device))
+        starts = starts_of(positions, targets.shape, attended)
         if isinstance(attended, Tensor) and attended.shape == starts.shape:
             starts &= attended.to(starts.device) != 0
-        at = int(positions.to(targets.device).expand(targets.shape).where(starts, 0).max())
+        at = int(positions.expand(targets.shape).where(starts, 0).max())
     if ranks > 1 or at:
         got = f"a document that begins at position {at}" if at else f"{ranks} ranks"
         raise ValueError(

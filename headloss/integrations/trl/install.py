@@ -22,7 +22,7 @@ from ...batch.batch import IGNORE, Batch
 from ...head.head import Head
 from ...head_loss import head_loss
 from ...head_stats import head_stats
-from ..seams import announce
+from ..seams import announce, watch_of
 from ..shared import per
 from .common import CHECKED, of_probe, probe, require
 from .install_check import check_divergence, check_log_probs
@@ -43,10 +43,11 @@ def install() -> None:
     if _replaced:
         return
     check()
-    theirs = [getattr(owner, name) for owner, name in SEAMS]
-    _replaced.extend(zip(theirs, (LogProbs, divergence_loss), strict=True))
+    theirs, watch = [getattr(owner, name) for owner, name in SEAMS], watch_of("trl")
+    _replaced.extend(zip(theirs, map(watch.counting, (LogProbs, divergence_loss)), strict=True))
     for function, ours in _replaced:
         _replace(function, ours)
+    watch.start()
     announce("trl", CHECKED)
 
 
@@ -65,6 +66,7 @@ def uninstall() -> None:
     for function, ours in _replaced:
         _replace(ours, function)
     _replaced.clear()
+    watch_of("trl").stop()
 
 
 def _replace(before: Any, after: Any) -> None:

@@ -7,6 +7,7 @@ B sequences, L positions, N packed positions, H hidden width, V vocabulary.
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -112,15 +113,15 @@ def patch_forward(
     own = kind.forward
     # verl patches the forward of the class, that is, of every model of the class.
     _patch(model, True, "torch")
-    original, kind.forward = model.forward, own
+    function, kind.forward = model.forward.__func__, own
     setattr(model, BACKEND, fused)
 
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        return output if fused.request is None else fused.request.put(output)
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # of a copy of the model, its own
+        output, request = function(self, *args, **kwargs), getattr(self, BACKEND).request
+        return output if request is None else request.put(output)
 
-    model.forward = forward
+    model.forward = types.MethodType(forward, model)
 
 
 def fused_of(module: Any) -> Fused:

@@ -1,0 +1,46 @@
+"""A model under `apply` that FSDP2 or ZeRO-3 shards trains as without sharding."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+import applied_ranks
+from worlds import World, script_on, world_of
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with world_of(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("units", ["root", "alone", "group"])
+def test_fsdp2(world: World, units: str, adapters: bool) -> None:
+    if adapters:
+        pytest.importorskip("peft")
+    world.run(applied_ranks.trains, units, adapters)
+
+
+@pytest.mark.parametrize("units", ["root", "alone", "group"])
+def test_fsdp2_under_compile(world: World, units: str) -> None:
+    world.run(applied_ranks.trains, units, False, True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None,
+    reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install '.[zero3]'",
+)
+def test_zero3() -> None:
+    """No loss has real logits."""
+    script = Path(__file__).parent / "helpers" / "applied_zero3.py"
+    on_cpus = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    printed = script_on(2, str(script), seconds=300, **on_cpus)
+    for adapters in (False, True):
+        assert printed.count(f"adapters {adapters}: well on rank") == 2
