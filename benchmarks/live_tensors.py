@@ -16,7 +16,7 @@ class LiveTensors(TorchDispatchMode):
         super().__init__()
         self.largest = 0  # elements of the largest tensor
         self.peak = 0
-        self._live: dict[int, int] = {}  # bytes of each storage
+        self._live: dict[int, int] = {}  # bytes by storage
 
     @property
     def live(self) -> int:

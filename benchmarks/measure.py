@@ -384,7 +384,7 @@ def _race(
         slow = not alone and entry.stretches[0].ms > SLOW * entry.limits[0].ms
         if turn >= FEW and (slow or time.perf_counter() - begin > seconds):
             break
-    del entry.stretches[0], entry.limits[0]  # a warm-up
+    del entry.stretches[0], entry.limits[0]  # drops the warm-up
 
 
 def whole(run: Run) -> Run:

@@ -107,7 +107,7 @@ def gate(
             row["peak_bytes"] = peak(lambda: contestant.loss(work, model, batch).backward(), device)
     except ImportError as missing:
         row = {"status": "skipped", "reason": one_line(missing)}
-    except Exception as failure:  # whatever a contestant does, the others go on
+    except Exception as failure:  # an error of one contestant must not stop the rest
         row |= {"status": "failed", "reason": one_line(failure)}
     else:
         slack = BACKBONE if weights[0].dtype == torch.bfloat16 else 0.0
@@ -196,7 +196,7 @@ def longest_row(
             tokens = longest(fits, setting.unit, setting.cap)
     except ImportError as missing:
         return {"status": "skipped", "reason": one_line(missing), "longest": None}
-    except Exception as failure:  # whatever a contestant does, the others go on
+    except Exception as failure:  # an error of one contestant must not stop the rest
         return {"status": "failed", "reason": one_line(failure), "longest": None}
     return {"status": "ok", "reason": "", "longest": tokens}
 

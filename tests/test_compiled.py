@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-TARGETS = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "hip:gfx942": 64}  # KiB
+# KiB of shared memory.
+TARGETS = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "hip:gfx942": 64}
 OVERLAPPING = {f"overlapping_{name}_kernel" for name in ("product", "slab")}
 FUSED = {"product_kernel", "slab_kernel"}
 

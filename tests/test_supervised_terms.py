@@ -164,7 +164,7 @@ def test_chord_phi_of_a_certain_or_impossible_target(dtype: torch.dtype) -> None
     logp = torch.tensor(points, dtype=dtype, requires_grad=True)
     values = h.chord_phi()(Statistics(logp=logp), make(lengths=(8,)).batch)
     (gradient,) = torch.autograd.grad(values.sum(), logp)
-    x = [float(p) for p in logp.detach().double()]  # as the dtype holds them
+    x = [float(p) for p in logp.detach().double()]  # rounded to the dtype
     slope = [math.exp(p) * math.expm1(p) for p in x]
     want = [s * p if p > -math.inf else 0.0 for s, p in zip(slope, x, strict=True)]
     tolerance = 16 * torch.finfo(dtype).eps
@@ -203,7 +203,7 @@ def test_unlikelihood_keeps_its_digits(dtype: torch.dtype) -> None:
     logp = torch.tensor(points, dtype=dtype, requires_grad=True)
     values = h.unlikelihood()(Statistics(logp=logp), make(lengths=(8,)).batch)
     (gradient,) = torch.autograd.grad(values.sum(), logp)
-    x = [float(p) for p in logp.detach().double()]  # as the dtype holds them
+    x = [float(p) for p in logp.detach().double()]  # rounded to the dtype
     want = [-math.log(-math.expm1(p)) if p > -1 else -math.log1p(-math.exp(p)) for p in x]
     slope = [math.exp(p) / -math.expm1(p) for p in x]
     tolerance = 4 * torch.finfo(dtype).eps

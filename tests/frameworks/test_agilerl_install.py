@@ -117,7 +117,7 @@ def test_two_updates(name: str) -> None:
     for got, want in zip(ours, metrics, strict=True):
         assert got.keys() == want.keys()
         for key in want:
-            if not key.endswith("_s"):  # but seconds
+            if not key.endswith("_s"):  # except timings
                 assert got[key] == pytest.approx(want[key], rel=2e-4, abs=2e-6, nan_ok=True), key
     assert max(off(a, b) for a, b in zip(trained, weights, strict=True)) < 2e-4
     start = [p.detach() for p in agent(name).actor.parameters() if p.requires_grad]
@@ -158,7 +158,7 @@ def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
     for got, want in zip(ours, metrics, strict=True):
         assert got.keys() == want.keys()
         for key in want:
-            if not key.endswith("_s"):  # but seconds
+            if not key.endswith("_s"):  # except timings
                 assert got[key] == pytest.approx(want[key], rel=2e-4, abs=2e-6, nan_ok=True), key
     assert max(off(a, b) for a, b in zip(trained, weights, strict=True)) < 2e-4
     named = agent(name, **adapted).actor.named_parameters()

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-if not torch.cuda.is_available():  # before anything imports Triton
+if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import fuzz_ranks

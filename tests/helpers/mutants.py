@@ -195,7 +195,7 @@ def main() -> None:
     asked, more = parser.parse_known_args()
     os.environ.update(ENVIRONMENT)
     sys.dont_write_bytecode = True
-    import torch  # before a fork
+    import torch  # imported before forks
 
     torch.set_num_threads(1)
     end = time.time() + 60 * asked.minutes

@@ -1,5 +1,5 @@
-"""A narrow head on every rank of a test world, through Triton's interpreter, against one head in
-float64."""
+"""Comparison of a narrow head on several ranks, in Triton's interpreter, with a whole float64
+head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import headloss as hl
 from headloss.testing import error, plain, trained_looking
 
 T, H, V = 20, 12, 150
-PADDED = 6  # rows of the last slice that are never scored
+PADDED = 6  # unscored padding rows of the last slice
 OBJECTIVES = {
     "sums": hl.cross_entropy() + 1e-2 * hl.z_loss(),
     "a third sweep": hl.cross_entropy() - 0.1 * hl.entropy(),
@@ -20,12 +20,13 @@ OBJECTIVES = {
 
 
 def interpret() -> None:
-    """Before a rank imports Triton."""
+    """Turn on Triton's interpreter before a rank imports Triton."""
     os.environ["TRITON_INTERPRET"] = "1"
 
 
 def whole(softcap: float | None) -> tuple[Tensor, hl.Head, hl.Batch]:
-    """The call of one rank, alike on all; a target in the last column, one position unscored."""
+    """Return the inputs of a call, identical on all ranks, with a target in the last column and an
+    unscored position."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float32)
     bias = torch.randn(V, generator=torch.Generator().manual_seed(0))
     targets[3], targets[7] = -100, V - 1
@@ -34,11 +35,12 @@ def whole(softcap: float | None) -> tuple[Tensor, hl.Head, hl.Batch]:
 
 
 def against_one_head(name: str, softcap: float | None) -> Tensor:
-    """Loss, log-probs and gradients of this rank's slice; its log-probs, to compare bits."""
+    """Check loss and gradients of this rank's slice; return log-probs and hidden gradient to compare
+    bitwise."""
     hidden, head, batch = whole(softcap)
     oracle = plain(hidden, head, batch, OBJECTIVES[name], "float64")
     rank = distributed.get_rank()
-    rows = slice(0, 90) if rank == 0 else slice(90, V)  # neither fills its tiles
+    rows = slice(0, 90) if rank == 0 else slice(90, V)  # ragged slices of tiles
     padding = [(0, 0), (0, PADDED)][rank]
     weight, bias = (t.detach()[rows].clone() for t in (head.weight, head.bias))
     weight = torch.nn.functional.pad(weight, (0, 0, *padding), value=torch.nan).requires_grad_()
