@@ -35,8 +35,8 @@ def whole(softcap: float | None) -> tuple[Tensor, hl.Head, hl.Batch]:
 
 
 def against_one_head(name: str, softcap: float | None) -> Tensor:
-    """Check loss and gradients of this rank's slice; return log-probs and hidden gradient to compare
-    bitwise."""
+    """Check loss and gradients of this rank's slice; return its log-probs and hidden gradient, for
+    bitwise comparison."""
     hidden, head, batch = whole(softcap)
     oracle = plain(hidden, head, batch, OBJECTIVES[name], "float64")
     rank = distributed.get_rank()
