@@ -19,7 +19,8 @@ __all__ = ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "Switches", "check", "inst
 
 
 def __getattr__(name: str) -> Any:
-    """`ORPOTrainer` and `CPOTrainer`, of TRL's experimental modules, which may move or go."""
+    """Import `ORPOTrainer` and `CPOTrainer` on demand: TRL may move or remove its experimental
+    modules."""
     if name not in ("CPOTrainer", "ORPOTrainer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import orpo

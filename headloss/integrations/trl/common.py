@@ -1,4 +1,4 @@
-"""Refusals by name and metrics of all trainers."""
+"""Refused options and logged metrics of all TRL trainers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ CHECKED = "each function of it that headloss takes the place of"
 
 
 def require(owner: Any, *names: str, ours: Any = None) -> None:
-    """RuntimeError where TRL has no such name, or a method of it that takes other arguments than
-    `ours`: what stands in its place here would never run, or not as it is called."""
+    """Raise RuntimeError if TRL lacks a name, or has a method with other arguments than `ours`.
+
+    headloss's replacement of such a method would never run, or would get wrong arguments.
+    """
     for name in names:
         if not hasattr(owner, name):
             raise RuntimeError(
@@ -33,7 +35,7 @@ def require(owner: Any, *names: str, ours: Any = None) -> None:
 
 
 def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
-    """ValueError for the first option that is on, by its name; each has what to do instead."""
+    """Raise ValueError for the first option that is on, naming the option and an alternative."""
     for name, (on, instead) in unsupported.items():
         if on:
             raise ValueError(
@@ -42,7 +44,8 @@ def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
 
 
 def refuse_common(trainer: Any, stock: str, context: bool = False) -> None:
-    """Refuse what no trainer here supports, `context` parallelism where it is not."""
+    """Refuse options that no headloss trainer supports, and context parallelism unless `context` is
+    set."""
     args, accelerator = trainer.args, trainer.accelerator
     peft = getattr(accelerator.unwrap_model(trainer.model), "active_peft_config", None)
     parallel = getattr(accelerator, "parallelism_config", None)
@@ -67,12 +70,12 @@ def record(
     ranks: int = 1,
     further: Callable[[], Metrics] | None = None,
 ) -> None:
-    """Add the terms of a `Request`, and its metrics where the step is logged, to the next entry.
+    """Add the terms of a `Request` to the next log entry, and its metrics if the step is logged.
 
     Args:
-        parts: the micro-batches of a step.
-        ranks: those whose shares of a term add up to its value.
-        further: gives metrics beside those of the request.
+        parts: number of micro-batches in a step.
+        ranks: number of ranks whose shares of a term add up to its value.
+        further: returns metrics in addition to the request's.
     """
     assert request.result is not None, "there has been no forward"
     if getattr(trainer, "log_terms", True):
@@ -84,7 +87,7 @@ def record(
 
 
 def append_logged(trainer: Any) -> None:
-    """Append what was recorded to TRL's own metrics, as "headloss/..."."""
+    """Append the recorded values to TRL's own metrics, as "headloss/..."."""
     logged = vars(trainer).get("logged", {}).pop(mode(trainer), None)
     if logged is not None:
         into = trainer._metrics[mode(trainer)]
@@ -93,10 +96,11 @@ def append_logged(trainer: Any) -> None:
 
 
 class Logs:
-    """Goes before a trainer of TRL: its log has each term and metric of headloss as "headloss/...".
+    """Mixin before a TRL trainer, which adds headloss's terms and metrics to its log as
+    "headloss/...".
 
     Attributes:
-        log_terms: False leaves them out.
+        log_terms: whether the values are logged.
     """
 
     log_terms: bool = True
@@ -108,14 +112,17 @@ class Logs:
 
 @term(name=PROBE)
 def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
-    """Worth nothing, without a gradient; has statistics measured that TRL's metrics need and the
-    loss does not: `of_probe` reads them."""
+    """A term of value 0 without a gradient, which requests statistics for TRL's metrics.
+
+    The loss itself does not need these statistics; `of_probe` reads them.
+    """
     for name in names:
         getattr(stats, name)
     return torch.zeros_like(stats.logp)
 
 
 def of_probe(result: Output | None, name: str) -> Tensor:
-    """[..] a statistic of a result whose objective holds `probe`, 0 where unscored."""
+    """Return a statistic [..] of a result whose objective contains `probe`; 0 at unscored
+    positions."""
     assert result is not None, "there has been no forward"
     return result._scatter(getattr(result._stats, name))

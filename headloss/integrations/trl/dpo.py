@@ -1,4 +1,4 @@
-"""TRL's preference trainer, with its log-probs and losses from headloss."""
+"""TRL's preference trainer with log-probs and losses from headloss."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
 
     Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
     "ipo" and their weighted sums, with a reference model, an adapter, or precomputed log-probs.
-    Beyond them: LoRA on the head, and headloss's own metrics as "headloss/...".
+    headloss adds LoRA on the head, and its own metrics as "headloss/...".
 
-    Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
-    by the totals of the optimizer step, over the ranks too: pairs count alike in a last step whose
-    micro-batches differ in size. A pair without tokens has the loss of a margin of 0, as in TRL.
+    Override `objective` to add terms, and set `options` for memory and schedule. Terms are divided
+    by the totals of the optimizer step over all ranks, so all pairs have equal weight even in a
+    last step whose micro-batches differ in size. A pair without tokens has the loss of a margin of
+    0, as in TRL.
 
     Raises:
-        ValueError: a configuration that is not supported, by the option's name.
+        ValueError: an unsupported configuration; the message names the option.
     """
 
     options: Options = Options()
@@ -58,7 +59,7 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         )
 
     def objective(self, inputs: dict[str, Any]) -> Term | Objective:
-        """The loss on one micro-batch of pairs."""
+        """Return the loss on one micro-batch of pairs."""
         weighted = zip(self.loss_types, self.loss_weights, strict=True)
         return sum(  # type: ignore[return-value]
             (weight * TERMS[name](beta=self.beta) for name, weight in weighted), Objective(())
@@ -100,9 +101,10 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         return Batch(*answers({name: inputs[name].to(device) for name in names}))
 
     def _begin(self, model: Any, inputs: dict[str, Any]) -> None:
-        """FSDP2 settles the dtypes of gradients at its first forward, by what is trainable then.
+        """Run one token through an FSDP2 model before the reference pass.
 
-        In a reference's pass adapters are frozen; so one token goes through the model before it.
+        FSDP2 fixes the dtypes of gradients at its first forward, from the parameters trainable in
+        that forward. In the reference pass, adapters are frozen.
         """
         if not self._begun and is_fsdp2(model):
             with torch.no_grad():
@@ -113,7 +115,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         return super().compute_ref_log_probs(Unrounded(model), inputs)
 
     def _measure(self, measured: Measured, inputs: dict[str, Any]) -> None:
-        """TRL's own method keeps its metrics, on log-probs that are there; its loss is not used."""
+        """Let TRL's own method record its metrics on the computed log-probs; its loss is not
+        used."""
         before, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             super()._compute_loss(measured, inputs, False)
@@ -122,7 +125,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
 
 
 def answers(inputs: dict[str, Any]) -> tuple[Tensor, Segments]:
-    """Targets of rows of chosen, then rejected answers [2 B, L], and these as pairs of segments."""
+    """Return the targets [2 B, L] of chosen, then rejected answers, and the answers as pairs of
+    segments."""
     ids, mask = inputs["input_ids"][:, 1:], inputs["completion_mask"][:, 1:]
     pairs = torch.arange(len(ids) // 2, device=ids.device)
     answer = torch.cat([2 * pairs, 2 * pairs + 1])
@@ -131,9 +135,9 @@ def answers(inputs: dict[str, Any]) -> tuple[Tensor, Segments]:
 
 
 def preference_batch(inputs: dict[str, Any]) -> Batch:
-    """The pairs that terms read.
+    """Return the batch of pairs.
 
-    The log-probs of the reference are known per answer: each token gets an equal part.
+    The reference's log-prob is known per answer only, so each token gets an equal part.
     """
     targets, segments = answers(inputs)
     reference: Tensor = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
@@ -142,9 +146,9 @@ def preference_batch(inputs: dict[str, Any]) -> Batch:
 
 
 def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
-    """[] what pairs without a token add to the loss in TRL: the loss of two scores of 0.
+    """Return the loss [] of the pairs without a token, which TRL adds: the loss of two scores of 0.
 
-    Such a pair has no token that a term's value could stand at.
+    Such a pair has no token at which a term could place a value.
     """
     scored = (batch.targets != IGNORE).any(1)
     empty = ~scored.view(2, -1).any(0)

@@ -1,21 +1,19 @@
 """A model whose forward ends in headloss, in place of the fused head of TRL's trainers.
 
 B rows, L positions, C scored columns at the end of each row, H hidden width. `add_head` has the
-signature of the function that TRL's trainers use for theirs, and takes its place while one of them
-is built. From then on
+signature of TRL's `add_fused_lm_head`, and replaces it while a trainer is built. Afterwards:
 
     Request(batch=batch, objective=objective).of(model, ...)   the loss, in one pass
     Request().of(model, ..., labels=labels)                    log-probs and entropies, no gradient
-    model(..., labels=labels, fused_lm_head=True)              the same, as TRL asks for them
+    model(..., labels=labels, fused_lm_head=True)              log-probs and entropies, for TRL
     model(...)                                                 the model's own forward
 
-The head is read at each call, inside the forward of whatever wraps the model, where FSDP has
-gathered it and PEFT has switched its adapters.
+The head is read at each call, inside the forward of the model's wrappers, where FSDP has gathered
+the head and PEFT has switched its adapters.
 
-A wrapper with mixed precision (FSDP2's hooks, accelerate under DDP) casts the tensors that go into
-and come out of a forward, and rebuilds what holds them: containers and dataclasses. So a forward
-returns tensors only, and what must arrive as it was, in either direction, is on the `Request`,
-which no wrapper looks into.
+Wrappers with mixed precision (FSDP2's hooks, accelerate under DDP) cast the tensors that enter and
+leave a forward, and rebuild containers and dataclasses. So a forward returns only tensors. Values
+that must not be cast are stored on the `Request`, which wrappers do not inspect.
 """
 
 from __future__ import annotations
@@ -48,20 +46,21 @@ require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
 
 class Request:
-    """What a forward is to compute at its last C predicting positions, and what it has found.
+    """A computation at the last C predicting positions of a forward, and its results.
 
-    It must not become a dataclass or a container: wrappers would cast the batch's fields.
+    A `Request` must not become a dataclass or a container: wrappers would cast the batch's fields.
 
     Args:
-        batch: targets [B, C]: column c of a row is predicted at position L - C - 1 + c, or at c
-            where C = L, of shifted labels. Default: the forward's labels [B, C + 1] less the first.
+        batch: targets [B, C]; column c of a row is predicted at position L - C - 1 + c, or for
+            shifted labels (C = L) at c. Default: the forward's labels [B, C + 1] without the first
+            column.
         objective: the loss. Default: the entropy, for a pass without gradient.
-        options: of `head_loss`.
+        options: options of `head_loss`.
 
     Attributes:
-        found: the forward's output before a wrapper had it; None before the forward.
-        result: of `head_loss`, its loss without a gradient; None before the forward. Metrics are
-            found on demand.
+        found: the forward's output before any wrapper casts it; None before the forward.
+        result: output of `head_loss`, its loss without a gradient; None before the forward. Metrics
+            are computed on demand.
     """
 
     def __init__(
@@ -78,21 +77,22 @@ class Request:
         self.result: Output | None = None
 
     def of(self, model: Any, **inputs: Any) -> HeadOutput:
-        """Call `model`, wrapped or not: the numbers are the head's own, whatever wrappers round."""
+        """Call `model` and return the head's unrounded output, even if wrappers round the model's
+        output."""
         passed, output = model(**inputs, headloss=self), self.found
         assert output is not None
         tied = {n: hooked(x, getattr(passed, n)) for n, x in _with_gradient(output).items()}
         return replace(output, **tied)
 
     def at_head(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> HeadOutput:
-        """What a forward without the logits returns."""
+        """Return the output of a forward without logits."""
         out = head_loss(hidden, head, batch, self.objective, options)
         return _output(out, batch, self)
 
 
 @dataclass
 class HeadOutput(utils.FusedCausalLMOutput):
-    """TRL's output, and the critic's values [B, C]. Tensors only."""
+    """TRL's output, plus the critic's values [B, C]. All fields are tensors."""
 
     critic: Tensor | None = None
 
@@ -110,12 +110,12 @@ def add_head(
     switches: Switches | None = None,
     resolved: list[Paths] | None = None,
 ) -> None:
-    """Let `model`'s forward end in headloss on request; the logits are divided by `temperature`.
+    """Let `model`'s forward end in headloss on request, with logits divided by `temperature`.
 
-    Its paths are appended to `resolved`.
+    The model's `Paths` are appended to `resolved`.
 
     Raises:
-        ValueError, TypeError: as `Head.of`, where the head cannot be read.
+        ValueError, TypeError: as from `Head.of`, if the head cannot be read.
     """
     if cast_lm_head_to_fp32:
         raise ValueError(
@@ -161,24 +161,24 @@ def add_head(
 
 
 def _of_any_model(model: Any) -> Callable[..., Any]:
-    """The model's forward as a function of a model: a copy of the model (an average of weights, a
-    frozen reference) runs its own weights."""
+    """Return the model's forward as a function of a model, so that a copy of the model (an average
+    of weights, a frozen reference) runs with the copy's weights."""
     forward = model.forward
     return getattr(forward, "__func__", lambda self, *args, **kwargs: forward(*args, **kwargs))
 
 
-# ---------------------------------------------------------------------- with logits or without
+# ---------------------------------------------------------------------- fused and dense paths
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """How log-probs are made of a model's logits.
+    """The way to compute log-probs in one kind of pass.
 
     Attributes:
-        fused: without them.
-        exact: from float32 logits; else from logits in the dtype that the model computes in.
-        findable: the head can be read.
-        required: the user asks for `fused` by this name; "" where it follows from the model.
+        fused: whether the logits are never made.
+        exact: whether logits are float32; else logits have the model's compute dtype.
+        findable: whether the head can be read.
+        required: name of the user's option that asks for `fused`; "" if no option does.
     """
 
     fused: bool
@@ -189,13 +189,13 @@ class Path:
     def of(
         self, logits: Tensor, model: Any, temperature: float, batch: Batch, request: Request
     ) -> HeadOutput:
-        """The output for logits [B, C, V], followed where the head can be read.
+        """Return the output for logits [B, C, V], which are followed logits if the head can be
+        read.
 
         Raises:
-            ValueError: the model does more to its logits than a head's formula has, where the user
-                asks for `fused`.
+            ValueError: an option asks for `fused`, but a head's formula cannot express the logits.
         """
-        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy
+        options = replace(request.options, metrics=True)  # TRL's metrics need the entropy.
         outputs: list[HeadOutput] = []
 
         def of_logits(logits: Tensor) -> HeadOutput:
@@ -246,7 +246,8 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """The loss, and the passes without gradient: old and reference log-probs."""
+    """The path of the loss, and the path of passes without gradient (old and reference
+    log-probs)."""
 
     loss: Path
     logprobs: Path
@@ -254,15 +255,14 @@ class Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Which passes do without the logits, and how exact log-probs are.
+    """User options that choose fused or dense passes, and the precision of log-probs.
 
     Attributes:
-        use_fused_loss: None is on where the head can be read, off elsewhere; False materialises
-            the logits.
-        use_fused_linear_logprobs: of the old and reference passes, which have no gradient; None
+        use_fused_loss: None: on if the head can be read; False: the logits are made.
+        use_fused_linear_logprobs: fused old and reference passes, which have no gradient; None
             follows `use_fused_loss`.
-        cast_logprobs_to_fp32: True takes log-probs from float32 logits, False from logits in the
-            dtype that the model computes in; None follows `use_fused_loss`.
+        cast_logprobs_to_fp32: True: log-probs come from float32 logits; False: from logits in the
+            model's compute dtype; None follows `use_fused_loss`.
     """
 
     use_fused_loss: bool | None = None
@@ -270,10 +270,10 @@ class Switches:
     cast_logprobs_to_fp32: bool | None = None
 
     def resolve(self, model: PreTrainedModel) -> Paths:
-        """The paths for a model.
+        """Return the paths for a model.
 
         Raises:
-            ValueError, TypeError: as `Head.of`, where a switch is True that needs the head.
+            ValueError, TypeError: as from `Head.of`, if an option set to True needs the head.
         """
         try:
             with whole_head(model):
@@ -307,7 +307,7 @@ class Switches:
 
 
 def _router(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Ask for router logits where the config does."""
+    """Request router logits if the model's config requests them."""
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
@@ -318,7 +318,7 @@ def _router(model: PreTrainedModel, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class _NoLayer:
-    """A class that nothing is an instance of."""
+    """A class without instances, so that `isinstance` is always False."""
 
 
 @contextlib.contextmanager
@@ -327,15 +327,15 @@ def installed(
     switches: Switches | None = None,
     resolved: list[Paths] | None = None,
 ) -> Iterator[None]:
-    """Trainers of TRL's `module` are built with `add_head` for their head, and with adapters on it.
+    """Let trainers of TRL's `module` be built with `add_head`, inside the context.
 
-    TRL's own fused head would leave such adapters out, so TRL refuses them; ours does not.
+    TRL's own fused head ignores adapters on the head, so TRL refuses them; headloss allows them.
     """
     head = functools.partial(add_head, switches=switches, resolved=resolved)
     require(module, "add_fused_lm_head")
     check_signature(module.add_fused_lm_head, add_head, f"{module.__name__}.add_fused_lm_head")
     names = {"add_fused_lm_head": head, "BaseTunerLayer": _NoLayer}
-    # TRL imports the latter where PEFT is there, and looks it up only then.
+    # TRL imports and uses `BaseTunerLayer` only if PEFT is installed.
     before = {name: getattr(module, name) for name in names if hasattr(module, name)}
     for name in before:
         setattr(module, name, names[name])
@@ -348,19 +348,20 @@ def installed(
 
 
 class Unrounded:
-    """Stands for a model in a pass of TRL's without gradient: log-probs come as the head gave them.
+    """Stand-in for a model in TRL's passes without gradient, which returns the head's unrounded
+    log-probs.
 
-    TRL takes them from what comes out of the model's wrappers, which FSDP2 under bf16 rounds. It
-    gives the rows in parts, one after another.
+    TRL reads log-probs from the output of the model's wrappers, and FSDP2 under bf16 rounds that
+    output. TRL passes the rows in chunks, in order.
 
     Args:
-        support: of each row the ids that its last C tokens were drawn from.
+        support: for each row, the ids that its last C tokens were drawn from.
         columns: C.
     """
 
     def __init__(self, model: Any, support: list[Row] | None = None, columns: int = 0) -> None:
         self.model, self.support, self.columns = model, support, columns
-        self.done = 0  # rows
+        self.done = 0  # Number of rows computed so far.
 
     def __call__(self, *, fused_lm_head: bool, labels: Tensor, **inputs: Any) -> HeadOutput:
         rows = slice(self.done, self.done + len(labels))
@@ -373,7 +374,7 @@ class Unrounded:
 
 
 class Measured:
-    """Stands for the model where TRL's loss method only measures a pass that has been made."""
+    """Stand-in for the model when TRL's loss method only measures a computed pass."""
 
     def __init__(self, output: HeadOutput) -> None:
         self.output = output
@@ -383,8 +384,8 @@ class Measured:
 
 
 class Asked(Measured):
-    """Stands for a model where TRL's loss method brings a pass's inputs, images among them, and
-    measures it: the pass is made with a gradient wherever one was recorded when this was."""
+    """Stand-in for a model that runs the pass inside TRL's loss method, which prepares the inputs.
+    The pass records a gradient if gradients were on when the stand-in was built."""
 
     def __init__(self, model: Any, request: Request) -> None:
         self.model, self.request, self.gradient = model, request, torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer, with every log-prob and the loss from headloss."""
+"""TRL's GRPO trainer with log-probs and the loss from headloss."""
 
 from __future__ import annotations
 
@@ -30,57 +30,60 @@ from .support import Row, drawn_logps, rows_drawn, rows_given, sampling_metrics,
 class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     """`trl.GRPOTrainer` with one pass from hidden states to loss and gradients.
 
-    Arguments, configuration, losses, gradients and metrics are TRL's. Beyond them:
+    Arguments, configuration, losses, gradients and metrics are TRL's. headloss adds:
 
     - `importance_sampling_level="sequence_token"` (GSPO-token; advantages may be [B, C]);
     - LoRA on the head;
-    - where top-k, top-p or min-p sampling leaves ids out, log-probs and entropies of all passes are
-      those of the softmax over the ids that were kept. `sampling_support`: True, or an error by
-      name; False, or TRL's own; None, the default: where ids are taken away, else TRL's own, with a
-      warning where the sets cannot be had. A `rollout_func` says them itself, as "support_ids"
-      beside its "completion_ids": for each completion [C, K] integers with -1 in empty slots, or a
-      list with the ids of each token (none: the whole vocabulary);
-    - headloss's own metrics, as "headloss/...".
+    - headloss's own metrics, as "headloss/...";
+    - `sampling_support`: log-probs and entropies of all passes over the ids that top-k, top-p or
+      min-p sampling kept. True: on, and any obstacle raises ValueError. False: off, as in TRL.
+      None, the default: on if the sampler removes ids; if the kept ids cannot be recorded, TRL's
+      log-probs with a warning. A `rollout_func` returns the kept ids as "support_ids" next to its
+      "completion_ids": for each completion [C, K] integers with -1 in empty slots, or a list with
+      each token's ids (an empty list means the whole vocabulary).
 
     Override `objective` to add terms, and set `options` for memory and schedule.
 
     Raises:
-        ValueError: a configuration that is not supported, by the option's name.
+        ValueError: an unsupported configuration; the message names the option.
     """
 
     options: Options = Options()
     switches: Switches = Switches(use_fused_loss=True)
-    kl_in_reward = False  # the reference shapes the advantages, not the loss
+    # True if the reference's KL shapes the advantages and is not a term of the loss.
+    kl_in_reward = False
     sampling_support: bool | None = None
-    without_sets: str | None = None  # why the engine that generates returns no sets
-    _rows: list[Row] | None = None  # the sets of the generation that is under way
-    _replayed: bool | None = None  # whether its tokens carry sets; None: not drawn here
+    without_sets: str | None = None  # Reason why the generating engine returns no sets of ids.
+    _rows: list[Row] | None = None  # Kept ids of the current generation.
+    _replayed: bool | None = None  # Whether tokens carry kept ids; None: not drawn by this trainer.
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         passes = "_get_per_token_logps_and_entropies"
         generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
-        self.warned_of: set[str] = set()  # options, see `replay`
-        self.paths: list[Paths] = []  # of the models that have a head of ours
+        self.warned_of: set[str] = set()  # Options already warned of, see `replay`.
+        self.paths: list[Paths] = []  # Paths of the models with headloss's head.
         with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
             super().__init__(*args, **kwargs)
         check_settings(self)
         refuse_common(self, "trl.GRPOTrainer")
         wanted(self)
         if self.importance_sampling_level == "sequence_token":
-            self.importance_sampling_level = "sequence"  # where TRL measures; the value is the same
+            # Makes TRL's metrics of the ratio, which has an equal value.
+            self.importance_sampling_level = "sequence"
 
     def policy_term(self) -> Term:
-        """The policy's term of the objective; its reduction is set by the loss type."""
+        """Return the policy's term of the objective; the loss type sets the term's reduction."""
         return policy_term(self)
 
     def objective(self, inputs: dict[str, Any]) -> Term | Objective:
-        """The loss on one micro-batch; override it to add to what the configuration says."""
+        """Return the loss on one micro-batch; override to add terms to the configured objective."""
         return make_objective(self, inputs)
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor | float:
-        """What is added to the loss and is no function of log-probs; scaled for accumulation."""
+        """Return a loss to add that does not depend on log-probs, scaled for gradient
+        accumulation."""
         if not self.aux_loss_enabled:
             return 0.0
         training = mode(self) == "train"
@@ -93,8 +96,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
             objective=Objective.of(self.objective(inputs)),
             options=self.options,
         )
-        # TRL's own method brings the inputs of the model, and keeps its metrics and its entropy
-        # controller on the log-probs of this pass; the loss that it returns is not used.
+        # TRL's own method prepares the model's inputs, and updates its metrics and its entropy
+        # controller from this pass's log-probs. TRL's loss is not used.
         asked = Asked(model, request)
         with torch.no_grad():
             super()._compute_loss(asked, inputs)
@@ -160,7 +163,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """TRL's passes over the model; the one that it measures has been made."""
+        """Run TRL's passes over the model; a measured pass has already been computed."""
         if not isinstance(model, Measured):
             model = Unrounded(model, self._rows, logits_to_keep)
         given = (model, input_ids, attention_mask, logits_to_keep, *args)

@@ -1,7 +1,7 @@
 """TRL's GRPO settings as an objective of headloss.
 
-B rows, C completion columns. The settings are read from a trainer, under the names that TRL gives
-them; the loss is what TRL's `_compute_loss` would return, less the routers' auxiliary loss.
+B rows, C completion columns. The settings are read from a trainer, under TRL's names. The loss
+equals TRL's `_compute_loss` without the routers' auxiliary loss.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .support import pairs
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-OVER_THE_STEP = ("cispo", "dapo", "vespo")  # divided by the tokens of the optimizer step
+OVER_THE_STEP = ("cispo", "dapo", "vespo")  # Divided by the tokens of the optimizer step.
 
 
 def check_settings(trainer: Any) -> None:
-    """ValueError for a setting that has no objective."""
+    """Raise ValueError for a setting without an objective."""
     for name, value, known in (
         ("loss_type", trainer.args.loss_type, LOSS_TYPES),
         ("importance_sampling_level", trainer.args.importance_sampling_level, tuple(LEVELS)),
@@ -36,13 +36,13 @@ def check_settings(trainer: Any) -> None:
 
 
 def completion_mask(inputs: dict[str, Any]) -> Tensor:
-    """[B, C]: 1 where a token was sampled and counts."""
+    """Return the mask [B, C]: 1 where a token was sampled and is scored."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
-    """The batch [B, C] that the objective of `make_objective` reads."""
+    """Return the batch [B, C] for the objective of `make_objective`."""
     advantages = inputs["advantages"]
     if advantages.dim() == 2 and trainer.args.importance_sampling_level == "sequence":
         raise ValueError(
@@ -73,10 +73,10 @@ def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
 
 
 def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
-    """Policy, reference and entropy terms, each over TRL's denominator.
+    """Return policy, reference and entropy terms, each over TRL's denominator.
 
-    Means of tokens that TRL takes of a micro-batch ("bnpo", the entropy) are averaged over those of
-    a step; all other denominators are of the step.
+    TRL's means over the tokens of a micro-batch ("bnpo", the entropy) are averaged over the
+    micro-batches of a step. All other denominators are the step's.
     """
     reduction = _reduction(trainer, inputs)
     objective = Objective.of(_modified(trainer.policy_term(), trainer).over(reduction))
@@ -94,7 +94,7 @@ def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
 
 
 def policy_term(trainer: Any) -> Term:
-    """The term that a TRL loss type stands for; its reduction is set by `make_objective`."""
+    """Return the term of a TRL loss type; `make_objective` sets the term's reduction."""
     args, kind = trainer.args, trainer.loss_type
     level = args.importance_sampling_level
     if kind in CLIPPED:
@@ -129,7 +129,8 @@ def _modified(policy: Term, trainer: Any) -> Term:
         policy = policy.off_policy_masked(trainer.off_policy_mask_threshold)
     if trainer.top_entropy_quantile < 1.0:
         policy = policy.top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
-    if _corrects(trainer) and trainer.loss_type != "vespo":  # which takes it into its weight
+    # vespo includes the ratio in its own weight.
+    if _corrects(trainer) and trainer.loss_type != "vespo":
         policy = policy.weighted("importance_sampling_ratio")
     return policy
 
@@ -139,9 +140,9 @@ def _group(trainer: Any) -> Any:
 
 
 def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
-    """[]: a rank's share of the tokens of an optimizer step.
+    """Return a rank's share [] of the tokens of an optimizer step.
 
-    TRL's count is of all that one generation gave, over all ranks.
+    TRL's count covers all completions of one generation, over all ranks.
     """
     count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
     if not trainer.model.training:
@@ -150,13 +151,15 @@ def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def _parts(trainer: Any) -> int:
-    """The micro-batches of a step."""
+    """Return the number of micro-batches in a step."""
     return trainer.current_gradient_accumulation_steps if trainer.model.training else 1
 
 
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
-    """A rank's share of the step, for terms of one's own too. TRL's micro-batches are all of one
-    size. An evaluation has no step."""
+    """Return a rank's share of the step's totals, also for a user's own terms.
+
+    All micro-batches of TRL have an equal size. An evaluation has no step, hence None.
+    """
     if not trainer.model.training:
         return None
     rows = len(inputs["completion_ids"])
@@ -164,7 +167,7 @@ def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
 
 
 def _of_micro_batch(trainer: Any, inputs: dict[str, Any]) -> Reduction:
-    """The mean over the tokens of a micro-batch, of which the mean over the step is taken."""
+    """Return the mean over a micro-batch's tokens, averaged over the micro-batches of a step."""
     return per(completion_mask(inputs).sum().clamp(min=1) * _parts(trainer))
 
 
@@ -185,7 +188,8 @@ def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
 
 
 def _entropy_coefficient(trainer: Any) -> float:
-    """As it is in force in this step: the controller moves it at the end of one."""
+    """Return the entropy coefficient of this step; TRL's controller changes it at the end of a
+    step."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     over = trainer._last_world_entropy > getattr(trainer.args, "entropy_target", 0.0)
@@ -193,7 +197,7 @@ def _entropy_coefficient(trainer: Any) -> float:
 
 
 def _entropy(trainer: Any, inputs: dict[str, Any]) -> Term:
-    """The mean over the tokens that the policy term acts on, in this micro-batch."""
+    """Return the mean entropy over the policy term's tokens in this micro-batch."""
     if trainer.top_entropy_quantile == 1.0:
         return losses.entropy().over(_of_micro_batch(trainer, inputs))
     kept = top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))

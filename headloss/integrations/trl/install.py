@@ -1,10 +1,10 @@
-"""headloss under TRL's other trainers: its chunked log-probs and its chunked divergence, replaced.
+"""headloss in TRL's other trainers: replacement of TRL's chunked log-probs and chunked divergence.
 
     install()       RLOO, KTO, GRPO, SFT, DPO, async GRPO and distillation trainers run on headloss
-    uninstall()     TRL is as it was
+    uninstall()     restores TRL's functions
 
-The losses stay TRL's, so that no schedule is one pass; where headloss has a trainer of its own
-(`GRPOTrainer`, `SFTTrainer`, `DPOTrainer`), that one is faster.
+The losses stay TRL's, so log-probs and gradients need more than one pass. headloss's own trainers
+(`GRPOTrainer`, `SFTTrainer`, `DPOTrainer`) are faster.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from .common import CHECKED, of_probe, probe, require
 from .install_check import check_divergence, check_log_probs
 
 SEAMS = ((utils, "_ChunkedLogProbFunction"), (distillation_trainer, "_chunked_divergence_loss"))
-_replaced: list[tuple[Any, Any]] = []  # TRL's, ours
+_replaced: list[tuple[Any, Any]] = []  # Pairs of TRL's function and headloss's.
 
 
 def install() -> None:
-    """Put headloss in place of TRL's two functions, in this process, until `uninstall()`.
+    """Replace TRL's two functions in this process, until `uninstall()`.
 
-    They are replaced in every module of TRL that holds them. Before that, TRL's own are called with
-    three rows, seven columns, a soft cap, a scale and a temperature, and compared with the formula.
+    The functions are replaced in every module of TRL that holds them. First, TRL's own functions
+    are called with three rows, seven columns, a soft cap, a scale and a temperature, and compared
+    with headloss's formula.
 
     Raises:
-        RuntimeError: a function that is not there, takes other arguments or gives other numbers.
+        RuntimeError: a function is missing, accepts other arguments or returns other numbers.
     """
     if _replaced:
         return
@@ -52,7 +53,7 @@ def install() -> None:
 
 
 def check() -> str:
-    """What `install()` takes for granted of TRL; RuntimeError where it does not hold."""
+    """Return a description of the check that passed. RuntimeError as from `install()`."""
     for owner, name in SEAMS:
         require(owner, name)
     log_probs, divergence = (getattr(owner, name) for owner, name in SEAMS)
@@ -70,19 +71,23 @@ def uninstall() -> None:
 
 
 def _replace(before: Any, after: Any) -> None:
-    """In each module of TRL that has been imported, by whatever name it holds it."""
+    """Replace a function in each imported module of TRL, under any name."""
     for module in [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "trl"]:
         for name in [name for name, value in vars(module).items() if value is before]:
             setattr(module, name, after)
 
 
 def _sharded(*weights: Tensor) -> bool:
-    return any(hasattr(weight, "ds_id") for weight in weights)  # by ZeRO-3
+    # `ds_id` marks a parameter sharded by ZeRO-3.
+    return any(hasattr(weight, "ds_id") for weight in weights)
 
 
 class Regathered(torch.autograd.Function):
-    """`act(hidden, weight, bias)` of a head that ZeRO-3 shards, which TRL has gathered around it:
-    the backward pass gathers it by TRL's own function, and computes `act` once more."""
+    """`act(hidden, weight, bias)` of a head sharded by ZeRO-3, which TRL has gathered for the
+    forward.
+
+    The backward pass gathers the head again by TRL's own function, and computes `act` once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, act: Callable[..., Any], *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -112,7 +117,7 @@ def _call(act: Callable[..., Any], *tensors: Any) -> Any:
 
 
 class LogProbs:
-    """In place of `ChunkedLogProbFunction`; log-probs and entropies carry a gradient."""
+    """Replacement of `ChunkedLogProbFunction`; log-probs and entropies have a gradient."""
 
     @staticmethod
     def apply(
@@ -126,7 +131,8 @@ class LogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
     ) -> tuple[Tensor | None, ...]:
-        """[N]: log-probs, entropies, log of the sum of p^2, mean logits, whether top-1."""
+        """Return log-probs, entropies, log of the sum of p^2, mean logits and top-1 hits, [N]
+        each."""
 
         def act(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
             head = Head(weight, bias, temperature, final_logit_softcapping, logit_scale)
@@ -170,9 +176,10 @@ def divergence_loss(
     teacher_final_logit_softcapping: float | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In place of TRL's loss of a student against a teacher: loss, sum of entropies, tokens.
+    """Return loss, sum of entropies and token count, in place of TRL's student-teacher loss.
 
-    One pass. The temperature divides logits after scale and soft cap, without a factor of T^2.
+    The loss needs one pass. The temperature divides logits after scale and soft cap, without a
+    factor T^2.
     """
     if _sharded(student_lm_head_weight, teacher_lm_head_weight):
         raise ValueError(

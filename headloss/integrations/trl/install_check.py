@@ -1,5 +1,4 @@
-"""What `install` takes for granted of TRL's two functions: the order of their arguments, and the
-numbers that they give."""
+"""Checks of TRL's two replaced functions: the order of their arguments, and their numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ def broken(seam: str, what: str) -> RuntimeError:
 
 
 def _example(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [N, 4], weight [7, 4], bias [7]."""
+    """Return hidden states [N, 4], weight [7, 4] and bias [7]."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -35,7 +34,8 @@ def _example(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _log_softmax(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """[N, 7] logits after scale, soft cap and temperature, and their log-softmax, in float64."""
+    """Return logits [N, 7] after scale, soft cap and temperature, and their log-softmax, in
+    float64."""
     raw = hidden.double() @ weight.double().T + bias.double()
     logits = SOFTCAP * torch.tanh(raw * SCALE / SOFTCAP) / TEMPERATURE
     return logits, logits.log_softmax(-1)
@@ -61,10 +61,12 @@ def _call(seam: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def check_log_probs(theirs: Any, ours: Callable[..., Any]) -> None:
-    """RuntimeError where TRL's chunked log-probs are another function than ours; it is called by
-    position."""
+    """Raise RuntimeError if TRL's chunked log-probs differ from headloss's.
+
+    TRL calls the function with positional arguments.
+    """
     seam = "trainer.utils._ChunkedLogProbFunction"
-    forward = functools.partial(theirs.forward, None)  # less autograd's context
+    forward = functools.partial(theirs.forward, None)  # Autograd's context is left out.
     got, want = (list(inspect.signature(f).parameters) for f in (forward, ours))
     if len(got) != len(want):
         raise broken(seam, f"it takes ({', '.join(got)}), want ({', '.join(want)})")
@@ -87,7 +89,7 @@ def check_log_probs(theirs: Any, ours: Callable[..., Any]) -> None:
 
 
 def check_divergence(theirs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """RuntimeError where TRL's chunked divergence is another function than ours."""
+    """Raise RuntimeError if TRL's chunked divergence differs from headloss's."""
     seam = "trainer.distillation_trainer._chunked_divergence_loss"
     try:
         check_signature(theirs, ours, seam)

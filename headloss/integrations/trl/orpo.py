@@ -1,4 +1,4 @@
-"""TRL's experimental trainers on preferences without a reference, their log-probs from headloss.
+"""TRL's experimental preference trainers without a reference model, with log-probs from headloss.
 
 B pairs, L tokens of the longest row, H hidden width, V vocabulary.
 """
@@ -24,10 +24,10 @@ from .forward import HeadOutput, Request, add_head
 
 
 class LogProbs(Request):
-    """Log-probs [B, C] that carry a gradient, and mean logits [B] that do not.
+    """Log-probs [B, C] with a gradient, and mean logits [B] without a gradient.
 
     Args:
-        positions: those of each row that the mean is over.
+        positions: positions of each row to average the logits over.
     """
 
     def __init__(self, positions: slice = slice(None), **request: Any) -> None:
@@ -42,8 +42,11 @@ class LogProbs(Request):
 
 @torch.no_grad()
 def mean_logits(hidden: Tensor, head: Head) -> Tensor:
-    """[B, L, H] to [B]: the mean of a row's logits [L, V], from the mean of its hidden states and
-    that of the head's rows; before a soft cap, and without the dropout of adapters."""
+    """Return the mean logit of each row, [B] from hidden states [B, L, H].
+
+    The mean over [L, V] is the product of the mean hidden state and the head's mean row. Soft cap
+    and dropout of adapters are left out.
+    """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 
     def mean(rows: Tensor) -> Tensor:
@@ -56,7 +59,8 @@ def mean_logits(hidden: Tensor, head: Head) -> Tensor:
 
 
 class WithoutLogits:
-    """What the two trainers share: their scores and likelihoods, by one call of `head_stats`."""
+    """Common base of the ORPO and CPO trainers: scores and likelihoods by one call of
+    `head_stats`."""
 
     options: Options = Options()
     theirs: type
@@ -84,10 +88,12 @@ class WithoutLogits:
         likelihood: bool,
         positions: slice,
     ) -> tuple[Tensor, ...]:
-        """What TRL's `concatenated_forward` gives: of chosen and of rejected answers the sums or
-        averages of their log-probs [B], and in place of the logits of their `positions` the mean
-        of these [B]; the mean negative log-likelihood [] of chosen answers, with their `prompts` or
-        without, or 0; and the routers' auxiliary loss [], where it is on."""
+        """Return the values of TRL's `concatenated_forward`.
+
+        These are sums or averages of log-probs [B] of chosen and of rejected answers; mean logits
+        [B] over `positions`, in place of logits; the mean negative log-likelihood [] of chosen
+        answers, with their `prompts` or without, or 0; and, if on, the routers' auxiliary loss [].
+        """
         device = self.accelerator.device
         rows = self.concatenated_inputs(batch, padding_value=padding, device=device)
         names = "input_ids", "attention_mask", "labels"
@@ -112,7 +118,7 @@ class WithoutLogits:
 
 
 def _shifted(labels: Tensor) -> Tensor:
-    """[.., L] the label after each token; the last position is there for its mean logit alone."""
+    """Return the label after each token, [.., L]; the last position has none, only a mean logit."""
     return next_in_row(labels, dim=1, fill=IGNORE)
 
 
@@ -120,12 +126,12 @@ class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
     """`trl.experimental.orpo.ORPOTrainer` without the logits.
 
     Arguments, configuration, loss, gradients and metrics are TRL's, from float32 log-probs; set
-    `options` for memory and schedule. `logits/chosen` and `logits/rejected` are means over padding
-    too, as in TRL; where a model has a soft cap, of the logits before it. Labels are to be the
-    tokens themselves or -100, as TRL's collator has them.
+    `options` for memory and schedule. `logits/chosen` and `logits/rejected` are means that include
+    padding, as in TRL; for a model with a soft cap, the means are of logits before the cap. Labels
+    must be the tokens themselves or -100, as from TRL's collator.
 
     Raises:
-        ValueError: a configuration that is not supported, by the option's name.
+        ValueError: an unsupported configuration; the message names the option.
     """
 
     theirs = orpo_trainer.ORPOTrainer
@@ -143,7 +149,10 @@ class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
 
 
 class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
-    """`trl.experimental.cpo.CPOTrainer` without the logits, in each loss; else as `ORPOTrainer`."""
+    """`trl.experimental.cpo.CPOTrainer` without the logits, for every loss type.
+
+    All other properties are those of `ORPOTrainer`.
+    """
 
     theirs = cpo_trainer.CPOTrainer
 

@@ -1,7 +1,8 @@
-"""Whether a trainer takes log-probs over the ids that its sampler kept, and what stands in the way.
+"""The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
-`sampling_support` is a trainer's: True asks for it, False is TRL's own, None has it where a filter
-takes ids away. What cannot be replayed raises under True and warns once under None, by its name.
+`sampling_support` is the trainer's option: True asks for kept ids, False keeps TRL's log-probs,
+None uses kept ids if a filter removes ids. An obstacle raises under True, and warns once under
+None.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .support import ENGINE
 
 LOG = logging.getLogger("headloss")
 SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
-# Options that change the logits of ids which are kept, where they are not one of these values.
+# Options that change the logits of kept ids, with the values at which nothing changes.
 CHANGING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
@@ -31,8 +32,9 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "watermarking_config": (),
 }
-# Processors of Transformers that only take ids away, with the values at which they take none; that
-# leave the softmax as it is; and the options of those that change it.
+# Transformers' processors that only remove ids, with the option value that removes none
+# (`REMOVING`), processors that keep the softmax (`LEAVING`), and options of processors that change
+# the softmax (`OPTIONS`).
 REMOVING: dict[str, tuple[str, Any]] = {"MinPLogitsWarper": ("min_p", 0)}
 REMOVING |= dict.fromkeys(
     (
@@ -67,15 +69,15 @@ OPTIONS = {
 
 
 class Obstacle(NamedTuple):
-    """An option under which log-probs over the sets are not the sampler's, or cannot be had."""
+    """An option under which log-probs over the kept ids are unavailable, or not the sampler's."""
 
     option: str
     problem: str
-    replayed: bool = False  # the sets are replayed all the same
+    replayed: bool = False  # Whether the kept ids are used all the same.
 
 
 def wanted(trainer: Any) -> bool:
-    """By the options alone; raises or warns as `settle`."""
+    """Return whether to use kept ids, by the trainer's options; raise or warn as `settle`."""
     asked = trainer.sampling_support
     if asked is False or (asked is None and not _truncates(_options(trainer))):
         return False
@@ -83,7 +85,10 @@ def wanted(trainer: Any) -> bool:
 
 
 def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
-    """By what Transformers has built, in which a model's own generation config may have a part."""
+    """Return whether to use kept ids, by the processors that Transformers built.
+
+    A model's own generation config may add processors.
+    """
     processors = list(processors)
     if trainer.sampling_support is None and not any(map(_removes, processors)):
         return False
@@ -91,10 +96,10 @@ def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -
 
 
 def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
-    """Whether the sets are replayed.
+    """Return whether the kept ids are used, and warn once of each obstacle.
 
     Raises:
-        ValueError: an obstacle, where `sampling_support` is True.
+        ValueError: there is an obstacle, and `sampling_support` is True.
     """
     replayed = True
     for option, problem, all_the_same in obstacles:
@@ -112,7 +117,7 @@ def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
 
 
 def _announce(trainer: Any) -> None:
-    """Say in the log, once a trainer, what differs from TRL's own numbers, and the switch."""
+    """Log once per trainer that log-probs differ from TRL's, and the option that restores TRL's."""
     if "sampling_support" not in trainer.warned_of:
         trainer.warned_of.add("sampling_support")
         LOG.warning(
@@ -123,7 +128,7 @@ def _announce(trainer: Any) -> None:
 
 
 def obstacles(trainer: Any) -> Iterator[Obstacle]:
-    """Of a trainer's options."""
+    """Yield the obstacles of a trainer's options."""
     options = _options(trainer)
     yield from _of_generation(trainer)
     if options["temperature"] != trainer.temperature:
@@ -144,7 +149,7 @@ def obstacles(trainer: Any) -> Iterator[Obstacle]:
 
 
 def _of_generation(trainer: Any) -> Iterator[Obstacle]:
-    """Of the way in which tokens are generated."""
+    """Yield the obstacles of the trainer's way to generate tokens."""
     if trainer.rollout_func is not None and trainer.sampling_support:
         yield Obstacle("rollout_func", "its sets are not recorded; let it return support_ids")
     if trainer.use_vllm and trainer.vllm_mode != "colocate":
@@ -182,7 +187,7 @@ def _of_processors(trainer: Any, processors: list[Any], config: Any) -> Iterator
 
 
 def _options(trainer: Any) -> dict[str, Any]:
-    """Of sampling; `generation_kwargs` win."""
+    """Return the sampling options; `generation_kwargs` override the trainer's."""
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     return {name: getattr(trainer, name) for name in names} | (trainer.args.generation_kwargs or {})
 
@@ -217,10 +222,10 @@ def _changes(option: str) -> Obstacle:
 
 @contextlib.contextmanager
 def engine_with_sets(trainer: Any) -> Iterator[None]:
-    """Inside, the engine of vLLM that TRL builds returns the ids that it kept, where wanted."""
-    module: Any = sys.modules.get(ENGINE)  # TRL's trainer imports it
+    """Let the vLLM engine that TRL builds inside the context return its kept ids, if wanted."""
+    module: Any = sys.modules.get(ENGINE)  # TRL's trainer imports the module.
     theirs = getattr(module, "LLM", None)
-    if theirs is None:  # vLLM is not installed
+    if theirs is None:  # vLLM is not installed.
         yield
         return
 
@@ -238,7 +243,7 @@ def engine_with_sets(trainer: Any) -> Iterator[None]:
         if not chosen:
             del os.environ[RUNNER]
         trainer.without_sets = f"vLLM {_version()} does not know {SWITCH}, want 0.28 or later"
-        wanted(trainer)  # raises, or warns
+        wanted(trainer)  # Raises, or warns.
         return theirs(*args, **kwargs)
 
     module.LLM = build

@@ -1,4 +1,4 @@
-"""TRL's supervised trainer, with its loss from headloss."""
+"""TRL's supervised trainer with its loss from headloss."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     """`trl.SFTTrainer` with one pass from hidden states to loss and gradients.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: `loss_type="nll"` on all
-    tokens or on completions, padded or packed. Beyond them: LoRA on the head, and headloss's own
-    metrics as "headloss/...".
+    tokens or on completions, padded or packed. headloss adds LoRA on the head, and its own metrics
+    as "headloss/...".
 
     Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
-    by the totals of the optimizer step, over the ranks too; documents of packed rows are sequences.
+    by the totals of the optimizer step over all ranks. Documents of packed rows are sequences.
     Context parallelism is TRL's: accelerate's torch backend, without packing.
 
     Raises:
-        ValueError: a configuration that is not supported, by the option's name.
+        ValueError: an unsupported configuration; the message names the option.
     """
 
     options: Options = Options()
@@ -56,7 +56,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         )
 
     def objective(self, inputs: dict[str, Any]) -> Term | Objective:
-        """The loss on one micro-batch."""
+        """Return the loss on one micro-batch."""
         return Objective.of(cross_entropy())
 
     def compute_loss(
@@ -88,7 +88,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
             parts = 1 if divides else self.parts
             loss = loss + self.router_aux_loss_coef * found.aux_loss / parts
         found.is_top1 = of_probe(request.result, "top1")
-        with torch.no_grad():  # TRL's own method keeps its metrics; its loss is not used
+        with torch.no_grad():  # TRL's own method records its metrics; its loss is not used.
             model_of: Any = Measured(found)
             super().compute_loss(model_of, inputs, num_items_in_batch=num_items_in_batch)
             ranks = self.ranks if batch.totals is not None else 1
@@ -100,8 +100,10 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         return self._batch(tensors, Objective.of(self.objective(tensors)))
 
     def _batch(self, inputs: dict[str, Any], objective: Objective) -> Batch:
-        """[B, L - 1]; the documents of packed rows are segments where a term asks for them. Under
-        context parallelism [B, L], to be sharded as the tokens are."""
+        """Return a batch [B, L - 1], or [B, L] to be sharded under context parallelism.
+
+        Documents of packed rows are segments if a term needs segments.
+        """
         labels, segments = inputs["labels"], None
         targets = next_in_row(labels, dim=1, fill=IGNORE)
         if needs_segments(objective):
@@ -115,7 +117,8 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     def _over_the_step(
         self, objective: Objective, batch: Batch, count: int | Tensor | None, totals: Totals | None
     ) -> Objective:
-        """In an evaluation, as TRL's, each batch of a rank stands for itself."""
+        """Return the objective over the step's totals. In an evaluation each batch of a rank stands
+        alone, as in TRL."""
         in_step = self.over_the_step(objective, batch, totals)
         if in_step is not None or count is None:
             return objective if in_step is None else in_step
