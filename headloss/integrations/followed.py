@@ -1,9 +1,9 @@
-"""Followed logits: logits of no memory that know their head, their hidden states and their formula.
+"""Followed logits: logits without memory that know their head, hidden states and formula.
 
 B rows, L positions, H hidden width, V vocabulary. The head's module returns `Followed` [.., V] in
-place of logits. A choice of rows, a cast, a factor, one tanh and a constant bias give another one;
-every other operation runs on real logits, made by the module's own forward, with their gradient.
-`Recipe.hidden` and `Recipe.head_of` are arguments of `head_loss` for the same logits.
+place of logits. Row selection, a cast, a factor, one tanh and a constant bias return new followed
+logits. Any other operation runs on real logits, made with their gradient by the module's forward.
+`Recipe.hidden` and `Recipe.head_of` are the arguments of `head_loss` for followed logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STALE = (
 
 
 class Steps:
-    """Optimizer steps of the process. Fused optimizers leave the version of a tensor as it is."""
+    """Count of the process's optimizer steps: fused optimizers keep a tensor's version."""
 
     count = 0
 
@@ -55,11 +55,11 @@ class HeadCall:
     """A call of a head with hidden states [.., H].
 
     Args:
-        seam: a `FollowedHead`.
+        seam: the `FollowedHead` whose module was called.
 
     Attributes:
-        closed: as of `FollowedHead`, of this call.
-        written: an in-place operation has changed real logits, and other names of them are void.
+        closed: as in `FollowedHead`, for this call.
+        written: whether an in-place operation changed real logits, so that their aliases are void.
     """
 
     def __init__(self, seam: Any, hidden: Tensor) -> None:
@@ -81,7 +81,7 @@ class HeadCall:
         return Recipe(self, self.hidden).followed(shape, dtype, self.tensors(self.head))
 
     def tensors(self, head: Head) -> list[Tensor]:
-        """Hidden states, weight, bias and adapters."""
+        """Return hidden states, weight, bias and adapters."""
         adapters = [x for lora in head.lora for x in (lora.a, lora.b)]
         return [x for x in (self.hidden, head.weight, head.bias, *adapters) if x is not None]
 
@@ -90,22 +90,22 @@ class HeadCall:
         return [*versions, *((lora.scaling, lora.dropout) for lora in head.lora)]
 
     def draw(self) -> None:
-        """Note that dropout of adapters is drawn: a loss and real logits would have other masks."""
+        """Record that the adapters' dropout was drawn: a second draw would have another mask."""
         if any(lora.dropout for lora in self.head.lora):
             self.closed = self.closed or "dropout of the head's adapter has been drawn"
 
     def raw(self) -> Tensor:
-        """Make real logits, by the module's own forward."""
+        """Return real logits, computed by the module's own forward."""
         stepped = "optimizer.step() has run" if self.steps != Steps.count else ""
         if why := self.closed or self.seam.closed or stepped:
             raise RuntimeError(STALE.format(why))
         with torch.autocast(**self.autocast):
-            if self.seam.unit:  # whose hooks count the calls of its modules
+            if self.seam.unit:  # FSDP2's hooks count the calls of their modules.
                 return unsharded(self.seam.module, self._unchanged, self.hidden)
             return inside(self.seam.module, self._unchanged, self.hidden)
 
     def _unchanged(self, hidden: Tensor) -> Tensor:
-        gathered = self.seam.external or self.seam.unit  # anew, within the call alone
+        gathered = self.seam.external or self.seam.unit  # Each gather makes new tensors.
         if not gathered and self.state != self._state(Head.of(self.seam.module)):
             what = "the head's weight, its adapters or the hidden states have changed"
             raise RuntimeError(STALE.format(what))
@@ -115,12 +115,12 @@ class HeadCall:
 
 @dataclass(eq=False)
 class Recipe:
-    """scale * raw, or factor * tanh(scale * raw), with raw = head(hidden) + bias.
+    """The formula of logits: scale * raw or factor * tanh(scale * raw), raw = head(hidden) + bias.
 
     Attributes:
-        hidden: [.., H] in the rows of these logits.
-        parent, step: real logits are `step` of the parent's.
-        real: the real logits, once they are made.
+        hidden: hidden states [.., H] of the logits' rows.
+        parent, step: real logits are `step` of the parent's real logits.
+        real: the real logits, once made.
     """
 
     call: HeadCall
@@ -145,7 +145,7 @@ class Recipe:
         return self.real
 
     def head_of(self, head: Head) -> Head:
-        """`head` with bias, scale and soft cap of these logits."""
+        """Return `head` with the bias, scale and soft cap of these logits."""
         if self.scale == 1 and self.factor is None and self.bias is None:
             return head
         bias, scale = head.bias, self.scale * (self.factor or 1)
@@ -157,14 +157,13 @@ class Recipe:
 
 
 class Followed(Tensor):
-    """Logits [.., V] without memory; `recipe` makes real ones."""
+    """Logits [.., V] without memory; `recipe` makes real logits."""
 
     own: Recipe
 
     @property
     def node(self) -> Any:
-        """The operation of autograd that returned these logits, below DeepSpeed's hooks on modules,
-        which hand on a detached copy with a node of their own."""
+        """The autograd node of these logits, below DeepSpeed's hooks, which detach copies."""
         node: Any = self.grad_fn
         while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
             node = node.next_functions[0][0]
@@ -176,13 +175,13 @@ class Followed(Tensor):
 
     def make(self) -> Tensor:
         attached = self.requires_grad and torch.is_grad_enabled()
-        if attached and not hasattr(self.node, "recipe"):  # an autograd function returned them
+        if attached and not hasattr(self.node, "recipe"):  # from an autograd function
             return _Bridge.apply(self, self.own.make(False))  # type: ignore[return-value]
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Tensors with a gradient that `act(hidden, head)` returns for these logits, under the
-        autocast of the head's call and where its weights are gathered, in its backward pass too."""
+        """Return the tensors of `act(hidden, head)` for these logits, with a gradient. `act` runs
+        under the autocast of the head's call, and with gathered weights in forward and backward."""
         recipe, call = self.recipe, self.recipe.call
         seam, exact = call.seam, list[Tensor]()
 
@@ -198,7 +197,7 @@ class Followed(Tensor):
             torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()),
             torch.autocast(**call.autocast),
         ):
-            if seam.unit:  # the hook that gathers for the backward pass hangs on its output, this
+            if seam.unit:  # These logits carry FSDP2's hook that gathers for the backward pass.
                 return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
             if not seam.external:
                 return of_hidden(recipe.hidden)
@@ -208,7 +207,7 @@ class Followed(Tensor):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.__name__
-        if name == "__get__":  # of an attribute
+        if name == "__get__":  # An attribute's getter.
             name = getattr(func.__self__, "__name__", "")
         if name in OF_NO_VALUES:
             return super().__torch_function__(func, types, args, kwargs)
@@ -221,7 +220,7 @@ class Followed(Tensor):
                 return result
         elif name in WRITES or (name[-1] == "_" and name[-2:] != "__"):
             with torch.set_grad_enabled(first.requires_grad):
-                first.make()  # so that a later read with a gradient finds what is written now
+                first.make()  # A later read with a gradient then finds the written values.
             first.recipe.call.written = True
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
@@ -233,7 +232,7 @@ class Followed(Tensor):
 
 
 def is_followed(logits: object) -> TypeGuard[Followed]:
-    """True where a recipe tells value and gradient of logits."""
+    """Return whether a recipe gives value and gradient of the logits."""
     if not isinstance(logits, Followed):
         return False
     call = logits.recipe.call
@@ -242,13 +241,13 @@ def is_followed(logits: object) -> TypeGuard[Followed]:
 
 
 def real(value: Any) -> Any:
-    """Real logits of followed ones; any other value as it is."""
+    """Return real logits for followed logits; return any other value unchanged."""
     return value.make() if isinstance(value, Followed) else value
 
 
 class _Node(torch.autograd.Function):
-    """Followed logits as an operation of hidden states and head. Its backward serves functions of
-    autograd, which take a tensor as it lies."""
+    """Autograd node of followed logits, with hidden states and head as inputs. Its backward serves
+    autograd functions, which get the followed logits as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
@@ -267,7 +266,7 @@ class _Node(torch.autograd.Function):
         if gradients[0] is None:
             return (None,) * len(needed)
         tensors = ctx.recipe.call.tensors(ctx.recipe.call.head)
-        before = len(needed) - len(tensors)  # of logits, the ones that these are made of
+        before = len(needed) - len(tensors)  # Number of inputs before the head's tensors.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
@@ -277,7 +276,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Bridge(torch.autograd.Function):
-    """Real logits with the gradient of followed ones that an autograd function has returned."""
+    """Real logits that pass their gradient to followed logits returned by an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, passed: Followed, logits: Tensor) -> Tensor:
@@ -288,7 +287,7 @@ class _Bridge(torch.autograd.Function):
         return gradients[0], None
 
 
-# ---------------------------------------------------------------------- rules: logits of logits
+# ---------------------------------------------------------------------- rules of operations
 
 
 def _then(
@@ -340,7 +339,7 @@ def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
 
 
 def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    """Casts and copies."""
+    """Return followed logits after a cast or a copy."""
     like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **options)
     if not isinstance(like, Tensor) or not like.is_floating_point() or like.device != x.device:
         return None

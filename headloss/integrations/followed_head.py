@@ -1,4 +1,4 @@
-"""A model's head that returns followed logits."""
+"""Context in which a model's head returns followed logits."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ eager: Any = torch.compiler.disable  # typed
 
 
 class FollowedHead:
-    """Context in which the calls of a model's head return followed logits.
+    """Context in which calls of a model's head return followed logits.
 
     Args:
         model: a model with output embeddings.
 
     Attributes:
         module: the output embeddings.
-        external: ZeRO-3 gathers the module's weights around its forward alone.
-        unit: FSDP2 shards the module by itself, or in a group of which it is one.
-        hidden: [.., H] of the head's last call; None before.
-        closed: the reason for which real logits cannot be made any more, else "".
+        external: whether ZeRO-3 gathers the module's weights only around the module's forward.
+        unit: whether FSDP2 shards the module as a unit, alone or in a group.
+        hidden: [.., H], hidden states of the head's last call; None before.
+        closed: reason why real logits can no longer be made; "" if possible.
     """
 
     hidden: Tensor | None = None
     closed = ""
-    # In place of `torch.nn.functional.cross_entropy` of the logits; None asks for real ones.
+    # Replaces `torch.nn.functional.cross_entropy` of the logits; None uses real logits.
     cross_entropy: Callable[..., Any] | None = None
 
     def __init__(self, model: Any) -> None:
@@ -58,8 +58,11 @@ class FollowedHead:
 
     @eager(reason=BREAKS)
     def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """In place of the head's forward. Other arguments, such as PEFT's `adapter_names`, change
-        its formula: then logits are real."""
+        """Return followed logits, in place of the head's forward.
+
+        Extra arguments, such as PEFT's `adapter_names`, change the head's formula, so logits are
+        real.
+        """
         if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
             return self.own(hidden, **more)
         self.hidden = hidden

@@ -1,7 +1,7 @@
-"""OpenRLHF's log-probs and entropies from headloss, for SFT, DPO and PPO alike.
+"""OpenRLHF's log-probs and entropies by headloss, for SFT, DPO and PPO.
 
     install()       OpenRLHF's `Actor.forward` makes no logits
-    uninstall()     OpenRLHF is as it was
+    uninstall()     restores OpenRLHF's method
 
 The losses stay OpenRLHF's. B rows, L positions, A actions at the end of a row, H hidden width, V
 vocabulary.
@@ -30,10 +30,10 @@ SEAM = f"{HOME}:Actor", "forward"
 
 
 def install() -> None:
-    """Put headloss in place of `Actor.forward`, in this process, until `uninstall()`.
+    """Replace `Actor.forward` in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: OpenRLHF has no such method, or one that takes other arguments.
+        RuntimeError: OpenRLHF lacks the method, or the method accepts other arguments.
     """
     SEAMS.install()
 
@@ -56,11 +56,13 @@ def forward(
     return_entropy: bool = False,
     **mm_inputs: Any,
 ) -> Any:
-    """In place of `Actor.forward`: [B, L - 1] log-probs, or the last [B, A] of them; the output has
-    no logits. Where these alone are asked for, OpenRLHF's own method runs.
+    """Return log-probs [B, L - 1], or the last [B, A] of them, in place of `Actor.forward`.
+
+    The returned output has no logits. A call that asks only for the output runs OpenRLHF's own
+    method.
 
     Raises:
-        ValueError: images; a head that cannot be read.
+        ValueError: the call has images, or the head cannot be read.
     """
     if action_mask is None and not return_logprobs:
         return SEAMS.theirs[SEAM](
@@ -87,18 +89,18 @@ def forward(
     else:
         tokens, padding = sequences, attention_mask.roll(-1, 1) == 0
         targets = sequences.roll(-1, 1).masked_fill(padding, IGNORE)
-        if action_mask is not None:  # no other position is of use to anyone
+        if action_mask is not None:  # OpenRLHF reads only the log-probs of actions.
             actions = action_mask.shape[1]
             targets[:, : -actions - 1] = IGNORE
         positions = attention_mask.long().cumsum(-1) - 1
-        vision = getattr(self, "is_vlm", False)  # which computes its own
+        vision = getattr(self, "is_vlm", False)  # A vision model computes its own positions.
         positions = None if vision else positions.masked_fill(attention_mask == 0, 1)
     output, stats = measured(
         self, targets, return_entropy, tokens, attention_mask=attention_mask, position_ids=positions
     )
 
     def of_rows(values: Tensor) -> Tensor:
-        """[B, L - 1]"""
+        """Return values of rows, [B, L - 1]."""
         if packed:
             added, places = packed
             values = actor.gather_and_pad_tensor(values, ring_attn_group, added, places, *shape)
@@ -115,7 +117,7 @@ def forward(
 def measured(
     actor: Any, targets: Tensor, with_entropy: bool, *args: Any, **kwargs: Any
 ) -> tuple[Any, list[Tensor]]:
-    """The model's output, and log-probs, with entropies if they are wanted, [B, L] float32."""
+    """Return the model's output, and its log-probs and, if wanted, entropies, [B, L] float32."""
     model: Any = causal_of(actor.model)
     own, gradients = model.forward, ("logp", "entropy")[: 1 + with_entropy]
     statistics: list[Tensor] = []
@@ -135,7 +137,7 @@ def measured(
                 "factor, one soft cap and a constant bias; call uninstall()"
             )
         statistics.extend(logits.through(model, act))
-        output["logits"] = torch.stack(statistics)  # what wrappers hang their hooks on
+        output["logits"] = torch.stack(statistics)  # Wrappers hang their hooks on this tensor.
         return output
 
     with in_place_of(model, forward):

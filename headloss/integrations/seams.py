@@ -1,4 +1,4 @@
-"""Where a framework's code gives way to ours: what is replaced is there, and takes what we take."""
+"""Checked replacement of a framework's functions by headloss's functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Distributions, and the adapters that serve them.
+# Maps distributions to the adapters that serve them.
 ADAPTERS = {
     "transformers": "transformers",
     "trl": "trl",
@@ -34,7 +34,7 @@ ADAPTERS = {
     "speculators": "speculators",
     "specforge": "specforge",
 }
-# Releases that an adapter's whole suite ran with. Others are served where what is checked holds.
+# Releases tested with an adapter's whole suite. Other releases are served if the checks pass.
 TESTED: dict[str, tuple[str, ...]] = {
     "transformers": ("5.20.1", "5.23.0", "5.24.0"),
     "trl": ("1.16.0",),
@@ -58,7 +58,7 @@ TESTED: dict[str, tuple[str, ...]] = {
 
 
 def release(package: str) -> str | None:
-    """The installed release of a distribution, None where there is none."""
+    """Return the installed release of a distribution, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +66,7 @@ def release(package: str) -> str | None:
 
 
 def misfit(package: str, problem: str) -> RuntimeError:
-    """The error of a seam that does not hold, with the release and what to do."""
+    """Return the error of a failed check, with the installed release and a remedy."""
     if not package:
         return RuntimeError(problem)
     return RuntimeError(
@@ -80,11 +80,12 @@ def _tested(package: str) -> str:
 
 
 def part(package: str, place: str, name: str = "") -> Any:
-    """What `name` is in `place`, "module" or "module:Class"; without a name the place itself.
+    """Return attribute `name` of `place`, which is "module" or "module:Class"; without a name, the
+    place.
 
     Raises:
-        RuntimeError: the package has no such thing.
-        ImportError: the package is not installed, or does not import here.
+        RuntimeError: the package lacks the module, class or attribute.
+        ImportError: the package is not installed, or cannot be imported.
     """
     module, _, holder = place.partition(":")
     try:
@@ -92,7 +93,7 @@ def part(package: str, place: str, name: str = "") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if "." not in missing or not f"{module}.".startswith(f"{missing}."):
-            raise  # it, or something that it needs, is not installed
+            raise  # The package, or a package that it needs, is not installed.
         raise misfit(package, f"{module}: is not there") from error
     for attribute in filter(None, (holder, name)):
         if not hasattr(value, attribute):
@@ -108,13 +109,14 @@ def check_signature(
     package: str = "",
     by_name: bool = False,
 ) -> None:
-    """RuntimeError where calls that `theirs` takes by position or by name would reach other
-    arguments of `ours`. What only `theirs` has is fine where it has a default: it is refused when a
-    call passes it.
+    """Raise RuntimeError if a call valid for `theirs` would bind other arguments of `ours`.
+
+    An argument that only `theirs` has is accepted if it has a default; a call that passes the
+    argument is refused.
 
     Args:
         package: the distribution, for the error.
-        by_name: calls reach `ours` by name alone, so that the order is free.
+        by_name: whether `ours` is called only by name, so that the order does not matter.
     """
     want, got = called(ours), called(theirs)
     new = unknown(theirs, ours)
@@ -130,13 +132,13 @@ def check_signature(
 def require_arguments(
     function: Callable[..., Any], names: Collection[str], seam: str, package: str
 ) -> None:
-    """RuntimeError where `function` has no arguments of these names."""
+    """Raise RuntimeError if `function` lacks an argument of the given names."""
     if missing := [name for name in names if name not in called(function)]:
         raise misfit(package, f"{seam}: takes no {', '.join(missing)}")
 
 
 def called(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The named parameters of a call; of `apply`, where that is what is called."""
+    """Return the named parameters of a call; for an autograd function, those of `apply`."""
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     parameters = _signature(function).parameters
     return {name: p for name, p in parameters.items() if p.kind not in variable}
@@ -144,17 +146,21 @@ def called(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _signature(function: Any) -> inspect.Signature:
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        signature = inspect.signature(function.forward)  # its `apply` takes all but the context
+        # `apply` accepts all parameters of `forward` except the context.
+        signature = inspect.signature(function.forward)
         parameters = [p for name, p in signature.parameters.items() if name != "ctx"]
         return signature.replace(parameters=parameters)
-    if isinstance(function, type) and "apply" in vars(function):  # in place of one
+    # A replacement of an autograd function.
+    if isinstance(function, type) and "apply" in vars(function):
         function = vars(function)["apply"]
     return inspect.signature(function)
 
 
 def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
-    """Arguments that `theirs` has and `ours` does not take: with `**kwargs` it takes those that are
-    passed by name alone, with `*args` too all."""
+    """Return the arguments of `theirs` that `ours` does not accept.
+
+    With `**kwargs`, `ours` accepts keyword-only arguments; with `*args` as well, all arguments.
+    """
     kinds = {p.kind for p in _signature(ours).parameters.values()}
     any_name = inspect.Parameter.VAR_KEYWORD in kinds
     anything = any_name and inspect.Parameter.VAR_POSITIONAL in kinds
@@ -166,14 +172,14 @@ def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
 
 
 def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
-    """`ours` for calls that are made as those of `theirs`: by the names that it gives them.
+    """Return `ours` for calls written for `theirs`.
 
     Returns:
-        `ours` itself where each argument lies in the same place. Otherwise what calls it by name,
-        and raises TypeError where a call passes what `ours` does not take.
+        `ours` itself if all arguments have equal places. Otherwise a function that calls `ours` by
+        name, and raises TypeError if a call passes an argument that `ours` does not accept.
 
     Raises:
-        RuntimeError: as `check_signature`.
+        RuntimeError: as from `check_signature`.
     """
     check_signature(theirs, ours, seam, package, by_name=True)
     new = unknown(theirs, ours)
@@ -208,7 +214,7 @@ def _same(value: Any, default: Any) -> bool:
 
 @functools.cache
 def announce(package: str, checked: str) -> None:
-    """One warning in a process, where `package` is a release that no test ran with."""
+    """Warn once per process if the installed release of `package` is untested."""
     if (installed := release(package)) not in TESTED.get(package, ()):
         warnings.warn(
             f"{package} {installed} was not tested with headloss (tested: {_tested(package)}); "
@@ -218,11 +224,13 @@ def announce(package: str, checked: str) -> None:
 
 
 class Watch:
-    """Calls of an adapter: a warning, after the first step of any optimizer in this process, where
-    the adapter was put in place and the framework has called none of its functions.
+    """Watch over the calls of an adapter.
+
+    After the first step of any optimizer in the process, headloss warns if the adapter is
+    installed but the framework has called none of its functions.
 
     Attributes:
-        called: whether it was called since `start()`.
+        called: whether the adapter was called since `start()`.
     """
 
     def __init__(self, package: str) -> None:
@@ -241,7 +249,7 @@ class Watch:
             self._hook = None
 
     def counting(self, ours: Any) -> Any:
-        """The same function, or class with an `apply`, of which calls are noted."""
+        """Return a function, or a class with `apply`, that notes its calls and calls `ours`."""
         if isinstance(ours, type) and "apply" not in dir(ours):
             return ours
         function = ours.apply if isinstance(ours, type) else ours
@@ -258,7 +266,7 @@ class Watch:
     def _after_step(self, *_: Any) -> None:
         if self.judged:
             return
-        self.judged = True  # the hook stays: torch goes through all of them here
+        self.judged = True  # The hook stays, since torch is iterating over all hooks.
         if not self.called:
             warnings.warn(
                 f"{self.package}: headloss's adapter was put in place, and by the end of this "
@@ -269,17 +277,17 @@ class Watch:
             )
 
 
-watch_of = functools.cache(Watch)  # one of each package
+watch_of = functools.cache(Watch)  # One `Watch` per package.
 
 
 class Seams:
-    """Attributes of a framework's modules, or of classes in them, that ours take the place of.
+    """Attributes of a framework's modules or classes, with headloss's replacements.
 
     Args:
-        ours: by ("module" or "module:Class", attribute). They are called by name where theirs has
-            its arguments in other places.
-        package: the distribution; a release that no test ran with is announced.
-        optional: of the keys, those that are left out where they are not there.
+        ours: replacements by ("module" or "module:Class", attribute). A replacement is called by
+            name if the replaced function has its arguments in another order.
+        package: the distribution; an untested release is announced.
+        optional: keys that are skipped if the framework lacks the attribute.
     """
 
     def __init__(
@@ -292,13 +300,17 @@ class Seams:
         self.theirs: dict[tuple[str, str], Any] = {}
 
     def check(self) -> str:
-        """What holds. RuntimeError where one of them is not there, or takes other arguments."""
+        """Return a description of the checked signatures.
+
+        RuntimeError if an attribute is missing, or accepts other arguments.
+        """
         self._fitted()
         names = dict.fromkeys(name for _, name in self.ours)
         return f"the signature of {', '.join(names)}"
 
     def install(self, quiet: bool = False) -> None:
-        """RuntimeError, and nothing done, where `check` raises it; `quiet`: without the warning."""
+        """Install all replacements, or raise RuntimeError and install none; `quiet` omits the
+        warning."""
         if self.theirs:
             return
         replaced = self._fitted()
@@ -335,12 +347,12 @@ class Seams:
 
 
 def fits() -> dict[str, str]:
-    """Of each framework that is installed: its release, and whether the adapter fits it."""
+    """Return, for each installed framework, its release and whether its adapter fits."""
     return {name: _fit(name, installed) for name in ADAPTERS if (installed := release(name))}
 
 
 def _fit(package: str, installed: str) -> str:
-    if installed in TESTED[package]:  # there is no need to import it
+    if installed in TESTED[package]:  # A tested release need not be imported.
         return f"{installed}, tested"
     try:
         with warnings.catch_warnings():
@@ -349,7 +361,7 @@ def _fit(package: str, installed: str) -> str:
             if not hasattr(adapter, "check"):
                 return f"{installed}, not tested (tested: {_tested(package)})"
             return f"{installed}, not tested; {adapter.check()} was checked and holds"
-    except Exception as error:  # a seam's, or of what the framework itself needs
+    except Exception as error:  # Raised by a check, or by the framework's own imports.
         if isinstance(error, RuntimeError) and str(error).startswith(package):
             return str(error).removeprefix(f"{package} ")
         reason = str(error).partition("\n")[0]

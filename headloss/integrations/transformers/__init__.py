@@ -2,15 +2,15 @@
 
     apply(model)                        model(input_ids, labels=...) has a loss without logits
     apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
-    remove(model)                       the model is as it was
-    HeadLossCallback()                  applies it to the model of a Trainer that others build
-    Trainer(model, ...)                 each term is divided by the totals of the optimizer step
-    record_support(model)               what `generate` drew its tokens from
+    remove(model)                       restores the model
+    HeadLossCallback()                  applies headloss in a Trainer built by other code
+    Trainer(model, ...)                 divides each term by the totals of the optimizer step
+    record_support(model)               records the ids that `generate` drew its tokens from
 
-The model's own forward runs. In a call with labels its head returns followed logits, which have no
-memory, and its loss function, or a cross-entropy of such logits, is the objective. Any other
-operation on them runs on real logits. Calls without labels, generation among them, are the model's
-own.
+The model's own forward runs. In a call with labels, the model's head returns *followed logits*, a
+tensor subclass without memory that remembers its formula. The model's loss function, or a
+cross-entropy of the followed logits, is replaced by the objective. Any other operation on followed
+logits runs on real logits. Calls without labels, such as generation, are unchanged.
 """
 
 from .apply import Applied, apply, remove

@@ -1,4 +1,4 @@
-"""`apply`: in calls of a model with labels its loss function is headloss's objective."""
+"""`apply`: replacement of a model's loss function by headloss's objective, in calls with labels."""
 
 from __future__ import annotations
 
@@ -39,29 +39,31 @@ def apply(
     options: Options | None = None,
     fields: tuple[str, ...] = (),
 ) -> Applied:
-    """Let calls of `model` with labels end in headloss; wrapped models and PEFT's are looked into.
+    """Let calls of `model` with labels compute their loss by headloss; wrappers and PEFT are
+    unwrapped.
 
-    Loss, logits and gradients of a call with labels are those of the model's own code with its loss
-    function replaced by the objective; a cross-entropy of the logits without a loss function counts
-    as one. Labels, their shift and the count are those that the model hands its loss function.
-    Terms over the mean of tokens are divided by `num_items_in_batch` where the call has it; other
-    reductions serve a step of one call, and `TotalsMixin` all of `Trainer`'s. Packed documents,
-    told by `position_ids` that start anew, are the segments of terms that ask for segments.
+    A call with labels returns the loss, logits and gradients of the model's own code with its loss
+    function replaced by the objective. A cross-entropy of the logits counts as the loss function if
+    the model calls no other. Labels, their shift and the token count are those passed to the loss
+    function. Terms over the mean of tokens are divided by `num_items_in_batch`, if the call has
+    that argument. Terms with another reduction need a step of one call; `TotalsMixin` supports all
+    reductions in a `Trainer`. Documents that `position_ids` mark in packed rows are the segments of
+    terms.
 
     Args:
-        model: a language model with output embeddings that `Head.of` reads.
+        model: a language model with output embeddings that `Head.of` can read.
         terms: the objective; default: cross-entropy.
-        options: of `head_loss`.
-        fields: arguments of a call that go to the batch: [B, L] or [B, L, ..] ones lie beside the
-            labels and are shifted with them, others are taken as they are.
+        options: options of `head_loss`.
+        fields: names of call arguments to put into the batch. Tensors [B, L] or [B, L, ..] are
+            shifted with the labels; other values are passed unchanged.
 
     Returns:
-        An `Applied`, with `.metrics` of the last call; `.remove()` undoes it, and so does the end
-        of a `with` block.
+        An `Applied`, with `.metrics` of the last call. `Applied.remove()`, or the end of a `with`
+        block, restores the model.
 
     Raises:
-        ValueError, TypeError: a head that cannot be read, a model that has been applied to already
-            or has a loss function of its own.
+        ValueError, TypeError: the head cannot be read, headloss is already applied to the model, or
+            the model has a loss function of the user's.
     """
     if isinstance(fields, str):
         raise TypeError(f"fields: got {fields!r}, want a tuple of names")
@@ -87,7 +89,7 @@ def remove(model: nn.Module) -> None:
 
 
 def applied_to(model: nn.Module) -> Applied:
-    """The `Applied` of a model; ValueError where there is none."""
+    """Return the `Applied` of a model; ValueError if headloss is not applied to the model."""
     causal = _causal(model)
     if STATE not in vars(causal):
         raise ValueError("model: headloss is not applied to it")
@@ -101,11 +103,12 @@ def _causal(model: nn.Module) -> nn.Module:
 
 
 def _replaced(model: Any) -> bool:
-    """Tell whether the model's loss function is the shifted mean, which an objective replaces. Any
-    other loss function of Transformers runs, and its cross-entropy is replaced.
+    """Return whether the model's loss function is the shifted mean, which the objective replaces.
+
+    Any other loss function of Transformers runs, and the cross-entropy inside it is replaced.
 
     Raises:
-        ValueError: a loss function of the user's own.
+        ValueError: the loss function is the user's own.
     """
     stock = getattr(model, "loss_function", None)
     why, own = "", vars(model).get("_loss_function")
@@ -130,11 +133,12 @@ class Applied:
     """The objective of a model's calls with labels.
 
     Attributes:
-        objective, options, fields: as they were given; they may be changed between calls.
-        output: of `head_loss` in the last call, its loss without a gradient; None before.
+        objective, options, fields: arguments of `apply`; may be changed between calls.
+        output: output of `head_loss` in the last call, its loss without a gradient; None before.
         log_terms: whether a `Trainer` logs each term and metric, as "headloss/NAME".
-        logged: those of training and of evaluation since the last entry; None without `Trainer`.
-        in_log: whether the step under way is logged, so that its metrics are measured.
+        logged: sums since the last log entry, of training and of evaluation; None without
+            `Trainer`.
+        in_log: whether the current step is logged, so that its metrics are measured.
     """
 
     def __init__(
@@ -142,16 +146,18 @@ class Applied:
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
         self.is_shifted_mean = _replaced(model)
-        self.loss_function = getattr(model, "loss_function", None)  # that the objective replaces
+        # The loss function that the objective replaces.
+        self.loss_function = getattr(model, "loss_function", None)
         self.output: Output | None = None
         self.log_terms = True
         self.logged: dict[bool, Logged] | None = None
         self.in_log = True
-        self.step: Step | None = None  # that the next calls are parts of
+        self.step: Step | None = None  # The optimizer step that the next calls belong to.
         self.call: Call | None = None
-        self.running = 0  # forwards of the model, so that its backbone's are within
+        # Number of running forwards of the model, during which its backbone may run.
+        self.running = 0
         self.said: set[str] = set()
-        self.own_forward = enter(model)  # on the instance, where somebody set one
+        self.own_forward = enter(model)  # A forward set on the instance by other code.
         setattr(model, STATE, self)
         base = getattr(model, "base_model", model)
         hook = None if base is model else base.register_forward_pre_hook(self._outside)
@@ -165,16 +171,16 @@ class Applied:
 
     @property
     def metrics(self) -> Metrics | None:
-        """Metrics of the last call; None before."""
+        """Metrics of the last call; None before the first call."""
         return None if self.output is None else self.output.metrics
 
     @property
     def plain(self) -> bool:
-        """True where the objective is cross-entropy alone."""
+        """True if the objective is only cross-entropy."""
         return self.objective == PLAIN
 
     def record(self, out: Output, step: Step | None, counted: bool) -> None:
-        """Keep a call's output, and add it to the next entry of a log."""
+        """Store a call's output, and add its values to the next log entry."""
         self.output = replace(out, loss=out.loss.detach())
         if self.logged is not None and self.log_terms:
             parts, ranks = (1, None if counted else 1) if step is None else (step.parts, step.ranks)
@@ -183,7 +189,7 @@ class Applied:
             logged.add(out.terms, self.output.metrics if measured else {}, parts, ranks)
 
     def remove(self) -> None:
-        """As `remove(model)`."""
+        """Restore the model, like `remove(model)`."""
         delattr(self.model, STATE)
         leave(self.model)
         if self.own_forward is not None:
@@ -201,7 +207,10 @@ class Applied:
 
     @eager(recursive=False)
     def run(self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the model's forward; `own` is the model's, which alone is compiled."""
+        """Run a call of the model, in place of its forward.
+
+        `own` is the model's original forward, the only part that torch.compile compiles.
+        """
         own = self.own_forward or own
         arguments = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
         fields = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
@@ -250,8 +259,10 @@ class Applied:
             self._unreached("its backbone runs by itself, as under TRL's trainers")
 
     def _unreached(self, why: str) -> None:
-        """Warn of a training call that passes the objective by, or raise RuntimeError where the
-        objective is more than cross-entropy."""
+        """Warn of a training call that does not reach the objective.
+
+        RuntimeError if the objective is more than cross-entropy.
+        """
         text = (
             f"headloss is applied to {type(self.model).__name__}, but {why}: its loss is not the "
             "objective of apply(). "
@@ -263,27 +274,28 @@ class Applied:
 
     @eager
     def _say(self, text: str) -> None:
-        """Warn, once for each text."""
+        """Warn once per text."""
         if text not in self.said:
             self.said.add(text)
             warnings.warn(text, stacklevel=3)
 
     @property
     def _decodes(self) -> bool:
-        """True for encoder-decoders, whose labels lie beside the decoder's logits."""
+        """True for encoder-decoders, whose labels are aligned with the decoder's logits."""
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     def shift_labels(self, call: dict[str, Any]) -> Tensor | None:
-        """Labels [B, L] beside the logits, None where the call's labels are to be shifted."""
+        """Return labels [B, L] aligned with the logits, or None if the call's labels need a
+        shift."""
         beside = call.get("labels") if self._decodes else None
         return beside if call.get("shift_labels") is None else call["shift_labels"]
 
     def batch_of(self, call: dict[str, Any], device: torch.device) -> Batch:
-        """Batch of a call with labels, before the call."""
+        """Return the batch of a call with labels, before the call runs."""
         fields = {name: call[name] for name in self.fields if name in call}
         arguments = {name: call.get(name) for name in CALL}
         arguments["shift_labels"] = self.shift_labels(call)
-        if self._decodes:  # positions and masks of the call are the encoder's
+        if self._decodes:  # Positions and masks of the call belong to the encoder.
             *rows, length = call["labels"].shape
             own = Segments.rows(math.prod(rows), length, device=device)
             fields.setdefault("segments", own)

@@ -1,4 +1,4 @@
-"""The batch of a call of a model with labels: targets, the fields beside them, documents.
+"""The batch of a model's call with labels: targets, fields per token, documents.
 
 B rows, L positions.
 """
@@ -23,11 +23,13 @@ CALL = ("labels", "num_items_in_batch", "shift_labels", *TOLD_BY)
 def batch_of(
     call: Mapping[str, Any], fields: Mapping[str, Any], objective: Objective, device: torch.device
 ) -> Batch:
-    """Labels and the fields beside them, [B, L] or [B, L, ..], are shifted together, or have come
-    shifted together, as `shift_labels`; other fields are taken as they are, `segments` among them.
+    """Return the batch of a call.
+
+    If the call has `shift_labels`, its labels and fields are already shifted. Otherwise labels and
+    fields [B, L] or [B, L, ..] are shifted here. Other fields, such as `segments`, are unchanged.
 
     Raises:
-        ValueError: a shard of sequences, where the objective asks for all of each.
+        ValueError: each rank has a part of its sequences, but the objective needs whole sequences.
     """
     labels, targets, fields = call["labels"], call["shift_labels"], dict(fields)
     if targets is None:
@@ -44,7 +46,7 @@ def batch_of(
 
 
 def _check_whole(call: Mapping[str, Any], targets: Tensor) -> None:
-    """ValueError where labels came shifted because each rank holds a part of each sequence."""
+    """Raise ValueError if labels arrive shifted because each rank holds a part of each sequence."""
     ranks, positions = 1, call["position_ids"]
     if distributed.is_available() and distributed.is_initialized():
         ranks = distributed.get_world_size()

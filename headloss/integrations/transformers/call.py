@@ -1,5 +1,7 @@
-"""A call of a model with labels: its head hands on followed logits, and its loss function, or a
-`torch.nn.functional.cross_entropy` of them, is the objective.
+"""A call of a model with labels: the head returns followed logits, and the loss is the objective.
+
+The objective replaces the model's loss function, or a `torch.nn.functional.cross_entropy` of the
+followed logits (logits without memory that remember their formula).
 
 B rows, L positions, V vocabulary.
 """
@@ -24,17 +26,17 @@ from .denominators import nan_where_nothing, over_step
 
 
 class Call(FollowedHead):
-    """A call with labels, as a context in which the model's forward runs.
+    """Context in which the model's forward runs in a call with labels.
 
     Args:
-        applied: an `Applied`.
-        model: whose forward runs.
-        arguments: of the call, by name.
-        fields: the arguments that go to the batch.
-        own_loss: the model's loss function was set after `apply`, and counts.
+        applied: the model's `Applied`.
+        model: the model whose forward runs.
+        arguments: arguments of the call, by name.
+        fields: arguments to put into the batch.
+        own_loss: whether the model's loss function was set after `apply`, and is used.
 
     Attributes:
-        losses: how often the objective was computed.
+        losses: number of times the objective was computed.
     """
 
     @eager
@@ -53,7 +55,8 @@ class Call(FollowedHead):
         self.labels, self.step = arguments["labels"], applied.step
         self.shift_labels = applied.shift_labels(arguments)
         self.losses, self.asked, self.gradient = 0, False, torch.is_grad_enabled()
-        # Before the model's forward: packing's question to the device is answered at the loss.
+        # The batch is made before the model's forward: its transfer to the host is awaited at the
+        # loss.
         self.batch: Batch | None = self.step and self.step.batch
         if self.batch is None and self.replaces:
             self.batch = applied.batch_of({**arguments, **fields}, self.labels.device)
@@ -74,8 +77,11 @@ class Call(FollowedHead):
 
     @eager
     def end(self, output: Any) -> Any:
-        """Return `output`. After the call a sharded head has no weight to make logits with: an
-        evaluation makes them here, and a later read in training is refused."""
+        """Return `output`, with real logits if a sharded model is evaluated.
+
+        After the call, a sharded head has no weight to compute logits with. In training, a later
+        read of the logits raises.
+        """
         if not self.model.training and (self.external or is_fsdp2(self.model)):
             for value in output.values() if hasattr(output, "values") else output:
                 real(value)
@@ -96,14 +102,14 @@ class Call(FollowedHead):
         shift_labels: Any = None,
         **more: Any,
     ) -> Tensor:
-        """In place of the model's loss function."""
+        """Return the objective, in place of the model's loss function."""
         self.asked = True
         return self.loss(logits, labels, shift_labels, num_items_in_batch, ignore_index)
 
     def loss(
         self, logits: Tensor, labels: Any, shift_labels: Any, count: Any, ignore_index: int = IGNORE
     ) -> Tensor:
-        """The objective on logits [B, L, V], with labels [B, L], or with targets beside them."""
+        """Return the objective on logits [B, L, V] and labels [B, L], or shifted labels [B, L]."""
         applied, step, batch = self.applied, self.step, self.batch
         lies = shift_labels if shift_labels is not None else labels
         counted = self.shift_labels if self.shift_labels is not None else self.labels
@@ -132,7 +138,7 @@ class Call(FollowedHead):
         return loss if self.model.training else nan_where_nothing(loss, batch, count)
 
     def batch_of(self, labels: Tensor, shifted: bool, ignore_index: int) -> Batch:
-        """The batch of labels that the model hands its loss."""
+        """Return the batch of the labels that the model passes to its loss."""
         if ignore_index != IGNORE:
             labels = labels.masked_fill(labels == ignore_index, IGNORE)
         beside = [
@@ -173,8 +179,11 @@ class Call(FollowedHead):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """The objective in place of `torch.nn.functional.cross_entropy` of these logits, where that
-        is the model's loss; None for its own value."""
+        """Return the objective in place of a cross-entropy of the followed logits that is the
+        model's loss.
+
+        None lets `torch.nn.functional.cross_entropy` run on real logits.
+        """
         rows = target.shape == logits.shape[:-1]
         usual = weight is None and size_average is None and reduce is None and not label_smoothing
         metric = self.asked or torch.is_grad_enabled() != self.gradient
@@ -197,8 +206,12 @@ class Call(FollowedHead):
         return self.loss(logits, *labels, 1 if reduction == "sum" else None, ignore_index)
 
     def _labels_of(self, target: Tensor, fill: int) -> tuple[Tensor, Tensor | None] | None:
-        """`labels` and `shift_labels` of a loss function, if the targets are the call's labels: as
-        they are, shifted [B, L] or, for terms of tokens alone, [B, L - 1]."""
+        """Return `labels` and `shift_labels` of a loss function, if the targets are the call's
+        labels.
+
+        Accepted targets are the labels as they are, shifted [B, L], or, for terms of tokens only,
+        [B, L - 1].
+        """
         labels = self.labels
         if target.numel() == labels.numel():
             target = target.view(labels.shape)
@@ -213,5 +226,5 @@ class Call(FollowedHead):
 
 
 def _equal(labels: Tensor, others: Tensor) -> bool:
-    """Reads the device."""
+    """Return whether two label tensors are equal, which reads the device."""
     return labels.shape == others.shape and torch.equal(labels, others.to(labels.device))

@@ -1,4 +1,4 @@
-"""headloss in a `Trainer` that somebody else builds, where that takes callbacks."""
+"""Callback that applies headloss in a `Trainer` built by other code."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from .apply import Applied, apply
 
 
 class HeadLossCallback(TrainerCallback):
-    """Applies headloss to the model of a `transformers.Trainer` as soon as that is built:
+    """Callback that applies headloss to the model of a `transformers.Trainer` when the trainer is
+    built:
 
         Trainer(model, ..., callbacks=[HeadLossCallback()])
 
-    The end of the training removes nothing, so that the model is evaluated with the same loss;
-    `remove(model)` does.
+    headloss stays applied after the training, so that evaluations have an equal loss;
+    `remove(model)` restores the model.
 
     Args:
-        terms, options, fields: as those of `apply`.
+        terms, options, fields: arguments of `apply`.
 
     Attributes:
-        applied: what `apply` returned; None before a `Trainer` is built.
+        applied: the result of `apply`; None before a `Trainer` is built.
 
     Raises:
-        ValueError, TypeError, RuntimeError: when the `Trainer` is built, as `apply`; ValueError for
-            `label_smoothing_factor`. RuntimeError before the optimizer's first step, whose loss
-            did not come from headloss: the trainer has a loss of its own, or another model.
+        ValueError, TypeError, RuntimeError: from `apply`, when the `Trainer` is built; ValueError
+            for `label_smoothing_factor`. RuntimeError before the optimizer's first step if the loss
+            did not come from headloss: the trainer computes its own loss, or trains another model.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class HeadLossCallback(TrainerCallback):
                 f"label_smoothing_factor: got {args.label_smoothing_factor}, want 0, as it takes "
                 "the loss from logits; pass headloss.cross_entropy(label_smoothing=...) as terms"
             )
-        assert model is not None  # Trainer wants one, and hands it on
+        assert model is not None  # `Trainer` requires a model, and passes it to callbacks.
         self.applied = apply(model, self.terms, self.options, self.fields)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a call's terms are divided by, where it is a part of an optimizer step."""
+"""Denominators of a call's terms, for a call that is a part of an optimizer step."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Step:
     """An optimizer step of several calls.
 
     Attributes:
-        totals: the denominators of all its calls, on all ranks.
-        ranks: that will average their gradients.
-        parts: the calls of a rank, whose losses will be averaged.
-        batch: of this call, where a rank holds some of the tokens of its rows.
+        totals: denominators over all calls of the step, on all ranks.
+        ranks: number of ranks whose gradients will be averaged.
+        parts: number of a rank's calls, whose losses will be averaged.
+        batch: this call's batch, if a rank holds only some tokens of its rows.
     """
 
     totals: Totals
@@ -33,12 +33,13 @@ class Step:
 def over_step(
     objective: Objective, batch: Batch, step: Step | None, count: float | Tensor | None
 ) -> Objective:
-    """`objective` with the denominators of a step, some of which `batch` gets.
+    """Return `objective` with the step's denominators; totals are stored in `batch`.
 
-    Without a `Step` they are `count` tokens, or the batch's own where there is none.
+    Without a `Step` the denominator is `count` tokens, or the batch's own totals if `count` is
+    None.
 
     Raises:
-        ValueError: a reduction that `count` cannot serve.
+        ValueError: a term's reduction cannot use `count`.
     """
     if step is not None:
         batch.totals = step.totals if batch.totals is None else batch.totals
@@ -56,8 +57,10 @@ def over_step(
 
 
 def nan_where_nothing(loss: Tensor, batch: Batch, count: float | Tensor | None) -> Tensor:
-    """NaN where nothing is scored, as Transformers' own loss has it: `Trainer` leaves that out of
-    the mean of an evaluation."""
+    """Return the loss, or NaN if no token is scored, like Transformers' own loss.
+
+    `Trainer` leaves NaN losses out of the mean of an evaluation.
+    """
     if batch.totals is not None:
         count = batch.totals.tokens
     elif count is None:

@@ -12,12 +12,12 @@ from .apply import Applied, applied_to
 
 
 class TermLog(TrainerCallback):
-    """Adds "headloss/NAME" to the entries of a log, averaged as the entry's loss is.
+    """Callback that adds "headloss/NAME" values to log entries, averaged like the entry's loss.
 
-    `apply` puts it among the default callbacks of Transformers, before those that report: each
-    `Trainer` that is built later has one. It does nothing for a model that `apply` was not called
-    on, and where `Applied.log_terms` is False. Terms are averaged over all steps, metrics are those
-    of the steps that `logging_steps` logs.
+    `install` puts the callback among Transformers' default callbacks, before the reporting
+    callbacks, so that every `Trainer` built later has one. The callback does nothing for a model
+    without headloss, or if `Applied.log_terms` is False. Terms are averaged over all steps; metrics
+    only over the steps that `logging_steps` logs.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -47,7 +47,7 @@ class TermLog(TrainerCallback):
             return
         prefix = "" if training else f"{names[0].removesuffix('_loss')}_"
         steps, ranks = None, None
-        if logged.ranks is None:  # divided by a count of the step, as Trainer has it
+        if logged.ranks is None:  # The loss is divided by the step's token count, as in `Trainer`.
             ranks = args.world_size if args.average_tokens_across_devices else 1
             steps = state.global_step - self.step if training else None
         if training:
@@ -71,7 +71,7 @@ def _applied(model: Any) -> Applied | None:
 
 
 def install() -> None:
-    """Put it among the default callbacks, once."""
+    """Put `TermLog` among Transformers' default callbacks, once."""
     callbacks: list[Any] = trainers.DEFAULT_CALLBACKS
     if TermLog not in callbacks:
         callbacks.append(TermLog)

@@ -1,4 +1,4 @@
-"""The ids that each token of `generate` was drawn from, and its log-prob among them.
+"""Recording of the ids that each token of `generate` was drawn from, and of its log-prob.
 
 B rows, C generated columns, K the most ids of a token, P pairs of a token and an id, V vocabulary.
 """
@@ -23,26 +23,26 @@ MODES = ("sample", "greedy_search")
 
 @contextlib.contextmanager
 def record_support(model: Any) -> Iterator[SupportRecorder]:
-    """Inside, `model.generate` records which ids each token was drawn from.
+    """Record the ids that each token of `model.generate` was drawn from, inside the context.
 
         with record_support(model) as drawn:
             tokens = model.generate(**prompts, do_sample=True, top_p=0.9)[:, prompt_length:]
         batch = hl.Batch(tokens, support_ids=drawn.support_ids, old_logps=drawn.logps(tokens), ...)
 
-    The recorder stands behind all processors of logits, those of the model's own
-    `generation_config` and a call's `logits_processor` too, and changes no draw. It keeps pairs of
-    a token and an id, and the scores of one step; on a GPU the host waits once a token.
+    The recorder is the last logits processor, after those of the model's `generation_config` and of
+    a call's `logits_processor`, and changes no draw. The recorder keeps pairs of a token and an id,
+    and the scores of one step. On a GPU, the host waits for the device once per token.
 
     Args:
-        model: of Transformers; PEFT, DDP and others are unwrapped.
+        model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.
 
     Yields:
-        SupportRecorder: of the last `generate` inside; afterwards nothing more is recorded.
+        SupportRecorder: records of the last `generate` inside the context.
 
     Raises:
-        TypeError: a model that does not generate.
-        ValueError: by `generate`, for beams and assisted decoding, whose steps draw no tokens of a
-            softmax, and for `generate_batch`, which has no steps of whole rows.
+        TypeError: the model cannot generate.
+        ValueError: from `generate`, for beam search and assisted decoding, which do not draw each
+            token from one softmax, and for `generate_batch`, which has no steps of whole rows.
     """
     recorder = SupportRecorder()
     with recorder.attached(model):
@@ -54,8 +54,8 @@ class SampledSets:
     """The ids that B rows of C tokens were drawn from.
 
     Attributes:
-        ids: [P] int32, one token's after another's, row by row, ascending.
-        counts: [B, C] int32; 0: the sampler took nothing away.
+        ids: [P] int32, ascending within each token; tokens are ordered row by row.
+        counts: [B, C] int32, number of ids of each token; 0: the sampler removed no id.
     """
 
     ids: Tensor
@@ -63,24 +63,26 @@ class SampledSets:
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """[B C] on the host: behind the last id of each token."""
+        """End of each token's ids in `ids`, a list of B C numbers on the host."""
         return self.counts.flatten().cumsum(0).tolist()
 
     def tokens(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """The ids of `count` tokens from the `first` of all B C on, and how many each has."""
+        """Return the ids of `count` tokens from token `first` of all B C tokens, and each token's
+        count."""
         begin, end = (self._ends[at - 1] if at else 0 for at in (first, first + count))
         return self.ids[begin:end], self.counts.flatten()[first : first + count]
 
 
 class SupportRecorder:
-    """What `record_support` yields.
+    """The recorder of `record_support`.
 
     Args:
-        wanted: of the processors of logits and the generation config, whether to record; None: yes.
+        wanted: function of the logits processors and the generation config that returns whether to
+            record; None: always.
 
     Attributes:
-        sets: of the last `generate`; None: none has ended.
-        drawn_logps: [B, C] float32, what `logps` returns.
+        sets: sets of the last `generate`; None before a `generate` has ended.
+        drawn_logps: [B, C] float32, the result of `logps`.
     """
 
     sets: SampledSets | None = None
@@ -92,25 +94,25 @@ class SupportRecorder:
 
     @property
     def support_ids(self) -> Tensor:
-        """[B, C, K] int64 ids that were kept, ascending, then -1; all -1: nothing was taken away.
+        """Kept ids [B, C, K] int64, ascending, then -1; a token with only -1 had no id removed.
 
-        Greedy decoding keeps the one id.
+        Greedy decoding keeps one id.
         """
         sets = self._ended()
         ids = padded_pairs(sets.ids, sets.counts.flatten())
         return ids.view(*sets.counts.shape, ids.shape[1])
 
     def logps(self, tokens: Tensor) -> Tensor:
-        """[B, C] float32 log-probs of the distributions that the tokens were drawn from.
+        """Return the log-probs [B, C] float32 in the distributions that the tokens were drawn from.
 
-        Behind a row's end those of padding are -inf where it was not kept.
+        After a row's end, padding has log-prob -inf if the sampler had removed the padding id.
 
         Args:
-            tokens: [B, C] integers, those that `generate` returned behind the prompt.
+            tokens: [B, C] integers that `generate` returned after the prompt.
 
         Raises:
-            TypeError: no integers.
-            ValueError: tokens of another shape, or others than were drawn.
+            TypeError: `tokens` are not integers.
+            ValueError: `tokens` have another shape, or differ from the drawn tokens.
         """
         shape = self._ended().counts.shape
         if not is_integers(tokens):
@@ -132,7 +134,7 @@ class SupportRecorder:
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Inside, it is the last of the model's processors of logits."""
+        """Make the recorder the last of the model's logits processors, inside the context."""
         model = unwrap(model)
         while hasattr(model, "get_base_model"):
             model = unwrap(model.get_base_model())
@@ -169,10 +171,10 @@ class SupportRecorder:
 
     def _begin(self, assistant: Any) -> None:
         self.sets, self._assistant, self._greedy = None, assistant, False
-        self._steps: list[tuple[Tensor, Tensor]] = []  # ids and counts
+        self._steps: list[tuple[Tensor, Tensor]] = []  # Pairs of ids and counts.
         self._step_logps: list[Tensor] = []
-        self._scores: Tensor | None = None  # of a step whose tokens are not drawn yet
-        self._first = 0  # columns of the prompt
+        self._scores: Tensor | None = None  # Scores of a step whose tokens are not drawn yet.
+        self._first = 0  # Number of columns of the prompt.
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self._steps:
@@ -194,14 +196,15 @@ class SupportRecorder:
         return scores
 
     def _look_up(self, sequences: Tensor) -> None:
-        """The log-probs of the tokens that were drawn from the last scores."""
+        """Record the log-probs of the tokens drawn from the last scores."""
         if self._scores is not None:
             drawn = self._scores.gather(1, sequences[:, -1:].to(self._scores.device))
             self._step_logps.append((drawn.squeeze(1) - self._scores.logsumexp(1)).float())
         self._scores = None
 
     def _end(self, sequences: Tensor) -> None:
-        """Of `sequences` [B, prompt + C]; a step that `generate` has taken back is left out."""
+        """Build the sets for `sequences` [B, prompt + C], without a step that `generate` has
+        discarded."""
         if not self._steps:
             return
         self._tokens = sequences[:, self._first :]
@@ -210,7 +213,7 @@ class SupportRecorder:
             self._look_up(sequences)
         self.drawn_logps = torch.stack(self._step_logps[:columns], 1)
         steps, self._steps, self._step_logps, self._scores = self._steps[:columns], [], [], None
-        counts = torch.stack([step[1] for step in steps])  # [C, B]
+        counts = torch.stack([step[1] for step in steps])  # Shape [C, B].
         ids = torch.cat([step[0] for step in steps])
         of_row = torch.arange(rows, device=ids.device, dtype=torch.int32).repeat(columns)
         order = of_row.repeat_interleave(counts.flatten()).sort(stable=True).indices
@@ -218,7 +221,7 @@ class SupportRecorder:
 
 
 def _check_mode(config: Any, assistant: Any, steps: bool) -> None:
-    """ValueError for decoding that does not draw one token of a softmax in a step."""
+    """Raise ValueError for decoding that does not draw one token from a softmax per step."""
     want = "want num_beams=1 and one token a step, sampled or greedy"
     if not steps:
         raise ValueError(f"generate_batch: continuous batching is not recorded, {want}")

@@ -1,4 +1,4 @@
-"""Transformers' loss function, told by its numbers: the shifted mean cross-entropy of tokens."""
+"""Recognition of Transformers' loss function by its numbers: the shifted mean cross-entropy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def loss_function(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The mean cross-entropy of tokens, whose count is `num_items_in_batch` where there is one."""
+    """Return the summed cross-entropy of tokens divided by `num_items_in_batch`, or by their
+    number."""
     if shift_labels is None:
         logits, shift_labels = logits[:, :-1], labels[:, 1:]
     each = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="none")
@@ -32,17 +33,17 @@ def loss_function(
 
 
 def check() -> str:
-    """The part that can be checked without a model.
+    """Check Transformers' loss function without a model, and return its description.
 
     Raises:
-        RuntimeError: Transformers' loss function is another, or is not there.
+        RuntimeError: the loss function is missing or gives other numbers.
     """
     check_loss_function(part("transformers", "transformers.loss.loss_utils", "ForCausalLMLoss"))
     return "its loss function"
 
 
 def check_loss_function(stock: Any) -> None:
-    """RuntimeError where it is not the shifted mean on [1, 5, 7] logits."""
+    """Raise RuntimeError if a function is not the shifted mean on logits [1, 5, 7]."""
     check_signature(stock, loss_function, "ForCausalLMLoss", "transformers")
     generator = torch.Generator("cpu").manual_seed(0)
     logits = torch.randn(1, 5, 7, generator=generator, dtype=torch.float32, device="cpu")

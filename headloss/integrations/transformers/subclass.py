@@ -1,5 +1,8 @@
-"""A subclass of a model's class, of the same name, with another forward: wrappers of the forward,
-put on or taken off, leave that one innermost. FSDP2 makes such a class, too."""
+"""Subclasses of a model's class with another forward and an equal name.
+
+Wrappers of the forward, put on or taken off the instance, then leave headloss's forward innermost.
+FSDP2 also makes such a subclass.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,21 @@ from typing import Any
 
 from ..followed_head import eager
 
-STATE = "_headloss"  # of the model; its `run` is called in place of the forward
-BASE = "_headloss_base"  # of the class
+STATE = "_headloss"  # Attribute of the model; its `run` replaces the forward.
+BASE = "_headloss_base"  # Attribute of the subclass: the model's own class.
 
 
 @functools.cache
 def applied_class(base: Any) -> Any:
-    """A subclass of `base`, one for each."""
+    """Return the subclass of `base`, one per class."""
 
     @eager(recursive=False)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state, own = vars(self).get(STATE), functools.partial(base.forward, self)
         return own(*args, **kwargs) if state is None else state.run(self, own, args, kwargs)
 
-    vars(forward).pop("__wrapped__", None)  # through which accelerate would go to the model's own
+    # accelerate would follow `__wrapped__` to the model's own forward.
+    vars(forward).pop("__wrapped__", None)
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
 
@@ -41,11 +45,12 @@ def _new(base: Any) -> Any:
 
 
 def enter(model: Any) -> Any:
-    """Give the model its subclass, and the forwards of it that wrappers keep. The forward that
-    others have put on the instance, if it does not call one of these, is taken off and returned.
+    """Give the model its subclass, also in forwards that wrappers have stored.
+
+    A forward set on the instance is removed and returned, unless it calls a stored forward.
 
     Raises:
-        ValueError: a forward that accelerate has wrapped already, which would put it back.
+        ValueError: accelerate has already wrapped the forward, and would restore it later.
     """
     base, own = type(model), vars(model).get("forward")
     if "_original_forward" in vars(model):
@@ -54,14 +59,15 @@ def enter(model: Any) -> Any:
             "accelerator.prepare(model)"
         )
     _swap(model, base, applied_class(base))
-    if own is None or "_old_forward" in vars(model):  # accelerate's hooks call the latter
+    if own is None or "_old_forward" in vars(model):  # accelerate's hooks call `_old_forward`.
         return None
     del model.forward
     return None if getattr(own, "__func__", None) is base.forward else own
 
 
 def leave(model: Any) -> None:
-    """Undo `enter`. Where FSDP2's class is around the subclass, that stays and does nothing."""
+    """Undo `enter`. If FSDP2's class derives from the subclass, the subclass stays without
+    effect."""
     kind = type(model)
     if BASE in vars(kind):
         _swap(model, kind, vars(kind)[BASE])

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with the totals of the optimizer step for every term."""
+"""`transformers.Trainer` with every term divided by the totals of the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from .denominators import Step
 
 
 class TotalsMixin(CountsSteps):
-    """Goes before a `Trainer` of a model that `apply` was called on:
+    """Mixin before a `Trainer`, for a model with `apply`:
 
         class MyTrainer(TotalsMixin, transformers.Trainer): ...
 
-    Loss, gradient and logged loss are then those of one large batch, in every reduction and with
-    `.where`, however the batch is cut into micro-batches and ranks: the tokens and segments of a
-    step, and what boolean fields keep of them, are counted before its first forward. Denominators
-    of one's own (a `headloss.Reduction` with a constant, `totals` among the fields of a call) stay
-    as they are. What a model adds to the loss, as a routers' loss, is averaged over micro-batches
-    and ranks. With `average_tokens_across_devices=False` each rank counts for itself, and the
-    ranks' losses are averaged.
+    Loss, gradient and logged loss then equal those of one large batch, for every reduction and with
+    `.where`, however the batch is split into micro-batches and ranks. For this, the tokens and
+    segments of a step, and those that boolean fields keep, are counted before the step's first
+    forward.
 
-    Under context parallelism (accelerate's torch backend) labels, documents and the fields of each
-    token are shifted over whole rows and then sharded as the tokens are; terms of segments take
-    sums over the group.
+    A user's own denominators (a `headloss.Reduction` with a constant, `totals` among a call's
+    fields) are kept. Losses that a model adds, such as a router's loss, are averaged over
+    micro-batches and ranks. With `average_tokens_across_devices=False` each rank has its own
+    denominators, and the ranks' losses are averaged.
+
+    Under context parallelism (accelerate's torch backend), labels, documents and fields per token
+    are shifted over whole rows and then sharded like the tokens. Terms over segments sum over the
+    group.
 
     Raises:
-        ValueError: in the first step: a model that `apply` was not called on,
-            `label_smoothing_factor` and `compute_loss_func`, which take the loss from logits, and
-            sequence parallelism (DeepSpeed), whose data loader shards rows before they are counted.
+        ValueError: in the first step, for a model without `apply`; for `label_smoothing_factor` and
+            `compute_loss_func`, which need logits; and for sequence parallelism (DeepSpeed), whose
+            data loader shards rows before they are counted.
     """
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch | None:
@@ -54,7 +56,7 @@ class TotalsMixin(CountsSteps):
         if totals is None:
             return stock(model, inputs, return_outputs, num_items_in_batch)
         applied.step = Step(totals, self.ranks, self.parts, batch)
-        try:  # without a count, for which Trainer would multiply by the ranks
+        try:  # With a count, `Trainer` would multiply the loss by the number of ranks.
             loss, outputs = stock(model, inputs, return_outputs=True)
         finally:
             applied.step = None
@@ -69,9 +71,9 @@ class TotalsMixin(CountsSteps):
                 "label_smoothing_factor and compute_loss_func: take the loss from logits; pass "
                 "terms to apply() in their place"
             )
-        group_of(self)  # refused before the first step
+        group_of(self)  # Unsupported parallelism is refused before the first step.
         return applied_to(self.model)
 
 
 class Trainer(TotalsMixin, transformers.Trainer):
-    """`transformers.Trainer` behind `TotalsMixin`."""
+    """`transformers.Trainer` with `TotalsMixin`."""

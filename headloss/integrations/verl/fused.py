@@ -117,7 +117,8 @@ def patch_forward(
     setattr(model, BACKEND, fused)
 
     @functools.wraps(function)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # of a copy of the model, its own
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A copy of the model has a `Fused` of its own.
         output, request = function(self, *args, **kwargs), getattr(self, BACKEND).request
         return output if request is None else request.put(output)
 
