@@ -67,5 +67,6 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Without the modules, some of whose names differ from public ones in case alone."""
+    """Return the public names only, since some names of modules differ from a public name in case
+    alone."""
     return __all__

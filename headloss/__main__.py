@@ -61,7 +61,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     device = torch.device("cuda" if elsewhere else arguments.device or _default_device())
     problem = _problem(arguments, device.type == "cuda")
     options = Options(**{name: getattr(arguments, name) for name in ASKED})
-    triton = elsewhere and dtype != torch.float64  # a GPU to plan for is assumed to have Triton
+    # A GPU given by --gpu-memory is assumed to have Triton.
+    triton = elsewhere and dtype != torch.float64
     backend = "triton" if triton else kernels.choose("auto", device, dtype)
     plan = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
@@ -79,7 +80,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
-    """Return the inputs that the engine would find from tensors of these sizes."""
+    """Return the `PlanInputs` that the engine would derive from tensors of the given sizes."""
     objective = objective_of(arguments.objective)
     dtype = DTYPES[arguments.dtype]
     length = arguments.segment_length
@@ -115,9 +116,10 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
 
 
 def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Draw planned bytes against tokens, and return the reasons why a schedule cannot serve.
+    """Draw planned bytes against tokens, and return the reason for each schedule that cannot be
+    planned.
 
-    Raise ValueError if matplotlib is not installed or does not know the suffix of `path`.
+    Raise ValueError if matplotlib is not installed or does not support the suffix of `path`.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

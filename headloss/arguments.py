@@ -1,4 +1,4 @@
-"""Checks that the arguments of every verb share."""
+"""Checks of arguments that all public functions share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 R = TypeVar("R")
-INT64 = 1 << 63  # beyond every integer that a tensor holds
+INT64 = 1 << 63  # One more than the largest integer of a tensor.
 LARGEST = sys.float_info.max
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
@@ -38,8 +38,8 @@ def check_dense(name: str, value: Tensor) -> None:
 
 
 def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
-    """ValueError for a tensor that is to be written and may have two elements at one address: in
-    some order, each dimension has to step over all inner ones."""
+    """ValueError for a tensor to be written whose elements may share an address. In some order of
+    the dimensions, each stride must exceed the reach of all inner dimensions."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -49,25 +49,25 @@ def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
 
 
 def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targets'") -> None:
-    """ValueError for a tensor on another device than the other one."""
+    """ValueError if a tensor is not on the device of the tensor `other`."""
     if value.device != other.device:
         raise ValueError(f"{name}: got device {value.device}, want {whose} {other.device}")
 
 
 def is_dtensor(value: object) -> bool:
-    """True for a tensor that is spread over a device mesh."""
+    """True for a DTensor, a tensor that is spread over a device mesh."""
     return hasattr(value, "device_mesh") and hasattr(value, "placements")
 
 
 def is_integers(value: object) -> bool:
-    """True for a tensor of integers; booleans are none."""
+    """True for a tensor of integers; False for booleans."""
     if not isinstance(value, Tensor) or value.dtype == torch.bool:
         return False
     return not (value.is_floating_point() or value.is_complex())
 
 
 def check_integers(name: str, value: object, want: str = "integers") -> Tensor:
-    """The value; TypeError for anything but a dense tensor of integers."""
+    """Return the tensor; TypeError for anything but a dense tensor of integers."""
     if not isinstance(value, Tensor) or not is_integers(value):
         raise TypeError(f"{name}: got {getattr(value, 'dtype', type(value).__name__)}, want {want}")
     check_dense(name, value)
@@ -82,8 +82,8 @@ def check_number(
     accept: Callable[[float], bool] = lambda x: True,
     of: type = Real,
 ) -> None:
-    """TypeError that wants a `kind`, ValueError that wants a `want`, for a number that is not
-    finite or not accepted."""
+    """Check a number: TypeError that names `kind` for a value that is not of type `of`, ValueError
+    that names `want` for a number that is not finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
     number = as_float(value)
@@ -92,9 +92,9 @@ def check_number(
 
 
 def plain_number(value: Any) -> Any:
-    """An int or a float of a number of another kind, such as a fraction, NumPy's or an integer of
-    more than 64 bits, which a tensor may not be multiplied by; anything else as it is, for checks
-    to name."""
+    """Return the int or float of any real number, such as a fraction, a NumPy number or an integer
+    of more than 64 bits, since a tensor cannot be multiplied by these types. Return other values
+    unchanged, for later checks to name."""
     if not isinstance(value, Real):
         return value
     number: Any = value
@@ -107,7 +107,7 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_numbers(record: object, *names: str) -> None:
-    """Numbers of a frozen record become plain ones."""
+    """Replace the numbers of a frozen record with Python's int or float."""
     for name in names:
         object.__setattr__(record, name, plain_number(getattr(record, name)))
 
@@ -116,13 +116,14 @@ def plain_numbers(record: object, *names: str) -> None:
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """The nearest of some names; where none is near, all of them."""
+    """Return a suggestion of the nearest name; without a near name, list all names."""
     near = difflib.get_close_matches(name, names, 1)
     return f"did you mean {near[0]}?" if near else f"want one of {', '.join(names)}"
 
 
 def with_nearest_name(record: type[R]) -> type[R]:
-    """A dataclass whose TypeError for an argument that it does not have offers the nearest."""
+    """Return the dataclass with an initializer whose TypeError for an unknown argument suggests the
+    nearest field name."""
     names = [f.name for f in fields(record)]  # type: ignore[arg-type]
     make = record.__init__  # type: ignore[arg-type]
 
@@ -139,7 +140,8 @@ def with_nearest_name(record: type[R]) -> type[R]:
 
 
 def brief(value: object) -> str:
-    """A tensor by its shape and dtype, in the repr of what holds it; anything else by its own."""
+    """Return shape and dtype of a tensor, for the repr of its container; return the repr of other
+    values."""
     if not isinstance(value, Tensor):
         return repr(value)
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

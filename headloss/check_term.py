@@ -1,4 +1,4 @@
-"""`check_term`: what the engine takes for granted of a term, tried on a random batch."""
+"""`check_term`: tests of the engine's assumptions about a term, on a random batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .statistics.softmax import (
 )
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
-VOCABULARY = 1 << 31  # of a user's ids, any
+VOCABULARY = 1 << 31  # Above any id that a user's tensors hold.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,11 @@ class TermReport:
     """The report of `check_term`.
 
     Attributes:
-        statistics: the statistics that the term reads, and the kinds of its teacher's divergences.
-        fields: the batch fields that it reads.
-        gradients: the statistics that its value depends on differentiably.
-        cuts: the cuts on which it agreed with the whole.
+        statistics: the statistics that the term reads, and the kinds of its divergences from a
+            teacher.
+        fields: the batch fields that the term reads.
+        gradients: the statistics on which the term's value depends differentiably.
+        cuts: the divisions of the batch on which the term's values agreed with the whole batch.
     """
 
     statistics: tuple[str, ...]
@@ -52,25 +53,27 @@ class TermReport:
 @torch.inference_mode(False)
 @torch.no_grad()
 def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
-    """Try a term on a random batch of 28 tokens in 6 segments, in float64.
+    """Check a term on a random batch of 28 tokens in 6 segments, in float64.
 
-    It must give the same values on the whole batch as on every cut that its scope allows, and on
-    permuted segments; twice the same on the same input, which it must not change; and a gradient
-    with respect to at least one statistic, none to anything else.
+    The term must give the same values on the whole batch as on every division of the batch that the
+    term's scope allows, and on permuted segments. Two evaluations must agree and must not change
+    their inputs. The term must have a gradient with respect to at least one statistic, and to no
+    other input.
 
     Args:
         term: the term, or its factory.
         **fields: [28] or [6] tensors for fields that a random normal vector does not suit, [28, K]
-            for those with K values per token. Without `candidate_ids` a term that reads candidates
-            is given four per token, one that reads prompts two of them, and one of a teacher
-            made-up divergences.
+            tensors for fields with K values per token. By default, a term that reads candidates
+            gets four candidates per token, a term that reads prompts gets two prompts, and a term
+            with a teacher gets random divergences.
 
     Returns:
-        A `TermReport`: what the term reads, and the cuts on which it agrees with the whole.
+        A `TermReport`: statistics and fields that the term reads, and the divisions of the batch on
+            which the term agrees with the whole batch.
 
     Raises:
-        ValueError: naming what it does wrong.
-        TypeError: where it is not a term.
+        ValueError: for a term that fails a check, which the message names.
+        TypeError: for anything but a term.
 
     >>> import headloss as hl
     >>> hl.check_term(hl.reinforce()).fields
@@ -85,12 +88,12 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     batch, traced = _batch(term, fields)
-    # Of each token others, of the size that a sample's have.
+    # Distinct random statistics for each token, of the sample's magnitude.
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
     for measure in traced.measures:
-        _ = stats.extras[term.teacher, measure]  # is made as it is read
+        _ = stats.extras[term.teacher, measure]  # Reading a divergence creates its entry.
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -110,9 +113,9 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 
 
 def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
-    """A batch with every field that the term asks for."""
+    """Return a packed batch with every field that the term reads, and the term's reads."""
     unit = term.segments_per_unit
-    lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # a whole number of units
+    lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # A whole number of units.
     tokens = sum(lengths)
     segments = Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -131,7 +134,7 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
         name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
         fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
-    for _ in range(64):  # one more field per round, as the term asks for them
+    for _ in range(64):  # Each round adds one field that the term reads.
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
         packed = pack(batch, VOCABULARY, torch.float64)
@@ -150,7 +153,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """The cuts that the term's scope allows, and permuted segments."""
+    """Return the divisions of the batch that the term's scope allows, and the batch with its
+    segments permuted."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:
@@ -164,20 +168,20 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     if term.scope == "token":
         borders["single tokens"] = [*range(ends[-1] + 1)]
     cuts = {name: [piece(*both) for both in pairwise(at)] for name, at in borders.items()}
-    # The same segments, the last unit first.
+    # Reverse the order of the units of segments.
     count = batch.segments.count
     turned = torch.arange(count, device="cpu").view(-1, unit).flip(0).flatten()
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
-        fields["prompts"] = prompts[turned]  # the same when it is turned back
+        fields["prompts"] = prompts[turned]  # Reversing twice gives the original order.
     packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
     rows = slice(None) if packed.index is None else packed.index
     return {**cuts, "permuted segments": [(rows, packed)]}
 
 
 def _pure(term: Term, stats: Statistics, batch: PackedBatch) -> Tensor:
-    """The term's value, which two evaluations agree on."""
+    """Return the term's value; ValueError if two evaluations differ or change their inputs."""
     inputs: ByStatistic = {n: getattr(batch, n) for n in batch.kinds()}
     inputs |= {**stats.tensors(), **stats.extras}
     before = {name: value.clone() for name, value in inputs.items()}

@@ -1,9 +1,9 @@
-"""Collectives of a process group, and errors for ranks that do not keep together.
+"""Collectives of a process group, and the error raised when a rank drops out.
 
-A collective ends with an error, after the group's timeout at the latest, if another rank never
-joins: a rank that was killed, or raised. After an exception on one rank alone its group cannot be
-used any more: the other ranks are inside a collective that this rank never joined, and the next
-collective of this rank would meet the wrong one of theirs.
+If a rank was killed or raised an exception and never joins a collective, the collective ends with
+an error after the group's timeout at the latest. After an exception on a single rank, the rank's
+process group cannot be used any more: the next collective of this rank would be matched with an
+earlier collective of the other ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNUSABLE = "the group cannot be used any more: end the processes of all ranks an
 
 
 class RankError(RuntimeError):
-    """A collective that not all ranks took part in."""
+    """The error raised when some ranks did not join a collective."""
 
 
 def together(
@@ -33,8 +33,9 @@ def together(
     *arguments: object,
     **options: object,
 ) -> R:
-    """The result of `run`, a collective or the wait for one, on the other arguments; RankError if
-    the backend gave up. None: of the default group."""
+    """Return the result of `run`, a collective or the wait for a collective, on the given
+    arguments; RankError if the collective's backend gave up. A `group` of None is the default
+    group."""
     try:
         return run(*arguments, **options)
     except RuntimeError as error:
@@ -59,23 +60,25 @@ def check_group(name: str, group: object) -> None:
 
 
 def device_of(group: distributed.ProcessGroup | None) -> torch.device:
-    """The device of a group's exchanges of host values: the CPU if possible, to wait for no GPU."""
-    if re.search("cpu:(?!nccl)", str(distributed.get_backend_config(group))):  # as in "cpu:gloo"
+    """Return the device for a group's exchange of host values: the CPU if possible, so as not to
+    wait for a GPU."""
+    # For example, "cpu:gloo".
+    if re.search("cpu:(?!nccl)", str(distributed.get_backend_config(group))):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def summed(what: str, values: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
-    """The sum over the ranks, in the tensor's own memory."""
+    """Return the sum over the ranks, written into the tensor `values`."""
     together(what, group, distributed.all_reduce, values, group=group)
     return values
 
 
 def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
-    """[W, ..] of every rank's [..], in rank order."""
+    """Return [W, ..], the tensors [..] of all W ranks in rank order."""
     of_ranks = values.new_empty(distributed.get_world_size(group), *values.shape)
-    flat = values.contiguous().view(-1)  # gloo wants the output as one long tensor
-    # The second name is deprecated where there is the first.
+    flat = values.contiguous().view(-1)  # gloo needs the output as a vector.
+    # Newer versions of torch deprecate `all_gather_into_tensor` for `all_gather_single`.
     run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     together(
         "an exchange with the ranks of a group", group, run, of_ranks.view(-1), flat, group=group
@@ -85,8 +88,8 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
 
 @contextmanager
 def inside(device: str, *groups: distributed.ProcessGroup | None) -> Iterator[None]:
-    """The surroundings of a call's own arithmetic: no autocast, and an exception of a rank that is
-    not alone gets a note of what it means for the others."""
+    """Context of a call's computation: autocast is off, and an exception in a group of several
+    ranks gets a note on its meaning for the other ranks."""
     try:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):

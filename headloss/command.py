@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of the command line, and the empty parser of each command by name."""
+    """Return the parser of the command line, and a dict of each command's empty parser by name."""
     parser = Parser(
         prog="headloss",
         description="Any loss at the head of a language model, fused, in a memory budget.",

@@ -1,4 +1,4 @@
-"""`head_function`: somebody else's loss function, in as few products as its structure allows.
+"""`head_function`: a framework's own loss function, in one pass where the loss is separable.
 
 N positions, H hidden width.
 """
@@ -37,36 +37,39 @@ def head_function(
     separable: Literal["token", "sequence"] | None = None,
     options: Options | None = None,
 ) -> Tensor:
-    """A framework's own loss of log-probs and entropies, with its gradient, without the logits.
+    """Compute a framework's own loss of log-probs and entropies, with its gradient, without storing
+    the logits.
 
     Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..]; loss_fn gets log-probs and
     entropies [..], and the loss is 0-dim.
 
     Args:
-        hidden, head, batch, options: as of `head_loss`. `batch` says which positions are scored and
-            (`segments`) which form a sequence; loss_fn brings everything else in its closure.
+        hidden, head, batch, options: as for `head_loss`. `batch` gives the scored positions and the
+            sequences (`segments`); loss_fn reads all other data from its closure.
         loss_fn: `loss_fn(logps, entropies)` gets two float32 tensors (float64 for float64 inputs)
-            in the targets' shape, 0 where nothing is scored, and returns a scalar.
-        separable: what the loss is a sum over. Denominators must then be constants (a mask's sum).
+            in the targets' shape, 0 at unscored positions, and returns a scalar.
+        separable: the units whose losses are summed. Denominators must then be constants (a mask's
+            sum).
 
-            - None: anything. loss_fn is called once, on all positions, and the gradient comes back
-              through `head_stats`: *held* (6NHV) where the softmax terms of all tokens fit
-              `memory_budget`, else *recompute* (8NHV). Tensors in its closure get gradients too.
+            - None: any loss. loss_fn is called once, on all positions, and the gradient comes back
+              through `head_stats`: *held* (6NHV) if the softmax terms of all tokens fit
+              `memory_budget`, else *recompute* (8NHV). Tensors in the closure get gradients too.
             - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
-            - "sequence": a sum over the segments of the batch of functions of each one's tokens.
+            - "sequence": a sum over segments; each summand is a function of one segment's tokens.
 
-            These two run in one pass (6NHV) in chunks: loss_fn is called for each chunk on tensors
-            of the same full shape that hold 0 at all other positions, of which only the gradient at
-            the chunk's own positions is taken, and once more on everything, for the value. It must
-            be pure, and no tensor that it catches may require a gradient. In float16, where the
-            largest slope of all tokens decides how they are scaled, they run as None does.
+            "token" and "sequence" run in one pass (6NHV), in chunks. loss_fn is called for each
+            chunk on tensors of the full shape, with 0 outside of the chunk; only the gradient at
+            the chunk's positions is used. One more call, on all positions, gives the value.
+            loss_fn must be pure, and no tensor in its closure may require a gradient. float16
+            inputs run as None does, since the largest slope over all tokens decides the
+            gradients' scale.
 
     Returns:
-        The loss, 0-dim. Its gradient is given once.
+        The loss, 0-dim, which supports one backward pass.
 
     Raises:
-        ValueError, TypeError: as `head_loss`; a loss that is no scalar, or a separable one that is
-            detached or catches a tensor whose gradient would be lost.
+        ValueError, TypeError: as `head_loss`; a loss that is no scalar; a separable loss that is
+            detached, or whose closure has a tensor that requires a gradient.
 
     >>> import torch, headloss as hl
     >>> hidden, head = torch.zeros(2, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))

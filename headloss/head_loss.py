@@ -1,6 +1,6 @@
-"""The verbs on a whole objective: `head_loss`, `logits_loss`, `plan`.
+"""Public functions of a whole objective: `head_loss`, `logits_loss`, `plan`.
 
-N positions, T of them scored, H hidden width, V vocabulary, K terms.
+N positions, T scored positions, H hidden width, V vocabulary, K terms.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ UNCOMPILED = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Output:
-    """The result of `head_loss`; `loss` alone carries a gradient.
+    """The result of `head_loss`; only `loss` has a gradient.
 
-    Log-probs, entropies and metrics are made when they are asked for first, since most steps ask
-    for none; with `Options(static=True)` at once.
+    Log-probs, entropies and metrics are computed on first access, since most steps read none of
+    them. `Options(static=True)` computes them within the call.
 
     Attributes:
-        loss: the objective, 0-dim, float32 (float64 for float64 inputs).
-        terms: each term's reduced value, without its coefficient and without a gradient: to change
-            what is trained, change the objective. `out.loss - 0.5 * out.terms["entropy"]` has the
-            gradient of `out.loss`; `objective - 0.5 * hl.entropy()` has the other.
-        plan: what ran.
-        per_token: [..] values by the names of `Options(per_token=...)`, without a gradient; 0 where
-            unscored, and where a term is restricted.
+        loss: the objective's value, 0-dim, float32 (float64 for float64 inputs).
+        terms: each term's reduced value, without the term's coefficient and without a gradient. To
+            train another loss, change the objective: `out.loss - 0.5 * out.terms["entropy"]` has
+            the gradient of `out.loss` alone; `objective - 0.5 * hl.entropy()` also trains the
+            entropy.
+        plan: the `Plan` that ran.
+        per_token: [..] values by the names of `Options(per_token=...)`, without a gradient; 0 at
+            unscored positions and at tokens that a term's `.where(field)` excludes.
     """
 
     loss: Tensor
@@ -67,29 +68,33 @@ class Output:
 
     @cached_property
     def logps(self) -> Tensor:
-        """[..] log-probs of the targets, 0 where unscored."""
+        """[..] log-probs of the targets, 0 at unscored positions."""
         return self._scatter(self._stats.logp)
 
     @cached_property
     def entropies(self) -> Tensor | None:
-        """[..] entropies in nats, 0 where unscored; None where nothing asked for them."""
+        """[..] entropies in nats, 0 at unscored positions; None if neither loss nor metrics need
+        entropies."""
         entropy = self._stats.entropy
         return None if entropy is None else self._scatter(entropy)
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Measurements by name; empty with `Options(metrics=False)`. RuntimeError where the batch
-        was changed in place since the call, and they were not read before."""
+        """Measurements by name; empty with `Options(metrics=False)`. RuntimeError on first access
+        if the batch was changed in place since the call."""
         metrics = self._measure()
-        vars(self)["_measure"] = lambda: metrics  # keeps no batch alive
+        # Release the closure, which keeps the batch alive.
+        vars(self)["_measure"] = lambda: metrics
         return metrics
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles hold the metrics themselves."""
+        """Return the state for copies and pickles, with computed metrics in place of their
+        closure."""
         return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
     def __repr__(self) -> str:
-        """Values of the loss and the terms, which are read from the device; names of metrics."""
+        """Return values of the loss and the terms, which are read from the device, and metric
+        names."""
         terms = ", ".join(f"{name} {value.item():.6g}" for name, value in self.terms.items())
         per_token = f"logps={brief(self.logps)}, entropies={brief(self.entropies)}"
         return (
@@ -98,17 +103,18 @@ class Output:
         )
 
 
-# FSDP2 (torch 2.10 and 2.11) and DDP hang their hooks on the tensors of what a forward returns, and
-# find those of pytree nodes alone: without hooks no parameter would be trained.
+# FSDP2 (torch 2.10 and 2.11) and DDP register backward hooks on the output tensors that they find
+# in pytree nodes. Without this registration, no hook would run and no parameter would be trained.
 torch.export.register_dataclass(Output)
 
 
 def eagerly(verb: Verb) -> Verb:
-    """The verb, outside of a graph that is being compiled; it says why under fullgraph=True."""
+    """Run a public function outside of a graph that is being compiled; under fullgraph=True, raise
+    an error that gives the reason."""
 
     @wraps(verb)
     def run(*arguments: Any, **options: Any) -> Any:
-        # Only then: the public decorator imports the compiler with the package.
+        # Apply the public decorator only while compiling: the decorator imports the compiler.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(verb)(*arguments, **options)
         return verb(*arguments, **options)
@@ -125,19 +131,19 @@ def head_loss(
     objective: Term | Objective,
     options: Options | None = None,
 ) -> Output:
-    """An objective on the logits of a linear head, without the logits.
+    """Compute an objective on the logits of a linear head, without storing the logits.
 
     Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], say [T] or [B, T]; the loss
     is 0-dim, log-probs are [..].
 
-    loss = sum_k c_k sum_t w_kt l_kt, with l_kt a function of the softmax statistics of
-    z = head(hidden) at each scored token, and gradients for everything that requires one.
+    loss = sum_k c_k sum_t w_kt l_kt, with l_kt a function of the softmax statistics of z =
+    head(hidden) at each scored token. Every input that requires a gradient receives its gradient.
 
     Args:
-        hidden: [.., H] float64, float32, bfloat16 or float16, of the head's dtype (any, under
-            autocast).
-        head: the weight and what happens to its logits.
-        batch: targets [..] and what the terms read.
+        hidden: [.., H] float64, float32, bfloat16 or float16, of the head's dtype (of any of these
+            dtypes under autocast).
+        head: the weight and the transform of the logits (scale, soft cap, temperature).
+        batch: targets [..] and the fields that the terms read.
         objective: terms, e.g. `hl.gspo() + 1e-4 * hl.z_loss()`.
         options: schedule, memory, metrics; see `Options`.
 
@@ -145,11 +151,11 @@ def head_loss(
         An `Output`. Call `.loss.backward()` once.
 
     Raises:
-        ValueError, TypeError: for bad input, before any work, naming the argument, what it got and
-            what it wanted.
-        RuntimeError: a second backward through `loss`; within the group's timeout, on the other
-            ranks of one that failed in the middle of a call. Their group cannot be used any more,
-            nor after an exception that one rank alone caught, which carries a note that says so.
+        ValueError, TypeError: for bad input, before any computation; the message names the
+            argument, the given value and the wanted value.
+        RuntimeError: a second backward through `loss`; a failure of another rank in the middle of a
+            call, within the group's timeout. After an exception on a single rank, too, the process
+            group cannot be used any more; a note on the exception says so.
 
     >>> import torch, headloss as hl
     >>> hidden, weight = torch.zeros(3, 4, requires_grad=True), torch.zeros(10, 4)
@@ -176,16 +182,17 @@ def logits_loss(
     inplace: bool = False,
     options: Options | None = None,
 ) -> Output:
-    """An objective on logits that exist already; otherwise as `head_loss`.
+    """Compute an objective on logits that exist already; otherwise as `head_loss`.
 
     Shapes: logits [.., V] and batch.targets [..]; the loss is 0-dim, log-probs are [..].
 
     Args:
         logits: [.., V] raw logits, any float dtype and layout.
         temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
-        vocab_group: the logits are this rank's slice of the vocabulary, in rank order.
-        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. Of
-            float16 logits it is a tensor of its own, scaled for the upstream gradient.
+        vocab_group: process group over whose ranks the vocabulary is sharded, in rank order;
+            `logits` are this rank's vocabulary shard.
+        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. For
+            float16 logits the gradient is a separate tensor, scaled for the upstream gradient.
 
     Returns:
         An `Output`.
@@ -221,20 +228,20 @@ def plan(
     objective: Term | Objective | None,
     options: Options | None = None,
 ) -> Plan:
-    """The plan of `head_loss` for these arguments, without running it.
+    """Return the plan of `head_loss` for given arguments, without running `head_loss`.
 
-    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], as there.
+    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..], as for `head_loss`.
 
     Args:
-        hidden, head, batch, options: as of `head_loss`; hidden states and the head may be on the
+        hidden, head, batch, options: as for `head_loss`; hidden states and the head may be on the
             meta device.
         objective: None asks for the plan of `head_stats` with its default gradients.
 
     Returns:
-        A `Plan`: schedule, pieces, bytes, and why.
+        A `Plan`: schedule, chunks, tiles, bytes, and the reason for the schedule.
 
     Raises:
-        ValueError, TypeError: as `head_loss`, for what can be known of shapes and options.
+        ValueError, TypeError: as `head_loss`, for errors that shapes and options show.
 
     >>> import torch, headloss as hl
     >>> hidden, head = torch.zeros(6, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))
@@ -246,7 +253,7 @@ def plan(
 
 
 def without_gradient(*_: object, **__: object) -> None:
-    """The backward of a term's value, which has none."""
+    """Raise the error for `.backward()` on a value of `out.terms`, which has no gradient."""
     raise RuntimeError(
         "out.terms: carry no gradient, out.loss alone does; a term to be trained belongs into the "
         "objective, with its coefficient: objective + 0.5 * hl.entropy()"
@@ -279,7 +286,7 @@ def _run(make: Callable[..., Arguments], *arguments: Any, **named: Any) -> Outpu
 
 @torch.no_grad()
 def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -> dict[str, Tensor]:
-    """[..] what the options name, in their order."""
+    """Return the [..] values that `options.per_token` names, in the order of those names."""
     values = {"top1": stats.top1}
     batch = call.packed.on(stats)
     for part in parts:
@@ -290,8 +297,11 @@ def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -
 def _measure_of(
     call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics
 ) -> Callable[[], Metrics]:
-    """A function that finds the metrics: now where that runs a user's code, would keep more than
-    vectors or could not tell that the batch was changed, else later."""
+    """Return a function that returns the metrics.
+
+    Metrics are computed now if a term is a user's code, if the closure would keep tensors larger
+    than vectors, or if a change of the batch could not be detected; else on first access.
+    """
     measure = partial(_metrics, parts, call.packed.on(stats), stats, call.tolerance)
     batch = call.requirements.batch
     pure = all(part.term.is_own for part in parts)
@@ -321,7 +331,8 @@ def _metrics(
     stats: Statistics,
     tolerance: Tolerance | None,
 ) -> Metrics:
-    """The folded observations of all terms, and the rows that the tolerance left out."""
+    """Return the folded observations of all terms, and the count of rows that the tolerance
+    skipped."""
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)

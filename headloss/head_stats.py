@@ -1,6 +1,6 @@
-"""`head_stats`: log-prob, log-sum-exp and entropy for any other trainer's loss.
+"""`head_stats`: log-prob, log-sum-exp and entropy for the loss function of any other trainer.
 
-N positions, T of them scored, H hidden width, V vocabulary.
+N positions, T scored positions, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from .statistics.divergence import Measure
 
 @dataclass(eq=False)
 class HeadStats:
-    """Statistics of each position, in the targets' shape; 0 where unscored.
+    """Statistics of each position, in the targets' shape; 0 at unscored positions.
 
-    It unpacks to three: `logp, lse, entropy = headloss.head_stats(...)`.
+    Unpacks to three tensors: `logp, lse, entropy = headloss.head_stats(...)`.
 
     Attributes:
         logp, lse, entropy: [..] float32 (float64 for float64 inputs).
-        candidate_logps: [.., K] of a batch with `candidate_ids`, else None.
-        candidate_tail: [..] the log of the other tokens' mass, where `gradients` names it.
-        divergences: [..] of a teacher, by the names that were asked for.
-        plan: what ran; None in a compiled graph.
+        candidate_logps: [.., K] log-probs of a batch's `candidate_ids`; None without
+            `candidate_ids`.
+        candidate_tail: [..] the log of the probability of all tokens but the candidates; None
+            unless `gradients` names "candidate_tail".
+        divergences: [..] divergences from a teacher, by the names in the argument `divergences`.
+        plan: the `Plan` that ran; None in a compiled graph.
     """
 
     logp: Tensor
@@ -59,7 +61,8 @@ class HeadStats:
         return [*self][index]
 
 
-torch.export.register_dataclass(HeadStats)  # for FSDP2 and DDP, as `Output`
+# FSDP2 and DDP find output tensors in pytree nodes only.
+torch.export.register_dataclass(HeadStats)
 
 
 def head_stats(
@@ -71,34 +74,36 @@ def head_stats(
     teacher: Teacher | None = None,
     divergences: Collection[str] = (),
 ) -> HeadStats:
-    """Log-prob of the target, log-sum-exp and entropy at each position, without the logits;
-    log-probs of the candidates that a batch names; and divergences from a teacher.
+    """Compute the target's log-prob, the log-sum-exp and the entropy at each position, without
+    storing the logits. On request, also compute log-probs of a batch's candidates and divergences
+    from a teacher.
 
     Shapes: hidden [.., H], head.weight [V, H] and targets [..]; each statistic is [..].
 
-    For a loss that somebody else's code makes of them. float32 (float64 for float64 inputs).
-    Unscored positions get 0 and give no gradient. A batch brings its packing, which other calls
-    share, and may be of another shape than the hidden states (`Options(sequence_parallel=True)`).
+    For a loss function outside of headloss. Statistics are float32 (float64 for float64 inputs).
+    Unscored positions get 0 and give no gradient. Calls with one `Batch` share its packing. A batch
+    may have another shape than the hidden states under `Options(sequence_parallel=True)`.
 
-    No schedule is one pass, as the loss needs all statistics. `auto` takes *frozen* (4NHV) for a
-    head without gradient under `gradients=("logp",)`; *held* (6NHV) where the softmax terms (or
-    logits) of all tokens fit `memory_budget`; else *recompute* (8NHV), as always in
-    `torch.compile`, which sees a registered operator and need not break its graph.
+    The `one_pass` schedule is not available, as the loss needs all statistics first. Schedule
+    "auto" chooses *frozen* (4NHV) for a head without gradient under `gradients=("logp",)`, *held*
+    (6NHV) if the softmax terms (or logits) of all tokens fit `memory_budget`, else *recompute*
+    (8NHV). `torch.compile` always runs *recompute*, as a registered operator without a graph break.
 
     Args:
-        options: see `Options`. `main_grad` is written in the backward pass. `upstream` is refused.
-        gradients: which statistics will carry a gradient; the others are returned detached.
-            "candidate_logps" and "candidate_tail" may be among them; the tail, which takes logits
-            in float32, is there only if it is named. So may names of `divergences`.
-        teacher: of `hl.teacher`, for the batch's `teacher_hidden` or `teacher_logits`.
-        divergences: kinds as of `distillation` (mixtures at beta=0.5), or "log_acceptance".
+        options: see `Options`. The backward pass writes `main_grad`. `upstream` is refused.
+        gradients: names of the statistics with a gradient; all other statistics are returned
+            detached. "candidate_logps", "candidate_tail" and names of `divergences` may be among
+            the names. The tail needs logits in float32 and is computed only if named.
+        teacher: the result of `hl.teacher`, for the batch's `teacher_hidden` or `teacher_logits`.
+        divergences: kinds as for `distillation` (mixtures at beta=0.5), or "log_acceptance".
 
     Returns:
         `HeadStats`, which unpacks to (logp, lse, entropy), each in the targets' shape.
 
     Raises:
         ValueError, TypeError: as `head_loss`.
-        RuntimeError: a second backward pass under *held* or *frozen*, which use up what they keep.
+        RuntimeError: a second backward pass under *held* or *frozen*, whose saved tensors the first
+            one uses up.
 
     >>> import torch, headloss as hl
     >>> head = hl.Head(torch.zeros(10, 4))
@@ -117,7 +122,7 @@ def head_stats(
         if in_no_graph == (None, None, None, None):
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
             return _named(outputs, names, candidates, measures)
-        # The ranks compare their calls, which no graph can hold; nor a teacher, nor features.
+        # A graph cannot hold the ranks' comparison of their calls, a teacher or features.
         run: Any = torch.compiler.disable(head_stats)
         of_all = hidden, head, targets_or_batch, options, names, teacher, divergences
         return run(*of_all)  # type: ignore[no-any-return]
@@ -129,7 +134,7 @@ def head_stats(
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
-        except Exception as error:  # to be raised on all ranks
+        except Exception as error:  # To be raised on all ranks, in the comparison of their calls.
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):
@@ -153,8 +158,8 @@ def _named(
     measures: Mapping[str, Measure],
     plan: Plan | None = None,
 ) -> HeadStats:
-    """The result from logp, lse and entropy, log-probs of candidates and the tail [.., K + 1], and
-    measures in their own order."""
+    """Return `HeadStats` from the outputs of autograd: logp, lse, entropy; with candidates a tensor
+    [.., K + 1] of log-probs and tail; divergences in the sorted order of their measures."""
     logp, lse, entropy, *divergences = outputs
     stats = HeadStats(logp, lse, entropy, plan=plan)
     if candidates:
@@ -169,11 +174,12 @@ def _named(
 
 
 def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[str]:
-    """Some of these names of statistics; raises for others."""
+    """Return `gradients` as a set; TypeError or ValueError for anything but a collection of
+    `names`."""
     statistics: frozenset[Any]
     try:
         statistics = frozenset([None] if isinstance(gradients, str) else gradients)
-    except TypeError:  # a number, or what no set holds
+    except TypeError:  # A number, or an element that cannot be hashed.
         statistics = frozenset([None])
     if None in statistics:
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")

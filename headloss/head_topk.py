@@ -1,4 +1,4 @@
-"""`head_topk`: the likeliest tokens, without the logits."""
+"""`head_topk`: the k likeliest tokens of each position, without storing the logits."""
 
 from __future__ import annotations
 
@@ -37,22 +37,23 @@ def head_topk(
     k: int,
     options: Options | None = None,
 ) -> HeadTopk:
-    """Ids and log-probs of the k likeliest tokens at every position; no gradient.
+    """Return ids and log-probs of the k likeliest tokens at every position, without a gradient.
 
     Shapes: hidden [.., H] and head.weight [V, H]; ids and log-probs are [.., k].
 
-    Log-probs are float32 (float64 for float64 inputs). Between tokens of equal logit any may win.
+    Log-probs are float32 (float64 for float64 inputs). Ties between equal logits are broken
+    arbitrarily.
 
     Args:
-        hidden, head, options: as of `head_loss`.
-        k: how many, in 1..V.
+        hidden, head, options: as for `head_loss`.
+        k: the number of tokens, in 1..V.
 
     Returns:
         `HeadTopk`: ids [.., k] int64 and log-probs [.., k], best first.
 
     Raises:
         ValueError: k outside 1..V, hidden states that do not fit the head, a temperature that is
-            not a finite number > 0 (of a tensor: not with static shapes).
+            not a finite number > 0 (a temperature tensor is not checked with `static=True`).
 
     >>> import torch, headloss as hl
     >>> hl.head_topk(torch.ones(1, 2), hl.Head(torch.tensor([[0.0, 1], [5, 5], [2, 2]])), k=2).ids
@@ -78,7 +79,7 @@ def head_topk(
         rows = t.expand(hidden.shape[:-1]).flatten()
         transform = replace(transform, temperature=rows.to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    with torch.autocast(hidden.device.type, enabled=False):  # its products would be rounded
+    with torch.autocast(hidden.device.type, enabled=False):  # Autocast would round the products.
         factors = head.factors(x, shard.dropout)
         backend = kernels.choose(options.backend, x.device, x.dtype) if k == 1 else "reference"
         source = LinearLogits(
@@ -89,7 +90,8 @@ def head_topk(
         inputs = PlanInputs(
             tokens=len(x),
             vocabulary=shard.widest,
-            row_bytes=(1 + (k > 1)) * source.dtype.itemsize,  # the logits, and copies for top-k
+            # The logits, and their copies for top-k.
+            row_bytes=(1 + (k > 1)) * source.dtype.itemsize,
             on_gpu=x.is_cuda,
         )
         tile = make_plan(inputs, replace(options, schedule="auto"), "reference").tile
@@ -100,7 +102,8 @@ def head_topk(
 
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
-    """Merge the best of each tile of columns with the best so far."""
+    """Return ids [n, k] and log-probs [n, k] of some rows, merging the best of each tile of
+    columns."""
     forward = source.context.forward(rows)
     shard = source.context.shard
     partials: SoftmaxState | None = None
@@ -108,14 +111,14 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
         raw = source.raw(rows, tile)
-        if k == 1:  # one reading finds it with the softmax
+        if k == 1:  # One read of the tile gives the maximum together with the softmax state.
             state, columns = source.acts.best(raw, forward.transform)
             partials = state if partials is None else merge(partials, state)
             values = state.max_logit.unsqueeze(1)
             columns = columns.unsqueeze(1)
         else:
             partials = source.acts.partials(raw, forward, partials)
-            # The transform is increasing when its scale is positive, but need not be: rank z.
+            # Rank z after the transform: a negative scale reverses the order of raw logits.
             values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
         best = torch.cat([best, values], 1)
         ids = torch.cat([ids, columns + tile.start], 1)

@@ -1,4 +1,4 @@
-"""Numbers of a tensor on their way to the host."""
+"""Asynchronous copies of a tensor's numbers to the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """The values of a tensor, copied to pinned memory without waiting. The host waits for them when
-    it asks, and for nothing that was queued later."""
+    """A copy of a tensor's values to pinned memory that does not block the host. `tolist` waits for
+    the copy alone, and not for work that was queued later."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

@@ -1,16 +1,18 @@
-"""The whole idea in plain PyTorch, to be read first.
+"""The algorithm of `head_loss` in plain PyTorch, to be read first.
 
 The head of a language model turns hidden vectors x [T, H] into logits z = x W^T [T, V], and a loss
-is a function of their softmax p. T x V numbers are too many to keep. They need not be kept:
+is a function of their softmax p. The T x V logits are too many to store, and need not be stored:
 
-1. A loss sees a few *statistics* of each token, never its logits. Its gradient with respect to
-   them becomes four *coefficients* per token, from which the gradient of every logit follows.
-2. The statistics of two slices of the vocabulary merge into those of both.
-3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
-4. What a loss sees before its gradient is known decides the order: `one_pass` or `recompute`.
+1. A loss reads a few *statistics* of each token, never the token's logits. The gradient of the loss
+   with respect to the statistics becomes four *coefficients* per token, from which the gradient of
+   every logit follows.
+2. The statistics of two slices of the vocabulary merge into the statistics of their union. 3. A
+mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t. 4. The tokens
+that a loss reads before its gradient is known decide the order of the work: `one_pass`
+   or `recompute`.
 
-`headloss.head_loss` does the same faster, for many more heads, batches and losses. Here inputs are
-float32 or float64, logits are finite and every position counts.
+`headloss.head_loss` computes the same results faster, for many more heads, batches and losses. Here
+inputs are float32 or float64, logits are finite and every position is scored.
 
 T tokens, H hidden width, V vocabulary, y a token's target; n tokens of a chunk, v of V columns.
 """
@@ -34,20 +36,21 @@ class Statistics(NamedTuple):
     mean_logit: Tensor  # sum z / V
 
 
-Batch = dict[str, Tensor]  # [T] vectors by name: "targets", weights, and what a loss reads
+Batch = dict[str, Tensor]  # [T] vectors by name: "targets", weights, and fields that a loss reads.
 Objective = Callable[[Statistics, Batch], Tensor]  # w_t l_t [T]
 Result = tuple[Tensor, Tensor, Tensor]  # loss, dL/dx [T, H], dL/dW [V, H]
 
 
 def grpo(stats: Statistics, batch: Batch, epsilon: float = 0.2) -> Tensor:
-    """[T] the clipped surrogate -min(r A, clip(r) A), with a token's r = exp(logp - old_logp)."""
+    """[T] the clipped surrogate loss -min(r A, clip(r) A), with r = exp(logp - old_logp) for each
+    token."""
     ratio, advantages = (stats.logp - batch["old_logps"]).exp(), batch["advantages"]
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
 
 
 def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
-    """[T] the same with one ratio per sequence, exp(mean over its tokens of logp - old_logp): all
-    statistics of a sequence come before any of its gradient."""
+    """[T] the clipped surrogate loss with one ratio per sequence, r = exp(mean of logp - old_logp
+    over the sequence's tokens). The gradient needs the statistics of the whole sequence first."""
     ids, advantages, d = batch["segment_ids"], batch["advantages"], stats.logp - batch["old_logps"]
     means = d.new_zeros(len(d)).scatter_reduce(0, ids, d, "mean", include_self=False)
     ratio = means.exp()[ids]
@@ -55,17 +58,19 @@ def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4)
 
 
 class SoftmaxState(NamedTuple):
-    """A slice of the vocabulary in five numbers per token, with e_j = exp(z_j - m); [n] each."""
+    """The online-softmax state of a vocabulary slice, with e_j = exp(z_j - m): five numbers per
+    token, [n] each."""
 
     m: Tensor  # max z
     sum_e: Tensor  # sum e
-    sum_ez: Tensor  # sum e (z - m): without the shift by m an entropy of large logits cancels
+    sum_ez: Tensor  # sum e (z - m): without the shift by m, large logits cancel in the entropy
     sum_z: Tensor
-    target: Tensor  # z_y, -inf where y lies in another slice
+    target: Tensor  # z_y, -inf if y lies in another slice
 
 
 def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
-    """The partials of logits z [n, v] of these columns [v] of the vocabulary."""
+    """Return the online-softmax state of logits z [n, v], whose columns [v] are ids of the
+    vocabulary."""
     m = z.amax(1)
     shifted = z - m[:, None]
     e = shifted.exp()
@@ -74,7 +79,8 @@ def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The partials of two slices together, be they blocks on one GPU or shards on two."""
+    """Return the online-softmax state of the union of two vocabulary slices, such as two tiles on
+    one GPU or shards on two GPUs."""
     m = torch.maximum(a.m, b.m)
     sum_e, sum_ez = torch.zeros_like(m), torch.zeros_like(m)
     for part in (a, b):
@@ -85,7 +91,7 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
 
 
 def finish(partials: SoftmaxState, vocabulary: int) -> Statistics:
-    """The statistics, from the partials of the whole vocabulary."""
+    """Return the statistics from the online-softmax state of the whole vocabulary."""
     log_sum = partials.sum_e.log()
     lse, entropy = partials.m + log_sum, log_sum - partials.sum_ez / partials.sum_e
     return Statistics(partials.target - lse, lse, entropy, partials.sum_z / vocabulary)
@@ -94,8 +100,8 @@ def finish(partials: SoftmaxState, vocabulary: int) -> Statistics:
 def coefficients(
     objective: Objective, stats: Statistics, batch: Batch, vocabulary: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss and, of each token, c_target, c_prob, c_entropy, c_uniform: all that the gradient of
-    the logits takes from a loss. Autograd runs on [n] vectors alone."""
+    """Return the loss and the coefficients c_target, c_prob, c_entropy, c_uniform of each token,
+    which determine the gradient of the logits. Autograd runs on [n] vectors alone."""
     leaves = Statistics(*(statistic.detach().requires_grad_() for statistic in stats))
     with torch.enable_grad():
         loss = objective(leaves, batch).sum()
@@ -106,10 +112,11 @@ def coefficients(
 def logit_gradient(
     z: Tensor, columns: Tensor, targets: Tensor, lse: Tensor, c: list[Tensor]
 ) -> Tensor:
-    """dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform, [n, v].
+    """The gradient dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform, [n,
+    v].
 
-    From dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log p_j + entropy) and
-    dmean_logit/dz_j = 1/V.
+    The formula follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log
+    p_j + entropy) and dmean_logit/dz_j = 1/V.
     """
     c_target, c_prob, c_entropy, c_uniform = (x[:, None] for x in c)
     log_p = z - lse[:, None]
@@ -119,7 +126,8 @@ def logit_gradient(
 
 @torch.no_grad()
 def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chunk: int) -> Result:
-    """Three products, logits of `chunk` tokens at once; a chunk holds all that a loss needs."""
+    """Run three matmuls per chunk, with the logits of `chunk` tokens at a time; a chunk must hold
+    all tokens that its loss reads."""
     loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     columns = torch.arange(len(weight), device=x.device)
     for rows in torch.arange(len(x), device=x.device).split(chunk):
@@ -136,8 +144,9 @@ def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chun
 
 @torch.no_grad()
 def recompute(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, slab: int) -> Result:
-    """Four products, logits of `slab` columns at once, for any loss: the statistics of all tokens
-    come first, and the logits of each slab are made again for their gradient."""
+    """Run four matmuls per slab (a slice of vocabulary columns), with the logits of `slab` columns
+    at a time, for any loss. The first loop computes the statistics of all tokens; the second loop
+    recomputes the logits of each slab for their gradient."""
     dx, dw = torch.zeros_like(x), torch.empty_like(weight)
     slabs, targets = torch.arange(len(weight), device=x.device).split(slab), batch["targets"]
     sweep = (measure(x @ weight[columns].T, columns, targets) for columns in slabs)

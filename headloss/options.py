@@ -1,4 +1,4 @@
-"""Options of a call; the defaults are right for nearly everybody."""
+"""Options of a call; the defaults suit nearly all calls."""
 
 from __future__ import annotations
 
@@ -17,60 +17,64 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @with_nearest_name
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `head_loss`, and of the other verbs as far as they apply.
+    """Options of `head_loss`, `logits_loss`, `head_stats`, `head_function`, `head_topk` and `plan`,
+    each as far as applicable.
 
     Attributes:
-        backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit choice that
-            cannot serve the call raises.
+        backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit backend that
+            does not support the call raises an error.
         schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
-            "frozen" (4NHV, a head without gradient) or "held" (6NHV, any objective; keeps the
-            softmax terms or logits of all tokens until the loss is known); "narrow" (8NHV, a head
-            at most 256 wide of the hidden states' dtype, on the triton backend, without adapters,
-            teachers, candidates, supports, `logits_dtype` or `main_grad`, with which "auto"
-            takes "recompute"), whose tiles of logits never leave the chip.
-        chunk_tokens: tokens per chunk; under schedule "auto" any number works with any objective.
-        memory_budget: bytes for a chunk of logits, or for all that "held" keeps; gradients and sums
-            come on top. Default: 256 MiB on a CPU; a 64th of a GPU's memory, 1.25 GiB of 80 (of a
-            vocabulary group's smallest). A budget below the logits of one token gives a warning.
+            "frozen" (4NHV, a head without gradient), "held" (6NHV, any objective; keeps the softmax
+            terms or logits of all tokens until the loss is known) or "narrow" (8NHV; tiles of
+            logits never leave the chip). "narrow" needs the triton backend and a head of width at
+            most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers, candidates,
+            supports, `logits_dtype` and `main_grad`: with any of these, "auto" chooses "recompute".
+        chunk_tokens: tokens per chunk; schedule "auto" accepts any number with any objective.
+        memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps; gradients
+            and their accumulators come on top. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
+            (1.25 GiB of 80 GiB; of the smallest GPU in a vocabulary group). A budget below the
+            logits of one token gives a warning.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs). torch.bfloat16 or
-            torch.float16 rounds them, as other libraries do.
-        accumulate_dtype: in which the weight gradient is summed over chunks.
-        static: fixed shapes, so that the call can be captured in a CUDA graph: nothing is read from
-            the device, no row is skipped, no value is checked. Hidden rows of unscored positions
-            count as zeros. A batch-scoped term sees them too and has to use `batch.live`, [T] bool;
-            one that does not is refused.
-        skip_rows: leave rows without gradient out of the two backward products, if these are large.
-            This reads their number from the device once per chunk.
-        gradient_tolerance: x >= 0. Rows that carry almost no gradient leave these products too: in
-            each chunk (in the whole call under "held" and "recompute") those with the least
-            |dL/dz|, as long as their sum stays within x of the chunk's. The metrics `skipped_rows`
-            and `skipped_mass` say what was left out. In the Frobenius norm, `skipped_mass.sum`
-            times the largest norm of a row of the weight bounds the error of the hidden gradient;
-            times the largest norm of a hidden state it bounds the weight's. It changes nothing
-            under "frozen", and in blocks so small that a GPU would wait longer than it saves. Dense
-            teachers, given logits and static shapes are refused.
+            torch.float16 rounds the logits, as other libraries do.
+        accumulate_dtype: the dtype in which the weight gradient is summed over chunks.
+        static: fixed shapes, so that the call can be captured in a CUDA graph: no read from the
+            device, no skipped row, no check of values. Hidden states at unscored positions count as
+            zeros. A batch-scoped term also sees unscored positions and must use `batch.live`, [T]
+            bool; a batch-scoped term without `batch.live` is refused.
+        skip_rows: leave rows without gradient out of the two backward products, if the products are
+            large. Each chunk reads the number of rows from the device.
+        gradient_tolerance: a number x >= 0 for skipping rows with almost no gradient in the two
+            backward products. Skipped rows are the rows with the least |dL/dz| in each chunk (under
+            "held" and "recompute", in the whole call), as long as the sum of their |dL/dz| is at
+            most x times the sum over the chunk. The metrics `skipped_rows` and `skipped_mass`
+            report the skipped rows. In the Frobenius norm, `skipped_mass.sum` times the largest
+            norm of a weight row bounds the error of the hidden gradient; `skipped_mass.sum` times
+            the largest norm of a hidden state bounds the error of the weight gradient. No row is
+            skipped under "frozen", or in a block too small to repay a GPU's wait. Dense teachers,
+            given logits and static shapes are refused.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
-            batch, chunk and schedule. bfloat16 heads without bias and adapters have this on a GPU
-            anyway; this extends it to other heads there, and to the token's row of the hidden
-            gradient for given coefficients and one schedule, by products that are slower than the
-            vendor's. It does not hold for the weight's gradient, divergences, or between different
-            devices or numbers of shards.
+            batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
+            on a GPU without this option. The option makes all other heads batch-invariant on a GPU,
+            through matmuls slower than the vendor's. A token's row of the hidden gradient then has
+            the same bits too, for given coefficients and one schedule. The weight gradient,
+            divergences, and results of different devices or numbers of shards may still differ.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
-            Hidden states are gathered on every rank, and each gets the gradient of its own.
-        check_ranks: compare on every call, and not on a group's first one alone, what the ranks of
-            a group have to be given alike: targets, fields, one value of each hidden state, values
-            of the objective's options. For a loss that is right on one rank and wrong on several,
-            or ranks that wait for each other: their data may differ. It reads the device twice.
-        metrics: False leaves `out.metrics` empty and computes only what the loss needs.
-        per_token: names of what `out.per_token` holds at each position: "top1", or what a term
-            reports of each token, as "nla/acceptance".
-        upstream: the gradient that `out.loss` will receive, declared in advance. Gradients are then
-            final in the forward pass, and `main_grad` is written there.
-        main_grad: float32 [V, H] tensor that the weight gradient is added to; none is returned
-            then. For a weight that requires a gradient.
+            Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
+        check_ranks: compare the inputs of a group's ranks on every call, not only on the group's
+            first call. Compared inputs, which must be equal on all ranks, are targets, fields, one
+            value of each hidden state, and the objective's options. Use this option to find ranks
+            with different data, if a loss is right on one rank and wrong on several, or if ranks
+            wait for each other. The comparison reads the device twice.
+        metrics: False leaves `out.metrics` empty and computes only statistics that the loss needs.
+        per_token: names of the values in `out.per_token`: "top1", or a term's value per token, such
+            as "nla/acceptance".
+        upstream: the gradient that `out.loss` will receive, declared in advance. The forward pass
+            then computes final gradients and writes `main_grad`.
+        main_grad: float32 [V, H] tensor to which the weight gradient is added; the call then
+            returns no weight gradient. The weight must require a gradient.
 
     Raises:
-        TypeError, ValueError: for a value that an option cannot have.
+        TypeError, ValueError: for a value that an option does not accept.
 
     >>> import headloss as hl
     >>> options = hl.Options(schedule="recompute", memory_budget=512 << 20)

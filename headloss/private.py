@@ -1,6 +1,6 @@
 """Private interfaces of PyTorch and Triton that have no public equivalent, each with its reason.
 
-No other private interface is used, but `Tensor._version`, `torch._assert_async` and
+The only other private interfaces in use are `Tensor._version`, `torch._assert_async` and
 `torch.cuda._sleep`.
 """
 
@@ -14,32 +14,32 @@ from torch.autograd import forward_ad
 
 
 def in_function_transform() -> bool:
-    """True inside a transform of torch.func (grad, vmap, jvp, ...), in which the verbs' operations
-    would give wrong numbers without a word."""
+    """True inside a transform of torch.func (grad, vmap, jvp, ...), in which headloss's operations
+    would silently give wrong numbers."""
     return torch._C._are_functorch_transforms_active()
 
 
 def in_forward_mode() -> bool:
-    """True if a level of forward mode is open, without which `unpack_dual` raises: nothing public
-    says so."""
+    """True if a level of forward-mode differentiation is open. `unpack_dual` raises without an open
+    level, and no public function reports open levels."""
     return forward_ad._current_level >= 0
 
 
 def break_graph(verb: Callable[..., object], message: str) -> None:
-    """Make the compiler leave a function out, and say why with fullgraph=True. The public decorator
-    imports the compiler with the package."""
+    """Make the compiler leave a function out of its graph, with `message` as the reason under
+    fullgraph=True. The public decorator would import the compiler together with the package."""
     verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
 
 
 def refuse_to_be_written(placeholder: Tensor) -> None:
-    """A tensor without memory raises where C code would take the address to write to, which is 0:
-    what fails would end the process."""
+    """Make a tensor without memory raise an error when C code asks for the address to write to. A
+    write to the address 0 would end the process."""
     torch._C._set_throw_on_mutable_data_ptr(placeholder)
 
 
 def find_triton_driver() -> None:
-    """Make Triton compile the helpers of its driver, as on first use: without a compiler on the
-    machine this raises here, and not in the middle of a call."""
+    """Make Triton compile the helpers of its driver. On a machine without a C compiler, the error
+    is raised here and not in the middle of a call."""
     from triton.runtime import driver
 
     driver.active.get_current_target()

@@ -1,1 +1,1 @@
-"""Batches as a user makes them, and packed: segments, totals, reductions, support."""
+"""Inputs of a call, packed on construction: batch, segments, totals and reductions."""
