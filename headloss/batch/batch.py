@@ -1,4 +1,4 @@
-"""The batch as a user gives it: N positions, S segments."""
+"""The batch of a call, as given by the caller: N positions, S segments."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ from .survey import ID_FIELDS, Survey
 
 
 class Current:
-    """`old_logps=hl.CURRENT`: the log-probs of this very call, without gradient."""
+    """The type of `headloss.CURRENT`: `old_logps=hl.CURRENT` means the log-probs of this call,
+    detached."""
 
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
-    def __reduce__(self) -> str:  # there is one, also after copying and pickling
+    def __reduce__(self) -> str:  # Copies and pickles give the module's only instance.
         return "CURRENT"
 
 
 CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
-OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # one value per token
+OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # Fields with one value per token.
 REAL = ("advantages", *OF_TOKENS)
-FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")  # and all log-probs
+# Fields of floats; so are all log-probs.
+FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
-# A field as terms see it: its dtype (None: CURRENT), and its shape at each token, () for one value.
+# A field's kind: its dtype (None for CURRENT) and its shape per token, () for one value.
 Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
 def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kind:
-    """The kind of a field [.., K] with `rank` dimensions before K; floating vectors are read in
-    `wide`."""
+    """Return the kind of a field [.., K] with `rank` dimensions before K; floating vectors have the
+    dtype `wide`."""
     if isinstance(value, Current):
         return None, ()
     more = tuple(value.shape[rank:])
@@ -50,40 +52,43 @@ def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kin
 
 
 class Batch:
-    """Targets and everything else that terms read, in the caller's own shape.
+    """Targets and all other inputs of terms, in the caller's shape.
 
-    Shapes: [..] is that of the targets, say [T] packed or [B, T] padded; [.., K] has K values for
-    each token, [S] one for each segment.
+    Shapes: [..] is the shape of the targets, say [T] packed or [B, T] padded. [.., K] has K values
+    for each token, [S] has a value for each segment.
 
     Args:
-        targets: [..] int64, already shifted: position t's target is the next token. -100 is not
-            scored.
-        segments: which positions form one sequence. Default: each row of a [B, T] batch is one, a
-            [T] vector is one.
-        advantages: [..] per token or [S] per segment (where both fit, the targets' shape wins; with
-            segments that run across ranks, where it fits on all of them).
-        old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy that
-            the ratio starts from, the reference, and the sampler. `old_logps=hl.CURRENT` stands
-            for this call's own, detached.
-        totals: global denominators; default: this batch (over `segments.group`).
-        candidate_ids: [.., K] int64, K <= 512, columns whose log-probs `stats.candidate_logps` are:
-            distinct at each position; a negative id is an empty slot.
-        support_ids: [.., K] integers, a negative one being an empty slot, or a pair of all ids [P]
-            and offsets [N + 1]: the columns that the softmax of each position runs over, the ids
-            that a sampler kept. They are distinct and hold the target. A position without ids has
-            the whole vocabulary.
-        ignore_index: a target that is not scored either, as the id of the padding token is.
-        **fields: any further [..], [.., K] or [S] tensors, by name, for terms; not a name that a
-            batch or what terms see of it has itself, nor one that begins with an underscore.
-            `prompts`, [S] integers in any order, are equal where segments answer the same prompt.
-            With `teacher_index` [..] integers, rows of `teacher_hidden` [M, H'], positions share
-            rows; each is multiplied once for a chunk of tokens, in which those that share one
-            should therefore be neighbours: [T, steps] and not [steps, T].
+        targets: [..] int64, already shifted: position t's target is the next token. A position with
+            target -100 is not scored.
+        segments: the division of positions into sequences. By default, each row of a [B, T] batch
+            is a segment, and a [T] vector is a single segment.
+        advantages: [..] per token or [S] per segment. If a shape fits both, the values are per
+            token; with segments that run across ranks, the shape must fit [..] on all ranks.
+        old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
+            ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
+            the log-probs of this call, detached.
+        totals: global denominators; default: the totals of this batch (over `segments.group`).
+        candidate_ids: [.., K] int64, K <= 512: vocabulary ids whose log-probs a term reads as
+            `stats.candidate_logps`. Ids are distinct at each position; a negative id is an empty
+            slot.
+        support_ids: the ids over which each position's softmax runs, such as the ids that a sampler
+            kept: [.., K] integers with negative ids in empty slots, or a pair of all ids [P] and
+            offsets [N + 1]. Each position's ids are distinct and include the target. A position
+            without ids has the whole vocabulary.
+        ignore_index: a target value that marks unscored positions in addition to -100, such as the
+            id of the padding token.
+        **fields: further tensors [..], [.., K] or [S] for terms, by name. A name must not begin
+            with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are [S]
+            integers in any order, equal for segments that answer the same prompt. `teacher_index`
+            [..] gives each position a row of `teacher_hidden` [M, H'], so that positions can share
+            rows. A chunk multiplies each of its rows once: make positions with a common row
+            neighbours, as in [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not
             integers, advantages or log-probs that are boolean, candidate_ids that are not integers.
-        ValueError: a shape that fits neither, a field that requires a gradient, a reserved name.
+        ValueError: a field whose shape is neither per token nor per segment, a field that requires
+            a gradient, a reserved name.
 
     >>> import torch, headloss as hl
     >>> hl.Batch(torch.tensor([[5, 3, -100], [7, 2, 9]]))  # [B, T]: a segment is a row
@@ -130,7 +135,8 @@ class Batch:
             **fields,
         }
         self._set_fields(named)
-        self._masks_read: frozenset[str] = frozenset()  # by the terms of earlier calls
+        # Names of masks that the terms of earlier calls read.
+        self._masks_read: frozenset[str] = frozenset()
         self._last_survey: Survey | None = None
         if _may_ask_device():
             self._survey()
@@ -144,22 +150,23 @@ class Batch:
         align: str | Mapping[str, str] | None = None,
         **fields: Any,
     ) -> Batch:
-        """A batch from unshifted labels [..]: position t's target is the label at t + 1.
+        """Make a batch from unshifted labels [..]: position t's target is the label at t + 1.
 
         The shift stays inside each segment: the last token of a document never predicts the next
         document's first, and padding with a negative id predicts nothing.
 
         Args:
-            labels: [..] int64 token ids; -100 is not scored.
-            segments: as of `Batch`.
-            align: for fields of the labels' shape, [..] or [.., K]: "labels", value t belongs to
-                label t and is shifted with it, as `apply` does; "targets", value t belongs to
-                target t, as of `out.logps` of an earlier call; or one of the two by field name.
-                Fields per segment and `hl.CURRENT` need none.
-            fields: as of `Batch`.
+            labels: [..] int64 token ids; -100 marks unscored positions.
+            segments: as for `Batch`.
+            align: the alignment of fields of the labels' shape, [..] or [.., K]. "labels": value t
+                belongs to label t and is shifted with the labels. "targets": value t belongs to
+                target t, as in `out.logps` of an earlier call. A mapping gives the alignment by
+                field name. Fields per segment and `hl.CURRENT` need no alignment.
+            fields: as for `Batch`.
 
         Raises:
-            TypeError, ValueError: as `Batch`; a field of the labels' shape that `align` leaves out.
+            TypeError, ValueError: as `Batch`; a field of the labels' shape without an alignment in
+                `align`.
 
         >>> import torch, headloss as hl
         >>> weights = torch.tensor([0.0, 1.0, 2.0])
@@ -176,8 +183,9 @@ class Batch:
         return cls(shift(labels, fill=IGNORE), segments, **fields)
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
-        """The same tokens with some fields added, replaced or (None) left out, their values beside
-        the targets; what was found out about their order is shared.
+        """Return a batch of the same tokens with fields added, replaced or removed (None). Values
+        are aligned with the targets. The new batch shares the packing of this batch, unless fields
+        of ids change.
 
         >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
         """
@@ -185,11 +193,13 @@ class Batch:
         batch.fields = {n: v for n, v in self.fields.items() if n not in fields}
         batch._set_fields(fields)
         if not fields.keys() & {"support_ids", *ID_FIELDS}:
-            batch._last_survey = self._last_survey  # which a copy does not have
+            # `Batch.__getstate__` leaves the survey out of copies.
+            batch._last_survey = self._last_survey
         return batch
 
     def _set_fields(self, fields: dict[str, Any]) -> None:
-        """Check and take fields; None leaves one out. A row's number comes before the rows."""
+        """Check and store fields; a field of None is removed. `teacher_index` is stored before
+        `teacher_hidden`, whose check depends on `teacher_index`."""
         for name, value in sorted(fields.items(), key=lambda pair: pair[0] != "teacher_index"):
             if name == "support_ids":
                 self.support = None if value is None else SupportIds(value, self.targets)
@@ -198,7 +208,7 @@ class Batch:
                 self._check_field(name, value)
 
     def to(self, *args: Any, **options: Any) -> Batch:
-        """The same batch elsewhere: every tensor moved as by `Tensor.to(device)`."""
+        """Return the batch on another device; arguments are as for `Tensor.to`."""
 
         def moved(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -219,12 +229,14 @@ class Batch:
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies and pickles do not keep the order of the tokens; they find it again."""
+        """Return the state for copies and pickles, without the survey of the tokens, which is cheap
+        to make again."""
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
-        """Survey of the tokens, made now where there is none of these tensors.
-        RuntimeError where targets, segments or stored ids were changed in place since."""
+        """Return the survey of the batch's tensors; make a survey now if there is none for these
+        tensors. RuntimeError if targets, segments or stored ids were changed in place since the
+        last survey."""
         survey = self._last_survey
         support = self.support
         fields = self.fields
@@ -250,7 +262,7 @@ class Batch:
         raise AttributeError(f"batch has no field {name!r}; it has {sorted(fields)}")
 
     def __repr__(self) -> str:
-        """Shapes, dtypes and the number of segments; nothing is read from the device."""
+        """Return shapes, dtypes and the number of segments, without a read from the device."""
         held = {"targets": self.targets, **self.fields}
         if self.support is not None:
             held["support_ids"] = self.support.value
@@ -289,31 +301,34 @@ class Batch:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:
-        """True for a field with one value (or row) per position, False for one per segment."""
+        """True for a field with one value (or row) per position; False for a field with one value
+        per segment."""
         return self._fits(name)[0]
 
     def _fits(self, name: str) -> tuple[bool, bool]:
-        """Tell whether a field's shape fits values per position, and values per segment."""
+        """Return two flags of a field's shape: values per position, and values per segment."""
         value = self.fields[name]
         if isinstance(value, Current):
             return True, False
         as_segment = name not in OF_TOKENS and value.shape == (self.segments.count,)
-        if name == "prompts":  # also where there are as many segments as positions
+        # Prompts are per segment even if there are as many segments as positions.
+        if name == "prompts":
             return False, as_segment
         if name == "teacher_hidden" and "teacher_index" in self.fields:
-            return False, value.dim() == 2  # rows that positions share
+            return False, value.dim() == 2  # Positions share rows through `teacher_index`.
         rank = None if name in REAL else self.targets.dim()
         return value.shape[:rank] == self.targets.shape, as_segment
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
-        """The fields as terms see them, by name, with floating vectors in `wide`."""
+        """Return the kinds of the fields by name, as terms see the fields, with floating vectors in
+        `wide`."""
         rank = self.targets.dim()
         fields = self.fields.items()
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}
 
 
-MOST_IDS = 512  # of a position
-# Names of the batch itself, as it is given and as terms see it.
+MOST_IDS = 512  # The most ids of a position.
+# Attributes of `Batch` and of `PackedBatch`.
 RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}
 RESERVED |= {"get", "live", "on", "slice", "replacing", "wide", "index", "stats", "as_given"}
 
@@ -328,7 +343,7 @@ def _check_targets(targets: object, name: str = "targets") -> None:
 
 
 def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
-    """Of targets or labels: as they are given, else each row is one."""
+    """Return the segments of targets or labels; by default, each row is a segment."""
     if segments is None:
         *rows, length = value.shape
         if not rows:
@@ -336,7 +351,7 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    # A constructor that each cut of a batch calls checks nothing.
+    # Check here, since the constructor, which runs for each cut of a batch, checks nothing.
     ids = check_integers("segments.ids", segments.ids, "an integer tensor")
     check_integer("segments.count", segments.count, 0)
     if ids.numel() != value.numel():
@@ -348,7 +363,8 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
 
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
-    """ValueError or TypeError where ids of positions of a shape are not [.., K] integers."""
+    """ValueError or TypeError if ids are not integers of shape [.., K] with 1 <= K (<= `most`),
+    where [..] is `shape`."""
     if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
         want = f"{(*shape, 'K')} with {'K >= 1' if most is None else f'1 <= K <= {most}'}"
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")
@@ -356,7 +372,8 @@ def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None
 
 
 def _may_ask_device() -> bool:
-    """False while a graph is captured or compiled, and in a data loader's worker."""
+    """True if the device may be read: False while a graph is captured or compiled, and in a data
+    loader's worker."""
     if torch.compiler.is_compiling() or torch.utils.data.get_worker_info():
         return False
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,6 +1,6 @@
-"""From labels to targets: the shift by one, and fields that lie beside labels.
+"""Targets from labels: the shift by one position, for labels and for fields aligned with labels.
 
-Shapes: [..] is that of the labels, [.., K] has K values for each.
+Shapes: [..] is the shape of the labels, [.., K] has K values for each label.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch.nn.functional import pad
 from ..arguments import check_dense
 
 ALIGN = ("labels", "targets")
-Shift = Callable[..., Tensor]  # of a value [..] or [.., K], with `fill` where nothing follows
+# Shift a value [..] or [.., K] by one position, with `fill` at the end.
+Shift = Callable[..., Tensor]
 
 
 def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
-    """True where the next position is of the same segment, bool of a shape; `ids` of segments."""
+    """[..] bool, True where the next position has the same segment; `ids` are segment ids and
+    `shape` is [..]."""
     ids = ids.reshape(-1)
     inside = torch.zeros_like(ids, dtype=torch.bool)
     inside[:-1] = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
@@ -27,7 +29,8 @@ def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
 
 
 def next_in_row(value: Tensor, dim: int, fill: float = 0) -> Tensor:
-    """The value [.., L] or [.., L, K] of the next position along L, a dimension; last `fill`."""
+    """Return the value [.., L] or [.., L, K] of the next position along the dimension `dim` of
+    length L; `fill` at the last position."""
     if not value.numel():
         return value
     after = (0, 0) * (value.dim() - 1 - dim)
@@ -35,7 +38,8 @@ def next_in_row(value: Tensor, dim: int, fill: float = 0) -> Tensor:
 
 
 def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
-    """The value [..] or [.., K] of the next position, where that is `inside` [..]; else `fill`."""
+    """Return the value [..] or [.., K] of the next position where `inside` [..] is True; elsewhere
+    `fill`."""
     outside = inside.to(value.device).logical_not().flatten()
     moved = value.flatten(0, inside.dim() - 1).roll(-1, 0)
     rows = outside.reshape(-1, *[1] * (moved.dim() - 1))
@@ -43,19 +47,19 @@ def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
 
 
 def is_beside(value: object, shape: torch.Size) -> bool:
-    """Tell whether a field has a value, or a row, for each position of labels of a shape."""
+    """True for a tensor with a value, or a row, for each position of labels of shape `shape`."""
     return isinstance(value, Tensor) and value.shape[: len(shape)] == shape
 
 
 def aligned(
     fields: Mapping[str, Any], align: object, shape: torch.Size, shift: Shift
 ) -> dict[str, Any]:
-    """Fields beside the targets, of fields beside labels of a shape or targets: see
-    `Batch.from_labels`. `shift` takes a field to the position before.
+    """Return fields aligned with the targets, from fields aligned with labels or targets: see
+    `Batch.from_labels`. `shift` moves each value one position to the left.
 
     Raises:
-        ValueError: a field of the labels' shape of which `align` does not say how it lies; an
-            `align` of other words or names; pairs of ids and offsets, which cannot be shifted.
+        ValueError: a field of the labels' shape without an alignment in `align`; an unknown
+            alignment or field name in `align`; a pair of ids and offsets, which cannot be shifted.
     """
     ways = align if isinstance(align, Mapping) else dict.fromkeys(fields, align)
     for way in (*ways.values(), *([] if ways is align else [align])):
@@ -65,7 +69,7 @@ def aligned(
         raise ValueError(f"align: got {sorted(absent)}, want names of fields: {sorted(fields)}")
     result = dict(fields)
     for name, value in fields.items():
-        pair = isinstance(value, tuple)  # of ids and offsets, for each position
+        pair = isinstance(value, tuple)  # A pair of ids and offsets.
         if not (pair or is_beside(value, shape)) or name == "prompts":
             continue
         if pair and ways.get(name) == "labels":

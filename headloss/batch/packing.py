@@ -1,7 +1,7 @@
-"""The batch as terms see it: packed to its T scored tokens (law 5).
+"""Packing: the batch as terms see it, with scored tokens only.
 
-N positions, T of them scored, S segments. Packing drops unscored positions and sorts the others by
-segment. From there on there are no masks and no padding: every field is a vector of T.
+N positions, T scored positions, S segments. Packing drops unscored positions and sorts scored
+positions by segment. Packed fields need no masks and no padding: every field is a vector of T.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ALL = slice(None)
 
 
 class MissingField(ValueError):
-    """A term reads a batch field that was not given."""
+    """The error raised when a term reads a batch field that was not given."""
 
 
 def missing(name: str, fields: Iterable[str]) -> str:
-    """Text of an error about a field that a batch does not have."""
+    """Return an error text for a field that a batch does not have."""
     return f"batch.{name}, {NOT_GIVEN}; it has {', '.join(sorted(fields)) or 'no fields'}"
 
 
 def outside_inference(value: Tensor) -> Tensor:
-    """The tensor, or a copy that may be saved for a backward pass: those of a rollout are made in
-    inference mode, and may not."""
+    """Return the tensor, or a copy of an inference-mode tensor, since autograd cannot save
+    inference-mode tensors."""
     if torch.is_inference_mode_enabled() or not value.is_inference():
         return value
     return value.clone()
@@ -43,21 +43,23 @@ def outside_inference(value: Tensor) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class PackedBatch:
-    """A batch as terms see it: T scored tokens by segment, every field a [T] (or [T, K]) tensor.
+    """The batch as terms see it: T scored tokens sorted by segment, every field a [T] (or [T, K])
+    tensor.
 
-    Fields are attributes; a missing one raises by name. `get(name)` returns None instead, and
-    `name in batch` asks. A per-segment field stands at each of its segment's tokens.
+    Fields are attributes; an attribute without a field raises an error that names the field.
+    `get(name)` returns None for a missing field, and `name in batch` tests for a field. A
+    per-segment field is expanded to the segment's tokens.
     """
 
     targets: Tensor  # [T] int64
     segments: Segments  # sorted
-    _fields: Mapping[str, Tensor | Current]  # [N, ..], gathered when a term reads them
-    live: Tensor | None = None  # [T] bool, only with static shapes: which tokens are scored
-    index: Tensor | None = None  # [T] position of each token, None: all N in order
-    _per_segment: frozenset[str] = frozenset()  # fields that are [S]
-    _dtype: torch.dtype | None = None  # of gathered floating vectors; None: their own
-    _count: int = 0  # S, without what static shapes add for unscored tokens
-    _read: dict[str, Any] = field(default_factory=dict)  # gathered
+    _fields: Mapping[str, Tensor | Current]  # [N, ..], gathered when a term reads the field.
+    live: Tensor | None = None  # [T] bool, True for scored tokens; None without `static`.
+    index: Tensor | None = None  # [T] position of each token; None for all N in order.
+    _per_segment: frozenset[str] = frozenset()  # Names of fields that are [S].
+    _dtype: torch.dtype | None = None  # Dtype of gathered floating vectors; None: unchanged.
+    _count: int = 0  # S, without the extra segments of static shapes.
+    _read: dict[str, Any] = field(default_factory=dict)  # Gathered fields.
     _cut_of: tuple[PackedBatch, slice] | None = None
 
     def __len__(self) -> int:
@@ -67,7 +69,7 @@ class PackedBatch:
         return name in self._read or name in self._fields
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field, or `default` where it was not given."""
+        """Return a field; `default` if the field was not given."""
         return getattr(self, name) if name in self else default
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +89,7 @@ class PackedBatch:
         value = self.as_given(name)
         if name in self._per_segment:
             ids = self.segments.ids
-            if live is not None:  # of the segments that are not scored
+            if live is not None:  # The value 0 for extra segments, which are not scored.
                 value, ids = pad(value, (0, 1)), ids.clamp_max(len(value))
             value = value[ids]
         elif self.index is not None:
@@ -95,31 +97,33 @@ class PackedBatch:
         value = outside_inference(value)
         if value.dim() > 1:
             return value
-        if value.is_floating_point() or name == "advantages":  # which may be integers
+        if value.is_floating_point() or name == "advantages":  # Advantages may be integers.
             value = value.to(self._dtype)
         return value if live is None else value.masked_fill(~live, 0)
 
     def as_given(self, name: str) -> Any:
-        """A field before it is gathered: [N, ..], or [S] if it is per segment; None without it."""
+        """Return a field before gathering: [N, ..], or [S] if per segment; None for a missing
+        field."""
         return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
-        """The fields by name, with floating vectors in the dtype of the statistics."""
+        """Return the kinds of the fields by name, with floating vectors in the dtype of the
+        statistics."""
         fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
     def on(self, stats: Statistics) -> PackedBatch:
-        """The same tokens beside their statistics, where a field is CURRENT."""
+        """Return the batch with `old_logps` taken from the statistics if `old_logps` is CURRENT."""
         if self.as_given("old_logps") is not CURRENT:
             return self
         return self.replacing({"old_logps": stats.logp.detach()})
 
     def replacing(self, fields: Mapping[str, Tensor]) -> PackedBatch:
-        """The same tokens with other values of some fields, [T]."""
+        """Return the batch with some fields replaced by [T] values."""
         return replace(self, _read={**self._read, **fields})
 
     def slice(self, chunk: Chunk) -> PackedBatch:
-        """Some of the tokens, in their segments."""
+        """Return the packed batch of a chunk of tokens."""
         tokens = chunk.rows
         return replace(
             self,
@@ -134,13 +138,14 @@ class PackedBatch:
 
 
 def answers(batch: PackedBatch) -> Segments:
-    """The S segments in place of tokens, in groups that answer the same prompt: [S] values have
-    sums and means over a prompt's segments. Those without a token are among them, and what static
-    shapes add is by itself."""
+    """Return a grouping of the S segments by prompt: a `Segments` object over the S segments, for
+    sums and means over all answers to a prompt. Segments without tokens are included; each extra
+    segment of static shapes is its own group."""
     of_tokens = batch.prompts
     segments = batch.segments
     prompts = batch.as_given("prompts")
-    if "prompts" not in batch._per_segment:  # a made-up batch holds vectors of tokens alone
+    # A sample batch of a trace holds vectors of tokens only.
+    if "prompts" not in batch._per_segment:
         first = segments.lengths.cumsum(0) - segments.lengths
         prompts = of_tokens[first.clamp_max(len(batch) - 1)]
     numbers, _ = numbered(prompts)
@@ -151,22 +156,23 @@ def answers(batch: PackedBatch) -> Segments:
 
 
 class Packing:
-    """Places of the packed tokens in the batch, and counts that the host knows.
+    """Positions of the packed tokens in the batch, and the tokens' counts on the host.
 
     Args:
-        unit: with static shapes, which need no read: the number of segments of their own, at the
-            end, that positions without a target or with a bad id go into.
+        unit: with static shapes, the number of extra segments at the end, which hold positions
+            without a target or with a bad id, so that the device need not be read. None without
+            static shapes.
     """
 
-    shape: torch.Size  # of the targets as given
+    shape: torch.Size  # Shape of the targets as given.
     count: int  # S as given
     targets: Tensor  # [T]
     segments: Segments  # sorted
-    index: Tensor | None = None  # [T] the position of each token; None: all N in order
-    scored: Tensor  # [N] bool, but with static shapes
-    live: Tensor | None = None  # [T] bool, with static shapes: which tokens are scored
-    lengths: list[int] | None = None  # scored tokens of each segment; None with static shapes
-    support: SupportPairs | None = None  # None: all tokens have the whole vocabulary
+    index: Tensor | None = None  # [T] position of each token; None for all N in order.
+    scored: Tensor  # [N] bool; absent with static shapes.
+    live: Tensor | None = None  # [T] bool, True for scored tokens; None without static shapes.
+    lengths: list[int] | None = None  # Scored tokens of each segment; None with static shapes.
+    support: SupportPairs | None = None  # None if all tokens have the whole vocabulary.
 
     def __init__(self, batch: Batch, unit: int | None = None) -> None:
         count = batch.segments.count
@@ -179,7 +185,8 @@ class Packing:
             self.index = _argsort(bins, count)
             ids = bins[self.index]
             self.live = ids < count
-            # Where each segment begins: a GPU adds ones to few counts one after another.
+            # Search segment starts in sorted ids: a GPU serializes atomic additions to few
+            # counters.
             numbers = torch.arange(count + unit + 1, device=ids.device)
             counts = torch.searchsorted(ids, numbers).diff()
         else:
@@ -204,7 +211,7 @@ class Packing:
 
     @property
     def unscored(self) -> Tensor | None:
-        """[N - T] positions that were left out; None: there are none."""
+        """[N - T] positions without a score; None if all positions are scored."""
         left = 0 if self.live is not None else len(self.scored) - len(self)
         return places(~self.scored, left) if left else None
 
@@ -214,8 +221,8 @@ class Packing:
     def view(
         self, batch: Batch, dtype: torch.dtype, per_segment: frozenset[str] | None = None
     ) -> PackedBatch:
-        """The batch as terms see it, with float vectors in `dtype`; `per_segment` names the fields
-        with one value per segment, None: by their shapes."""
+        """Return the batch as terms see it, with float vectors in `dtype`. `per_segment` names the
+        fields with one value per segment; None decides by the fields' shapes."""
         if per_segment is None:
             per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
         fields = dict(batch.fields)
@@ -228,12 +235,13 @@ class Packing:
         return PackedBatch(*of_tokens, per_segment, dtype, self.count)
 
     def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
-        """Values of the tokens `rows`, [n, ..], in the caller's shape and in new memory; 0 at all
+        """Return values [n, ..] of the tokens `rows` in the caller's shape, in new memory; 0 at all
         other positions."""
         return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
-        """[T, ..] from the caller's shape, 0 at what static shapes keep of unscored positions."""
+        """Return [T, ..] values from values in the caller's shape; 0 at unscored positions that
+        static shapes keep."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
         return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)
@@ -246,7 +254,8 @@ def scattered(
     live: Tensor | None,
     rows: slice = ALL,
 ) -> Tensor:
-    """As `Packing.scatter`, which these are of: a batch need not stay for it."""
+    """Return the result of `Packing.scatter` from the packing's fields, so that a closure need not
+    keep the batch alive."""
     if live is not None:
         values = values.masked_fill(~as_wide(live[rows], values), 0)
     full = values.new_zeros(*shape, *values.shape[1:])
@@ -259,33 +268,36 @@ def scattered(
 
 
 def places(chosen: Tensor, count: int) -> Tensor:
-    """[count] where [N] bool is True, which is so often, in order; without a read of the device."""
+    """[count] indices of the True elements of a [N] bool vector, in order; `count` must be the
+    number of True elements. No read from the device."""
     return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
 def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
-    """[n, 1, ..] of a vector [n], beside a tensor [n, ..]."""
+    """Return a vector [n] as [n, 1, ..], for broadcasting with a tensor [n, ..]."""
     return of_rows.view(-1, *[1] * (like.dim() - 1))
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:
-    """[N] a stable order by bin, one for each segment; a GPU sorts narrow numbers faster."""
+    """[N] a stable order by bin number; narrow integers, which a GPU sorts faster."""
     return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)
 
 
 def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = None) -> Packing:
-    """Packing of a batch; the one that was found before, where that still holds.
+    """Return the packing of a batch; reuse the packing of an earlier call if the batch is
+    unchanged.
 
     Args:
-        vocabulary: V; targets lie below it, and so do the values of id fields.
-        unit: as of `Packing`, with static shapes: nothing is read, checked or dropped then.
+        vocabulary: V, above all targets and all values of id fields.
+        unit: as for `Packing`. With static shapes, no value is read or checked, and no position is
+            dropped.
 
     Raises:
-        ValueError: a field that was assigned to; at a scored position a target, a segment's id or
-            an id field's value outside its range, or a support that is not what it should be.
+        ValueError: a batch attribute assigned to after construction; a target, a segment id or an
+            id field's value outside its range at a scored position; an invalid support.
         RuntimeError: the batch was changed in place since it was made.
     """
-    # The values as they were would be read, and a support that was not there by none.
+    # An assigned attribute would be ignored: packing reads the original fields.
     if assigned := {"support_ids", *batch.fields} & vars(batch).keys():
         raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
@@ -301,8 +313,9 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
 
 def _check_static(support: SupportIds, targets: Tensor) -> None:
-    """ValueError if some tokens have a support and others have none: with static shapes the host
-    could not know which. This reads the device, except while a graph is captured."""
+    """ValueError if some scored tokens have a support and other scored tokens have none: with
+    static shapes the host cannot know which. This check reads the device, except during graph
+    capture."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     restricted = int(support.survey(targets)[-1])
@@ -314,5 +327,5 @@ def _check_static(support: SupportIds, targets: Tensor) -> None:
 
 
 def pack(batch: Batch, vocabulary: float, dtype: torch.dtype) -> PackedBatch:
-    """A batch in its packed form, with float vectors in `dtype`."""
+    """Return the packed form of a batch, with float vectors in `dtype`."""
     return packing_of(batch, vocabulary).view(batch, dtype)

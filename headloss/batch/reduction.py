@@ -1,7 +1,7 @@
-"""Law 3: a reduction is a weight per token, loss = sum_t w_t l_t.
+"""Reductions as weights: loss = sum_t w_t l_t with a weight w_t per token.
 
-Weights come from the segments and from *global* totals, never from statistics, so the same tokens
-give the same loss and gradient however they are cut up: padded, packed, accumulated, sharded.
+Weights depend on segments and *global* totals, never on statistics. Therefore the loss and the
+gradient do not depend on how tokens are divided: padded, packed, accumulated or sharded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ Number = float | Tensor
 
 @dataclass(frozen=True)
 class Totals:
-    """Global denominators: scored tokens, segments and prompts, over micro-batches and ranks.
+    """Global denominators: numbers of scored tokens, segments and prompts over micro-batches and
+    ranks.
 
-    All are finite numbers >= 0, or 0-dim tensors, whose values are not read. `prompts` is None
-    where no batch has the field `prompts`; a prompt whose segments lie in several micro-batches or
-    on several ranks would count in each. `kept` holds the same numbers for each boolean field of
-    the batch, for terms that are restricted with `.where(field)`; it may be the third argument.
+    Totals are finite numbers >= 0, or 0-dim tensors, whose values are not read. `prompts` is None
+    if no batch has the field `prompts`. A prompt with segments in several micro-batches or on
+    several ranks is counted in each micro-batch and on each rank. `kept` holds (tokens, segments[,
+    prompts]) for each boolean field of the batch, for terms restricted with `.where(field)`; `kept`
+    may also be the third argument.
 
     >>> first, second = Totals(300, 4, 2), Totals(212, 4, 1)
     >>> first + second
@@ -58,17 +60,18 @@ class Totals:
 
     @classmethod
     def of(cls, batch: Any) -> Totals:
-        """The totals of one `Batch` (over the ranks of its segments' group), of prompts where it
-        has the field `prompts`.
+        """Return the totals of one `Batch`, over the ranks of `segments.group`; count prompts if
+        the batch has the field `prompts`.
 
-        A boolean field is per token where its shape is that on all these ranks, else per segment.
+        A boolean field is per token if the field's shape is the targets' shape on all ranks, else
+        per segment.
         """
         if not hasattr(batch, "targets"):
             raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
         segments = batch.segments
         scored = batch.targets.reshape(-1) != IGNORE
         bools = {n: v for n, v in batch.fields.items() if getattr(v, "dtype", None) == torch.bool}
-        # A field with more values at each token keeps or drops none.
+        # A field with several values per token is no mask.
         masks = {n: v for n, v in bools.items() if v.dim() <= batch.targets.dim()}
         prompts = None
         groups = batch.fields.get("prompts")
@@ -86,8 +89,9 @@ class Totals:
             as_token, as_segment = batch._fits(name)
             rows.append(kept_of(mask.reshape(-1) if as_token else ~scored))
             rows.append(kept_of(mask[ids] if as_segment else ~scored))
-            rows.append(torch.full_like(rows[0], not as_token))  # a vote against values per token
-        counts = torch.stack(rows)  # over the ranks that share the segments
+            # 1 if the mask is not per token on this rank.
+            rows.append(torch.full_like(rows[0], not as_token))
+        counts = torch.stack(rows)  # Sum over the ranks that share the segments.
         if segments.group is not None:
             summed("the count of tokens in segments", counts, segments.group)
         for i, (name, mask) in enumerate(masks.items()):
@@ -117,7 +121,7 @@ class Totals:
         return self._with([a + b for a, b in pairs])
 
     def __radd__(self, other: object) -> Totals:
-        """So that `sum(Totals.of(b) for b in batches)` works."""
+        """Support `sum(Totals.of(b) for b in batches)`, which starts from 0."""
         return self if other == 0 else NotImplemented
 
     def all_reduce(
@@ -125,11 +129,12 @@ class Totals:
         group: distributed.ProcessGroup | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> Totals:
-        """Add the totals of all data-parallel ranks of `group` (the default group if None).
+        """Return the sum of the totals of all data-parallel ranks of `group` (the default group if
+        None).
 
-        DDP and FSDP2 average gradients over ranks: with gradients="mean" the world size is folded
-        into the weights, so that the averaged gradient is the exact one. "sum" is for callers that
-        add.
+        DDP and FSDP2 average gradients over ranks. With gradients="mean", the totals are divided by
+        the number of ranks, so that the averaged gradient is exact. Use "sum" if gradients are
+        summed over ranks.
         """
         if not (isinstance(gradients, str) and gradients in ("mean", "sum")):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
@@ -144,16 +149,16 @@ class Totals:
 
     @property
     def _counts(self) -> list[Number]:
-        """Those of all tokens."""
+        """Totals of all tokens, without the totals of boolean fields."""
         return [n for n in (self.tokens, self.segments, self.prompts) if n is not None]
 
     @property
     def _numbers(self) -> list[Number]:
-        """All of them, those of the fields in the order of their names."""
+        """All totals: of all tokens, then of each boolean field in the order of names."""
         return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
 
     def _with(self, numbers: Sequence[Number]) -> Totals:
-        """Others, in the order of `_numbers`."""
+        """Return `Totals` of other numbers, in the order of `_numbers`."""
         size = len(self._counts)
         names = ["", *sorted(self.kept)]
         counts = {name: tuple(numbers[i * size : (i + 1) * size]) for i, name in enumerate(names)}
@@ -176,10 +181,11 @@ Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Reduction:
-    """A rule for w_t, from (length of each token's segment [T], tokens [], segments []).
+    """A rule for the weights w_t, as a function of (length of each token's segment [T], total
+    tokens [], total segments []).
 
-    `prompt_mean` is given the tokens of each token's prompt and the number of prompts in place of
-    lengths and segments.
+    `prompt_mean` gets the number of tokens of each token's prompt in place of lengths, and the
+    number of prompts in place of segments.
     """
 
     name: str
@@ -194,12 +200,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class StandardWeight:
-    """The weights of the library's own reductions: 1 / total for all tokens, or by their lengths.
-    It takes totals that are numbers, too, and then no lengths where it reads none."""
+    """The weight rule of the library's own reductions: 1 / total for all tokens, or a weight by
+    length. Totals may be plain numbers. `lengths` may be None unless `by_length` is set."""
 
-    of: Literal["tokens", "segments", "prompts", "none"]  # whose total; none: `length` is all of it
-    by_length: bool = False  # divided by the length of each token's segment or prompt, too
-    length: Number = 1  # the total is multiplied by it
+    # The total in the denominator; "none" uses `length` alone.
+    of: Literal["tokens", "segments", "prompts", "none"]
+    by_length: bool = False  # Also divide by the length of the token's segment or prompt.
+    length: Number = 1  # A factor of the denominator.
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:
@@ -218,7 +225,8 @@ prompt_mean = Reduction("prompt_mean", StandardWeight("prompts", by_length=True)
 
 
 def fixed_length(length: float) -> Reduction:
-    """Sum over tokens divided by (segments * length), as in Dr. GRPO (Liu et al. 2025)."""
+    """Return the reduction "sum over tokens divided by (segments * length)", as in Dr. GRPO (Liu et
+    al. 2025)."""
     check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
     return Reduction(f"fixed_length({length})", StandardWeight("segments", length=length))
 
@@ -227,7 +235,7 @@ REDUCTIONS = {r.name: r for r in (token_mean, sequence_mean, sequence_sum, promp
 
 
 def as_reduction(value: Reduction | str) -> Reduction:
-    """A reduction by name or as given."""
+    """Return a reduction from its name or from a `Reduction`; ValueError for anything else."""
     reduction = REDUCTIONS.get(value) if isinstance(value, str) else value
     if isinstance(reduction, Reduction):
         return reduction

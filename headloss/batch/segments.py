@@ -1,7 +1,7 @@
-"""Segments: which tokens belong to one sequence, and sums, means and expansion over them.
+"""Segments: the sequence of each token, and sums, means and expansion over sequences.
 
-T tokens, S segments. Sums run over tokens sorted by segment, between offsets, without atomics: two
-runs and two ranks give the same bits (law 7).
+T tokens, S segments. Tokens are sorted by segment and summed between offsets, without atomics, so
+that two runs and two ranks give the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..collectives import summed
 
 
 class Chunk(NamedTuple):
-    """Tokens [start, stop) of those that are sorted by segment; they lie in segments [first, last),
-    of which the outer two may be cut."""
+    """A range of tokens [start, stop), sorted by segment, in segments [first, last); the range may
+    cut the first and the last segment."""
 
     start: int
     stop: int
@@ -34,18 +34,18 @@ class Chunk(NamedTuple):
 
     @classmethod
     def between(cls, ends: list[int], start: int, stop: int) -> Chunk:
-        """Of segments that end at `ends`."""
+        """Return the chunk of tokens [start, stop), for segments that end at `ends`."""
         return cls(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
 
 
 class Segments:
-    """S segments over tokens of any shape; make one with a `from_` method or `rows`.
+    """A division of tokens of any shape into S segments, made by a `from_` method or `rows`.
 
     Args:
-        ids: [..] int64, the segment of each token. At unscored positions an id may be negative:
-            such a token is in no segment.
-        count: S. Segments that no token belongs to are allowed; they count in reductions.
-        group: process group whose ranks each hold some of the tokens of the same S segments.
+        ids: [..] int64, the segment of each token. A token with a negative id, which must be
+            unscored, is in no segment.
+        count: S, including segments without tokens, which count in reductions.
+        group: process group whose ranks share the S segments; each rank holds some of the tokens.
     """
 
     def __init__(
@@ -60,10 +60,11 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # Of ids that were made so that all tokens are in a segment, in order: how many each has, 0
-        # where these differ. None: ids may be any.
+        # Tokens per segment if `ids` were made in ascending order without gaps; 0 if lengths
+        # differ. None for arbitrary ids.
         self._row = row
-        self._packed = counts is not None  # sorted; only then are this rank's tokens known
+        # Ids are sorted, and the tokens of this rank per segment are known.
+        self._packed = counts is not None
         self._lengths: Tensor | None = None
         if counts is not None:
             self._local_counts = counts
@@ -72,26 +73,28 @@ class Segments:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Copies do not count how often ids were changed."""
+        """Return the state for copies, in which the version counter of `ids` restarts."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
-        """Consecutive segments of `lengths` ([S] integers) over a [sum(lengths)] vector; 0 counts.
+        """Return consecutive segments of `lengths` ([S] integers) over a [sum(lengths)] vector. A
+        segment of length 0 counts in S.
 
         >>> Segments.from_lengths([2, 3]).ids.tolist()
         [0, 0, 1, 1, 1]
         """
         lengths = _vector("lengths", lengths)
-        sizes = lengths.tolist()  # the one read of the device
+        sizes = lengths.tolist()  # The only read from the device.
         if min(sizes, default=0) < 0:
             raise ValueError(f"lengths: got a negative length in {sizes}, want all >= 0")
         return cls(torch.repeat_interleave(lengths, output_size=sum(sizes)), len(lengths), row=0)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
-        """Segments between cumulative lengths ([S + 1] integers, starting at 0). An empty one
-        counts: `unique_consecutive()` drops ends that are repeated to fill up a buffer.
+        """Return segments between cumulative lengths ([S + 1] integers, starting at 0). An empty
+        segment counts in S. To drop repeated ends, which fill up a buffer, use
+        `unique_consecutive()`.
 
         >>> Segments.from_cu_seqlens([0, 2, 2, 5]).lengths.tolist()
         [2, 0, 3]
@@ -108,10 +111,11 @@ class Segments:
     def from_ids(
         cls, ids: Tensor, count: int | None = None, group: distributed.ProcessGroup | None = None
     ) -> Segments:
-        """Segments by the id of each token, in any order; `count` defaults to the largest id + 1.
+        """Return segments from the id of each token, in any order; `count` defaults to the largest
+        id + 1.
 
-        An id that no token has counts; padding has a negative id, and is in no segment.
-        With `group`, `count` is required: the ranks of the group hold tokens of the same segments.
+        An id without tokens is an empty segment and counts. Padding has a negative id and is in no
+        segment. With `group`, whose ranks hold tokens of the same segments, `count` is required.
         """
         check_integers("ids", ids, "an integer tensor")
         if count is None:
@@ -123,7 +127,8 @@ class Segments:
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
-        """Each row of a [rows, length] batch is one segment, and counts with nothing scored too."""
+        """Return a segment for each row of a [rows, length] batch; a row without scored positions
+        counts."""
         rows = check_integer("rows", rows, 0)
         length = check_integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
@@ -131,7 +136,7 @@ class Segments:
 
     @property
     def _ascends(self) -> bool:
-        """True where all tokens are in a segment, in order, as they were made."""
+        """True if ids ascend without gaps by construction, and were not changed since."""
         return self._row is not None and not self.ids.is_inference() and self.ids._version == 0
 
     @property
@@ -141,18 +146,19 @@ class Segments:
     @property
     def lengths(self) -> Tensor:
         """[S] int64, tokens in each segment (over the ranks of the group)."""
-        # No cached_property: Python 3.11 locks it, and ranks that are threads wait for each other.
+        # A cached_property would deadlock ranks that are threads: Python 3.11 holds a lock during
+        # the computation.
         if self._lengths is None:
             self._lengths = self._over_ranks(self._local_counts)
         return self._lengths
 
     def sum(self, values: Tensor) -> Tensor:
-        """[S] sums of [T] `values` over all ranks of the group; int64 of integers and booleans."""
+        """[S] sums of [T] `values` over all ranks of the group; int64 for integers and booleans."""
         _check_values(values, "token", self.ids, self.ids.shape)
         return cast(Tensor, Linear.apply(self._total, self._at_totals, values))
 
     def mean(self, values: Tensor) -> Tensor:
-        """Mean of [T] `values` inside each segment, [S]; 0 for an empty one."""
+        """[S] means of [T] `values` over each segment; 0 for an empty segment."""
         return self.sum(values) / self.lengths.clamp_min(1)
 
     def expand(self, values: Tensor) -> Tensor:
@@ -161,12 +167,13 @@ class Segments:
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[S] to the values of segments 2k and of segments 2k + 1, [S // 2] each."""
-        pairs = len(values) // 2  # with static shapes one more segment may follow
+        """Split [S] values into values of segments 2k and of segments 2k + 1, [S // 2] each."""
+        pairs = len(values) // 2  # Ignore an extra segment of static shapes.
         return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
 
     def slice(self, chunk: Chunk) -> Segments:
-        """The segments of some tokens of a sorted vector; their lengths are those of the whole."""
+        """Return the segments of a chunk of sorted tokens; `lengths` remain the lengths of the
+        whole segments."""
         start, stop, first, last = chunk
         ids = self.ids[start:stop] - first
         part = Segments(ids, last - first, self.group, counts=self._local_counts[first:last])
@@ -180,30 +187,31 @@ class Segments:
 
     @cached_property
     def _offsets(self) -> Tensor:
-        """[S + 1] where each segment of the sorted tokens begins, and where the last ends."""
+        """[S + 1] start of each segment among the sorted tokens, and the end of the last
+        segment."""
         return offsets_of(self._local_counts)
 
     @property
     def _bins(self) -> Tensor:
-        """[N] int64 ids, and S for tokens that are in no segment."""
+        """[N] int64 segment ids, S for tokens in no segment."""
         ids = self.ids.reshape(-1).long()
         return ids.where((ids >= 0) & (ids < self.count), self.count)
 
     def _at_tokens(self, values: Tensor) -> Tensor:
-        """[S] to [T]; 0 at tokens that are in none."""
+        """Expand [S] values to [T] tokens; 0 at tokens in no segment."""
         if self._sorted:
             return values[self.ids]
         return torch.cat([values, values.new_zeros(1)])[self._bins.view(self.ids.shape)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
-        """[S] float64 sums of this rank's tokens."""
+        """[S] float64 sums over this rank's tokens."""
         values = values.reshape(-1)
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
         if not self._sorted:
             values = values[self._bins.argsort(stable=True)]
-        # Wide accumulation: a mean over 100k tokens keeps float32's digits, and so does a segment
-        # whose parts on several ranks cancel.
+        # Sum in float64: a mean over 100k tokens keeps float32 precision, and so does a segment
+        # whose partial sums on several ranks cancel.
         of = {"offsets": self._offsets, "initial": 0, "unsafe": True}
         return torch.segment_reduce(values.double(), "sum", **of)
 
@@ -212,13 +220,14 @@ class Segments:
         return total.to(values.dtype if values.is_floating_point() else torch.int64)
 
     def _at_totals(self, gradient: Tensor) -> Tensor:
-        """The adjoint of a sum: the total over ranks, at each token."""
+        """Adjoint of a sum: the gradient's total over ranks, expanded to tokens."""
         if self.group is not None:
             gradient = self._over_ranks(gradient.double()).to(gradient.dtype)
         return self._at_tokens(gradient)
 
     def _own_sum(self, gradient: Tensor) -> Tensor:
-        """The adjoint of an expansion: this rank's sum, since other ranks add their own."""
+        """Adjoint of an expansion: the sum over this rank's tokens, since all ranks add their
+        sums."""
         return self._local_sum(gradient).to(gradient.dtype)
 
     def _over_ranks(self, values: Tensor) -> Tensor:
@@ -231,7 +240,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Linear(torch.autograd.Function):
-    """A linear map, such as one between tokens and segments, and its adjoint."""
+    """A linear map with a given adjoint, such as a map between tokens and segments."""
 
     @staticmethod
     def forward(ctx, run: Map, adjoint: Map, values: Tensor) -> Tensor:
@@ -244,21 +253,21 @@ class Linear(torch.autograd.Function):
 
 
 def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
-    """[count] int64, how often each id stands where `included` ([n] bool) says so."""
-    counts = ids.new_zeros(count)  # of none where no token is scored
+    """[count] int64, the number of included elements of each id; `included` is [n] bool."""
+    counts = ids.new_zeros(count)  # `count` may be 0.
     return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    """[n + 1] where each of n pieces of these sizes begins, and where the last one ends."""
+    """[n + 1] starts of n consecutive pieces of the given sizes, and the end of the last piece."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] the number of each value among the distinct ones, from 0 in ascending order, and how many
-    of these there are, []; without a read of the device."""
+    """Return [n] the rank of each value among the distinct values, from 0 in ascending order, and
+    [] the number of distinct values. No read from the device."""
     ordered, places = values.sort()
-    firsts = torch.ones_like(places)  # 1 where a value stands for the first time
+    firsts = torch.ones_like(places)  # 1 at the first occurrence of a value.
     firsts[1:] = ordered[1:] != ordered[:-1]
     return torch.empty_like(places).scatter_(0, places, firsts.cumsum(0) - 1), firsts.sum()
 
@@ -277,9 +286,11 @@ def _check_values(values: Tensor, of: str, place: Tensor, shape: tuple[int, ...]
 
 
 def check_integer(name: str, value: Any, least: int | None = None) -> int:
-    """The integer of 64 bits; TypeError or ValueError for anything else, or one below `least`."""
+    """Return the value as an integer of 64 bits; TypeError for anything but an integer, ValueError
+    for an integer out of range or below `least`."""
     try:
-        # The index of a size that changes under a compiled graph would be a constant there.
+        # Keep an int unchanged: `operator.index` of a dynamic size would become a constant of the
+        # compiled graph.
         number = value if isinstance(value, int) else operator.index(value)
     except (TypeError, ValueError):
         number = None
@@ -292,7 +303,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
-    """[n] int64."""
+    """Return the value as a [n] int64 tensor."""
     if not isinstance(value, Tensor):
         unordered = isinstance(value, str | bytes | Set | Mapping)
         if unordered or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:

@@ -1,6 +1,6 @@
-"""The columns that the softmax of a position runs over, as given and as packed.
+"""Supports: the columns over which the softmax of each position runs, as given and as packed.
 
-N positions, T of them scored, P pairs of a token and a column, K the most that a position has.
+N positions, T scored positions, P pairs of a token and a column, K the most columns of a position.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-HIGH = 1 << 32  # more than any column, so that token and column fit in one number
+HIGH = 1 << 32  # Above any column, so that position * HIGH + column is unique.
 
 
 class SupportIds:
-    """`support_ids` of a batch: [.., K], a negative id being an empty slot, or a
-    pair of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
+    """The value of `support_ids` as given: [.., K] with negative ids in empty slots, or a pair of
+    [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
     def __init__(self, value: Any, targets: Tensor) -> None:
         self.value = value
         self.tensors = value if isinstance(value, tuple) else (value,)
-        self.width: int | None = None  # K, where all positions have as many slots
+        self.width: int | None = None  # K; None for a pair of ids and offsets.
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
             got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
@@ -49,14 +49,14 @@ class SupportIds:
 
     @property
     def _pairs(self) -> SupportPairs:
-        """Of all positions."""
+        """Pairs of all positions."""
         ids, *offsets = (t.reshape(-1).long() for t in self.tensors)
         return SupportPairs(ids, width=self.width, offsets=next(iter(offsets), None))
 
     def survey(self, targets: Tensor) -> Tensor:
-        """[6] int64: the largest and the smallest id at a scored position; how often offsets are
-        not what they should be; ids that a position has twice; scored positions whose target is
-        not among their ids; scored positions with ids."""
+        """[6] int64: the largest and the smallest id at a scored position; the number of wrong
+        offsets; the number of repeated ids within a position; the number of scored positions whose
+        target is not among their ids; the number of scored positions with ids."""
         targets, n, pairs = targets.reshape(-1), targets.numel(), self._pairs
         ids = pairs.ids
         offsets = pairs.offsets
@@ -68,7 +68,7 @@ class SupportIds:
         if self.width is not None:
             counted &= ids >= 0
         real = torch.where(counted, ids, 0)
-        # One number for each position and id; those that do not count differ from all.
+        # Make a unique key for each position and id; unscored elements get distinct negative keys.
         alone = ~torch.arange(len(ids), device=ids.device)
         key = torch.where(counted, at * HIGH + real.clamp(0, HIGH - 1), alone).sort().values
         has = count_in(at, n, counted) > 0
@@ -78,7 +78,7 @@ class SupportIds:
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: float) -> None:
-        """ValueError for what the facts of `survey` say is wrong."""
+        """ValueError if the numbers of `survey` show an invalid support."""
         most, least, bad, twice, missing, _ = facts
         if bad:
             raise ValueError(
@@ -110,12 +110,12 @@ class SupportIds:
     def pack(
         self, index: Tensor | None, live: Tensor | None, restricted: int | None
     ) -> SupportPairs:
-        """The pairs of the packed tokens, with `index` and `live` of a `Packing`; `restricted` says
-        how many of them have ids, None: all that are scored."""
+        """Return the pairs of the packed tokens, with `index` and `live` of a `Packing`.
+        `restricted` is the number of tokens with ids; None if all scored tokens have ids."""
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
-        if live is not None:  # unscored tokens get one column, whichever
+        if live is not None:  # Give unscored tokens one arbitrary column.
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             pairs = SupportPairs(ids.reshape(-1), width=self.width)
@@ -125,12 +125,13 @@ class SupportIds:
 
 
 class SupportPairs:
-    """The pairs of T packed tokens, one token's after another's."""
+    """Pairs of T packed tokens and their columns, in the order of tokens."""
 
-    ids: Tensor  # [P] int64; below 0: an empty slot
+    ids: Tensor  # [P] int64; negative in empty slots.
     offsets: Tensor  # [T + 1] int64
-    width: int | None  # pairs of each token, where all have as many
-    free: Tensor | None = None  # [m] tokens without ids, which have all columns; None: none has
+    width: int | None  # Pairs of each token; None if numbers differ.
+    # [m] tokens without ids, which have all columns; None if all tokens have ids.
+    free: Tensor | None = None
 
     def __init__(
         self, ids: Tensor, *, width: int | None = None, offsets: Tensor | None = None
@@ -147,11 +148,12 @@ class SupportPairs:
 
     @cached_property
     def counts(self) -> Tensor:
-        """[T] ids of each token."""
+        """[T] number of ids of each token."""
         return count_in(self.tokens(), len(self), self.ids >= 0)
 
     def tokens(self, pairs: Tensor | None = None) -> Tensor:
-        """The tokens of some pairs, of all by default; wrong offsets do no harm here."""
+        """Return the token of each given pair, by default of all pairs; in range even for invalid
+        offsets."""
         if pairs is None:
             pairs = torch.arange(len(self.ids), device=self.ids.device)
         ends = self.offsets[1:]
@@ -159,42 +161,44 @@ class SupportPairs:
 
     @property
     def restricted(self) -> int:
-        """Number of tokens that have ids."""
+        """The number of tokens with ids."""
         return len(self) - (0 if self.free is None else len(self.free))
 
     @cached_property
     def _free(self) -> list[int]:
-        """On the host."""
+        """The tokens without ids, on the host."""
         return [] if self.free is None else self.free.tolist()
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """The offsets on the host."""
+        """The offsets, on the host."""
         width = self.width
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
     def window(self, rows: slice, first: int, size: int) -> Support:
-        """The pairs of some tokens whose columns lie in [first, first + size)."""
+        """Return the pairs of the tokens `rows` with columns in [first, first + size)."""
         begin = self._ends[rows.start]
         end = self._ends[rows.stop]
         ids = self.ids[begin:end]
         offsets = self.offsets[rows.start : rows.stop + 1] - begin
-        if begin == end:  # an empty pair, so that there is something to index
+        if begin == end:  # Provide an element to index; its id -1 is an empty slot.
             ids = ids.new_full((1,), -1)
         return Support(ids, offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
-        """[m] which of some tokens have no ids, counted from the first of them; None: none."""
+        """[m] offsets from `rows.start` of the tokens without ids in `rows`; None if all have
+        ids."""
         first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 
     def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Support]:
-        """[P] the pairs of some tokens by column, and each column's tokens; sorted on first use."""
+        """Return [P] pairs of the tokens `rows`, sorted by column, and the tokens of each column;
+        sorted on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
             begin = self._ends[rows.start]
             end = self._ends[rows.stop]
-            # Columns fit into 32 bits, which a GPU sorts in half the passes.
+            # Convert columns to 32 bits, which a GPU sorts in half the passes.
             columns, pairs = self.ids[begin:end].int().sort(stable=True)
             self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
         pairs, tokens, columns = self._sorted[key]
@@ -203,7 +207,7 @@ class SupportPairs:
         return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> SupportPairs:
-        """The pairs of some of the tokens."""
+        """Return the pairs of the tokens `index`."""
         if self.width is not None:
             ids = self.ids.view(-1, self.width)[index]
             taken = SupportPairs(ids.reshape(-1), width=self.width)

@@ -1,4 +1,4 @@
-"""Forms in which samplers return the ids that they kept, as `support_ids` of a batch.
+"""Conversions of kept ids, in the forms that samplers return, to `support_ids` of a batch.
 
 B completions of C tokens, N tokens in all, V vocabulary, P pairs of a token and an id, K the most
 ids of a token.
@@ -20,10 +20,11 @@ from .segments import offsets_of
 
 
 def support_from_scores(scores: Tensor) -> Tensor:
-    """[.., K] int64 ids that scores leave, ascending, then -1; what `support_ids` takes.
+    """Return the ids of kept scores, [.., K] int64 in ascending order, padded with -1, for
+    `support_ids`.
 
-    A row that lost nothing, like one that has nothing left, is all -1: the whole vocabulary. K is
-    the most that a row which lost something has kept, at least 1.
+    A row that keeps all ids or no id is all -1, which means the whole vocabulary. K is the most
+    kept ids over all other rows, at least 1.
 
     >>> inf = float("inf")
     >>> support_from_scores(torch.tensor([[0.5, -inf, 1.0], [0.1, 0.2, 0.3]]))
@@ -31,12 +32,12 @@ def support_from_scores(scores: Tensor) -> Tensor:
             [-1, -1]])
 
     Args:
-        scores: [.., V] floats, kept where finite, as logits that went through Transformers'
-            processors; or bool, kept where True.
+        scores: [.., V] floats, kept where finite, such as logits after the logits processors of
+            Transformers; or bool, kept where True.
 
     Raises:
-        TypeError: anything but floats or bool.
-        ValueError: no vocabulary.
+        TypeError: scores that are neither floats nor bool.
+        ValueError: scores without a dimension V >= 1.
     """
     of_bool = getattr(scores, "dtype", None) is torch.bool
     if not (isinstance(scores, Tensor) and (of_bool or scores.is_floating_point())):
@@ -51,16 +52,18 @@ def support_from_scores(scores: Tensor) -> Tensor:
 
 
 def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """[P] ids that are True in [N, V], row by row, and [N] how many; none of a row without False.
+    """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
+    row. A row without False gives no ids.
 
-    On a GPU the host waits for their number.
+    On a GPU, the host waits for P.
     """
     restricted = mask & ~mask.all(1, keepdim=True)
     return restricted.nonzero()[:, 1], restricted.sum(1)
 
 
 def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
-    """[N, K] int64 of [P] ids and [N] counts, -1 in empty slots; K is at least 1."""
+    """Return [N, K] int64 ids from [P] ids and [N] counts, with -1 in empty slots; K is at least
+    1."""
     most = max(1, int(counts.max())) if len(counts) else 1
     slots = torch.arange(most, device=counts.device) < counts.unsqueeze(1)
     padded = torch.full(slots.shape, -1, dtype=torch.int64, device=ids.device)
@@ -68,22 +71,24 @@ def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
 
 
 def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, Tensor]:
-    """([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C]: vLLM's and SGLang's form.
+    """Return ([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C], from the lists of
+    vLLM or SGLang.
 
-    Ids stay in their order. Move both with `.to(device)`.
+    The order of ids is kept. Move ids and offsets to a device with `.to(device)`.
 
     >>> support_from_lists([[[7, 3], [5]], [None, [2, 9, 4]], None])
     (tensor([7, 3, 5, 2, 9, 4]), tensor([0, 2, 3, 3, 6, 6, 6]))
 
     Args:
         lists: `lists[b][c]` has the ids of token c of completion b: a list, a NumPy array or a
-            tensor; None or empty: the token has none. None for a completion: no token of it has.
-        columns: C; the longest completion's by default. Tokens that are missing have no ids, those
-            beyond are cut off.
+            tensor; None or an empty list for a token without ids. `lists[b]` is None if no token of
+            completion b has ids.
+        columns: C, by default the length of the longest completion. Missing tokens have no ids;
+            tokens beyond C are cut off.
 
     Raises:
-        TypeError: what are no integers.
-        ValueError: an id that is negative, or beyond 64 bits.
+        TypeError: ids that are not integers.
+        ValueError: an id that is negative or exceeds 64 bits.
     """
     rows = [_listed(row, f"lists[{b}]") for b, row in enumerate(_listed(lists, "lists"))]
     if columns is None:
@@ -100,7 +105,7 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
 
 
 def _listed(value: Any, name: str) -> Sequence[Any]:
-    """Of a tensor or an array its list, of None an empty one."""
+    """Return the list of a tensor, an array or a sequence; an empty list for None."""
     if value is None:
         return []
     if hasattr(value, "tolist"):
@@ -112,7 +117,7 @@ def _listed(value: Any, name: str) -> Sequence[Any]:
 
 
 def _ids(value: Any, name: str) -> Sequence[int]:
-    """Of one token."""
+    """Return the ids of one token, checked."""
     ids = _listed(value, name)
     if wrong := {cls for cls in map(type, ids) if cls is bool or not issubclass(cls, Integral)}:
         bad = next(x for x in ids if type(x) in wrong)
@@ -127,20 +132,21 @@ def _ids(value: Any, name: str) -> Sequence[int]:
 
 
 def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
-    """([P] ids, [N + 1] offsets), int64: of prime-rl, of SGLang's store, of NeMo-RL.
+    """Return ([P] ids, [N + 1] offsets), int64, from the ids and counts of prime-rl, SGLang's store
+    or NeMo-RL.
 
     >>> support_from_counts(torch.tensor([[7, 3, 0], [5, 0, 0]]), torch.tensor([2, 1]))
     (tensor([7, 3, 5]), tensor([0, 2, 3]))
 
     Args:
-        ids: flat [P], one token's after another's, or padded [.., K] with anything in the slots
-            beyond a token's count; a tensor or a NumPy array.
-        counts: [..] N numbers in any shape: how many ids each token has.
+        ids: a tensor or a NumPy array, flat [P] in the order of tokens, or padded [.., K] with
+            arbitrary values in the slots beyond a token's count.
+        counts: [..] N numbers in any shape: the number of ids of each token.
 
     Raises:
-        TypeError: what are no integers.
-        ValueError: counts that are negative, larger than K, or not of as many as the flat ids; ids
-            of another shape.
+        TypeError: ids or counts that are not integers.
+        ValueError: counts that are negative or larger than K, or whose sum is not the number of
+            flat ids; ids of another shape.
     """
     ids = _integers("ids", ids)
     counts = _integers("counts", counts)
@@ -163,8 +169,9 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
 
 
 def _integers(name: str, value: Any) -> Tensor:
-    """A tensor or an array of integers, as int64."""
+    """Return a tensor or an array of integers as an int64 tensor."""
     if not isinstance(value, Tensor) and hasattr(value, "dtype"):
-        with contextlib.suppress(TypeError):  # of an array of objects
-            value = torch.as_tensor(value.copy(), device="cpu")  # whatever its strides are
+        with contextlib.suppress(TypeError):  # Raised for an array of objects.
+            # A copy, since torch rejects negative strides.
+            value = torch.as_tensor(value.copy(), device="cpu")
     return check_integers(name, value, "integers, as a tensor or a NumPy array").long()

@@ -1,4 +1,5 @@
-"""Questions of packing to the device about a batch's values. N positions, S segments."""
+"""Survey of a batch: extremes and counts that packing reads from the device. N positions, S
+segments."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..arguments import IGNORE
 from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
-# Ids of columns, each once at a position, and the field of their probabilities.
+# Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
 NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
 
@@ -21,17 +22,19 @@ NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or 
 class Survey:
     """Extremes and counts of a batch.
 
-    On a GPU the answers are on their way to the host when this was made; `numbers` waits for them
-    alone. Nothing here knows the vocabulary: a call compares the extremes with its own.
+    On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
+    copy alone. A survey does not depend on the vocabulary: each call compares the extremes with its
+    V.
 
     Args:
-        id_fields: [.., K] each, whose values are columns of the vocabulary where they are not < 0.
-        probs: [.., K] values of the field in `ID_FIELDS`, by the name of the id field.
-        of_support: `SupportIds.survey`, read with the other numbers.
-        tensors: all that is looked at.
+        id_fields: fields [.., K] of vocabulary ids; negative ids are empty slots.
+        probs: [.., K] probabilities or log-probs that belong to the ids, by the id field's name
+            (see `ID_FIELDS`).
+        of_support: the result of `SupportIds.survey`, copied to the host with the other numbers.
+        tensors: all tensors that the survey reads.
     """
 
-    packing: Any = None  # once a call has made it; other batches of these tokens share it
+    packing: Any = None  # The packing of the first call, shared by batches of the same tokens.
 
     def __init__(
         self,
@@ -49,8 +52,8 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
         self.scored = scored = self.targets != IGNORE  # [N]
-        # [N] the segment of each scored position, S where it is in none; S + 1: not scored. None:
-        # all positions are in a segment, in order.
+        # [N] the segment of each scored position: S for a bad segment id, S + 1 for an unscored
+        # position. None if all positions are in a segment, in order.
         self.bins: Tensor | None = None
         count = segments.count
         descents = list[Tensor]()
@@ -68,9 +71,9 @@ class Survey:
         self._copy = HostCopy(torch.cat([n.view(-1) for n in numbers if n is not None]))
 
     def _extremes(self) -> list[Tensor]:
-        """Compute the smallest target and the largest; of each of id_fields the largest, and at how
-        many scored positions an id stands twice or probabilities sum to more than 1. 0 stands for
-        unscored positions."""
+        """Return the smallest and the largest target; for each id field, the largest id and the
+        number of scored positions with a repeated id or with probabilities that sum to more than 1.
+        Unscored positions count as 0."""
         scored = self.scored
         fields = self.id_fields
         if not len(scored):
@@ -85,16 +88,16 @@ class Survey:
         return numbers
 
     def _beyond_one(self, name: str) -> Tensor:
-        """[N] bool: positions at which probabilities beside an id field sum to more than 1.01; in
-        16 and 8 bits, than their rounding explains."""
+        """[N] bool: True for positions whose probabilities of the id field `name` sum to more than
+        1.01; for 16-bit and 8-bit probabilities, to more than rounding explains."""
         ids, values = self.id_fields[name], self.probs[name].view_as(self.id_fields[name]).float()
         probs = values.exp() if "logps" in ID_FIELDS[name] else values
         most = {1: 2.0, 2: 1.1}.get(self.probs[name].itemsize, 1.01)
         return torch.where(ids < 0, 0, probs).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Tell whether these are the tensors, and can tell when they change; RuntimeError where
-        they have changed."""
+        """True if the survey was made from these tensors and can detect changes; RuntimeError if a
+        tensor was changed in place."""
         same = list(map(id, self.tensors)) == list(map(id, tensors))
         if same and self.versions not in (None, versions(tensors)):
             raise RuntimeError(
@@ -105,12 +108,13 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """On the host: how often a segment's id is followed by a lower one, and the extremes; how
-        many positions are in each bin; the support's."""
+        """Numbers on the host, in three lists: descents of the segment ids and extremes; counts of
+        positions per bin; numbers of the support."""
         numbers = self._copy.tolist()
         count = self.segments.count
         extremes = 3 + 2 * len(self.id_fields)
-        if self.bins is None:  # no descent, and no position that is in no segment
+        # Insert the numbers of descents and of positions in no segment, which are 0.
+        if self.bins is None:
             numbers.insert(0, 0)
             last = extremes + count
             numbers[last:last] = 0, len(self.scored) - sum(numbers[extremes:last])
@@ -119,11 +123,13 @@ class Survey:
 
     @property
     def highest(self) -> int:
-        """The largest of all scored targets and ids of columns, where none stands twice."""
+        """The largest of all scored targets and vocabulary ids, if no position has a repeated
+        id."""
         return max(self.numbers[0][2:] + self.numbers[2][:1])
 
     def check(self, vocabulary: float) -> Survey:
-        """The same; ValueError for a bad target, segment or id field, where it is scored."""
+        """Return the survey; ValueError for a bad target, segment or id field at a scored
+        position."""
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
         (_, lowest, highest, *of_fields), (*_, nowhere, _), _ = self.numbers
@@ -153,11 +159,12 @@ class Survey:
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Number of in-place changes of each tensor; None where one of inference mode cannot tell."""
+    """Return the version counter of each tensor; None if a tensor made in inference mode has no
+    counter."""
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 
 
 def _repeated(ids: Tensor) -> Tensor:
-    """[N] bool: positions of [N, K] at which an id that is not below 0 stands twice."""
+    """[N] bool: True for positions of [N, K] ids with a repeated nonnegative id."""
     ordered = ids.sort(1).values
     return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)

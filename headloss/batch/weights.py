@@ -1,4 +1,4 @@
-"""Law 3: a reduction is a weight for each token, made from counts of tokens and segments.
+"""Weights of a reduction: a weight for each token, from counts of tokens and segments.
 
 T scored tokens, S segments.
 """
@@ -22,12 +22,12 @@ def token_weights(
     reduction: Reduction,
     field: str | None = None,
 ) -> Tensor | float:
-    """[T] weights of a packed batch's tokens under a reduction, or one for all tokens; 0 for those
-    that a boolean field leaves out.
+    """Return the [T] weights of a packed batch's tokens under a reduction, or a single weight for
+    all tokens. Tokens that the boolean field `field` excludes have weight 0.
 
     Args:
         totals: the global denominators.
-        dtype: of the weights.
+        dtype: dtype of the weights.
     """
     segments = batch.segments
     counts = totals._counts
@@ -42,12 +42,13 @@ def token_weights(
     if standard is not None and standard.of == "prompts":
         prompts = answers(batch)
         groups = counts[2]
-        lengths = prompts.expand(prompts.sum(lengths))  # of a token's prompt
+        lengths = prompts.expand(prompts.sum(lengths))  # Tokens of each token's prompt.
     of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
     of_tokens: Any = None
     if standard is None or standard.by_length:
         lengths = lengths.to(dtype)
-        if standard is None or scored is not None:  # else each token is one of its segment
+        # Otherwise each token's segment has at least that token.
+        if standard is None or scored is not None:
             lengths = lengths.clamp_min(1)
         of_tokens = segments.expand(lengths)
     weigh = partial(_of_users, reduction) if standard is None else standard
@@ -61,7 +62,7 @@ def token_weights(
 
 @torch.enable_grad()
 def _of_users(reduction: Reduction, lengths: Tensor, *totals: Number) -> Tensor:
-    """The weights of a reduction that is not the library's, checked; it is given tensors."""
+    """Return the checked weights of a user's reduction, which gets tensors."""
     zero = lengths.new_zeros((), dtype=torch.float64)
     weights: object = reduction.weigh(lengths, *(zero + total for total in totals))
     want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"
@@ -74,7 +75,7 @@ def _of_users(reduction: Reduction, lengths: Tensor, *totals: Number) -> Tensor:
 
 
 def _at_least_one(count: Number, device: torch.device) -> Number:
-    """A total, of a tensor in float64; zero acts as one."""
+    """Return a total as a float or a float64 tensor, with 1 in place of 0."""
     if not isinstance(count, Tensor):
         return float(count) or 1.0
     count = count.to(device, torch.float64)
