@@ -1,1 +1,1 @@
-"""The head, its adapters, and how they are read out of modules and models."""
+"""The head, its adapters, and readers of heads from modules and models."""

@@ -1,4 +1,4 @@
-"""A head of DTensors: this rank's rows and their group."""
+"""Conversion of a head of DTensors to this rank's rows and their process group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .head import GATHER, Head
 
 
 def local_head(head: Head) -> Head:
-    """A head of DTensors as this rank's rows and their group, any other head as it is; raises for
-    placements other than rows sharded over one mesh dimension."""
+    """Return a head of DTensors as this rank's rows with a process group; return any other head
+    unchanged. TypeError for placements other than rows sharded over one mesh dimension."""
     if not is_dtensor(head.weight):
         if head.vocab_mesh_dim is not None:
             raise ValueError(
@@ -36,7 +36,7 @@ def local_head(head: Head) -> Head:
             return value
         for i, placement in enumerate(value.placements):
             fits = placement.is_shard(0) if sharded else placement.is_replicate()
-            # Over a mesh dimension of one rank every placement is the same.
+            # Over a mesh dimension of a single rank, all placements are equivalent.
             if not (fits if i == dim else mesh.size(i) == 1):
                 raise _placed(what, value)
         return value.to_local()

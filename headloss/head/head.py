@@ -1,7 +1,7 @@
 """The head of a language model: from hidden states to logits.
 
 V vocabulary rows, H hidden width, r the rank of an adapter; [..] is any shape of tokens. The logits
-are, in this order,
+are computed in this order:
 
     raw = hidden @ weight.T + bias + sum over adapters of scaling * dropout(hidden) @ a.T @ b.T
         + sum over pairs beside of features @ weight2.T
@@ -36,17 +36,17 @@ GATHER = (
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Lora:
-    """A low-rank adapter on the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
+    """A low-rank adapter of the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
 
     Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients reach `a` and `b`; the merged weight
     is never built.
 
     Attributes:
-        a: [r, H], the down projection; what it gives is not rounded to its dtype.
+        a: [r, H], the down projection; its output stays in float32 or float64.
         b: [V, r], the up projection.
         scaling: alpha / r, or alpha / sqrt(r) for rank-stabilised adapters.
-        dropout: probability in [0, 1) of dropping an input feature. It is applied in every call:
-            `Head.of` sets it to 0 for a module in eval mode.
+        dropout: probability in [0, 1) of dropping an input feature. Every call applies dropout;
+            `Head.of` sets `dropout` to 0 for a module in eval mode.
     """
 
     a: Tensor
@@ -69,7 +69,7 @@ class Lora:
     def features(
         self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
     ) -> Tensor:
-        """[T, H] to [T, r]: scaling * dropout(hidden) @ a.T, in float32 or float64."""
+        """Return scaling * dropout(hidden) @ a.T, [T, H] to [T, r], in float32 or float64."""
         if self.dropout:
             hidden = dropout(hidden, self.dropout)
         return self.scaling * WideLinear.apply(hidden, self.a, products)
@@ -77,29 +77,31 @@ class Lora:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Head:
-    """The linear head of a language model; made by hand, or by `Head.of` and `Head.of_model`.
+    """The linear head of a language model, made from a weight, or by `Head.of` or `Head.of_model`.
 
     Shapes: a weight [V, H] makes logits [.., V] of hidden states [.., H].
 
-    FSDP2 has parameters whole inside the forward of the module that it wraps: make the head and
-    call there. Elsewhere gather them with `full_tensor(grad_placements=[Partial("avg")] *
-    device_mesh.ndim)`; a plain one drops the gradients of other ranks' data.
+    FSDP2 gathers parameters inside the forward of the wrapped module: make the head and call
+    headloss in this forward. Outside of the forward, gather parameters with
+    `full_tensor(grad_placements=[Partial("avg")] * device_mesh.ndim)`; a plain `full_tensor()`
+    drops the gradients of other ranks' data.
 
     Attributes:
-        weight: [V, H], of a floating dtype. That of a LoRA-wrapped module is the base layer's:
-            `Head.of` reads the adapters too.
+        weight: [V, H], of a floating dtype. The `weight` of a LoRA-wrapped module is the base
+            layer's weight alone; `Head.of` also reads the adapters.
         bias: [V], or None.
         temperature: a number, a 0-dim tensor, or a tensor with one value per token, in the shape of
             the targets; finite and > 0 at scored positions.
         softcap: z = softcap * tanh(z / softcap), or None.
-        logit_scale: the raw logits are multiplied by it.
-        vocab_size: the first `vocab_size` rows are scored; the others are padding.
-        vocab_group: the weight is this rank's slice of the vocabulary, in rank order.
-        vocab_mesh_dim: the mesh dimension over which a DTensor weight is a slice of the vocabulary.
+        logit_scale: a factor of the raw logits.
+        vocab_size: the number of vocabulary rows; further rows of the weight are padding.
+        vocab_group: process group over whose ranks the vocabulary is sharded, in rank order;
+            `weight` is this rank's vocabulary shard.
+        vocab_mesh_dim: the mesh dimension over which the rows of a DTensor weight are sharded.
         lora: adapters that are added to the raw logits.
-        beside: pairs of features [.., r], one row for each position, and a weight2 [V, r], whose
-            products are added to the raw logits: those of [hidden | features] and [weight |
-            weight2], with a gradient for each that requires one.
+        beside: pairs of features [.., r], with a row for each position, and a weight2 [V, r]. The
+            products features @ weight2.T are added to the raw logits, as for a head of [hidden |
+            features] and [weight | weight2]. Features and weight2 receive gradients if required.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -134,7 +136,7 @@ class Head:
         if (size := self.vocab_size) is not None:
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"vocab_size: got {describe(size)}, want an integer or None")
-            # A slice of the vocabulary may hold fewer rows than `vocab_size`.
+            # A vocabulary shard may hold fewer rows than `vocab_size`.
             sharded = self.vocab_group is not None or self.vocab_mesh_dim is not None
             if size < 1 or (size > rows and not sharded):
                 raise ValueError(
@@ -159,34 +161,36 @@ class Head:
                 raise _misfit(name, pair[1], f"{(rows, pair[0].shape[-1])}", self.weight)
 
     def __repr__(self) -> str:
-        """Arguments that differ from the defaults; of tensors the shape and dtype."""
+        """Return the arguments that differ from the defaults; tensors by shape and dtype."""
         values = ((f, getattr(self, f.name)) for f in fields(self))
         shown = (f"{f.name}={brief(x)}" for f, x in values if x is not f.default)
         return f"Head({', '.join(shown)})"
 
     @classmethod
     def of(cls, module: torch.nn.Module, **overrides: Any) -> Head:
-        """The head that a module computes; `overrides` are arguments of `Head` and win.
+        """Return the head of a module; `overrides` are arguments of `Head` that replace values of
+        the module.
 
-        Reads `nn.Linear`, `nn.Embedding` (a tied head) and what PEFT makes of them: LoRA layers
-        with any number of active adapters, merged or disabled ones, and `modules_to_save`.
+        Supported modules are `nn.Linear`, `nn.Embedding` (a tied head) and both types under PEFT:
+        LoRA layers with any number of active, merged or disabled adapters, and `modules_to_save`.
 
         Raises:
-            TypeError: a module whose forward is not known: quantised or parametrised layers, layers
+            TypeError: a module with an unknown forward: quantised or parametrised layers, layers
                 with hooks, DoRA and other adapters.
         """
         return cls(**{**_with_adapters(read_module(module)), **overrides})
 
     @classmethod
     def of_model(cls, model: torch.nn.Module, **overrides: Any) -> Head:
-        """The head of a Hugging Face causal language model, with its soft cap and logit scale.
+        """Return the head of a Hugging Face causal language model, with the model's soft cap and
+        logit scale.
 
-        Looks through DDP, FSDP, `torch.compile` and `PeftModel`; `overrides` are arguments of
-        `Head` and win: with both `softcap` and `logit_scale` any model type serves. Hidden states
-        that go with it are those of the model's base model, after the last norm.
+        DDP, FSDP, `torch.compile` and `PeftModel` wrappers are removed. `overrides` are arguments
+        of `Head` that replace values of the model; with both `softcap` and `logit_scale`, any model
+        type is accepted. The head expects the hidden states of the base model after the last norm.
 
         Raises:
-            ValueError: a model type that is in no table, or a model without a head.
+            ValueError: an unknown model type, or a model without a head.
             TypeError: as for `Head.of`.
         """
         told = {"softcap", "logit_scale"} <= overrides.keys()
@@ -200,11 +204,12 @@ class Head:
     def factors(
         self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
     ) -> list[tuple[Tensor, Tensor]]:
-        """(features [T, k], rows [V, k]) pairs whose products sum to the raw logits, less the bias.
+        """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
+        the bias.
 
-        The first pair is the weight's own, then one per adapter, in that adapter's dtype, then
-        those beside. Features carry autograd to `hidden` and to each `a`. Rows are not cut to
-        `vocab_size`.
+        The first pair has the head's weight. Further pairs are the adapters, each in the adapter's
+        dtype, then the pairs of `beside`. Autograd reaches `hidden` and each `a` through the
+        features. Rows beyond `vocab_size` are included.
         """
         return [
             (hidden, self.weight),
@@ -213,9 +218,10 @@ class Head:
         ]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., H] to [.., vocabulary] in float32 (float64 for float64 hidden states).
+        """Return the logits, [.., H] to [.., vocabulary], in float32 (float64 for float64 hidden
+        states).
 
-        Differentiable. It materialises the logits: for tests and small inputs.
+        Differentiable. Stores all logits: for tests and small inputs.
         """
         self.validate(hidden)
         dtype = sum_dtype(hidden.dtype)
@@ -240,16 +246,17 @@ class Head:
         token_shape: torch.Size | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Check the head against the hidden states that it is about to be given.
+        """Check that the head fits the hidden states of a call.
 
         Args:
             hidden: [.., H].
             token_shape: the shape of the targets; default: `hidden.shape[:-1]`.
-            compute_dtype: what autocast casts `hidden` and `weight` to, where it is on; their own
-                dtypes may then differ.
+            compute_dtype: the dtype to which autocast casts `hidden` and `weight`, whose own dtypes
+                may then differ; None without autocast.
 
         Raises:
-            TypeError, ValueError: naming the argument, what it got and what it wanted.
+            TypeError, ValueError: for a misfit; the message names the argument, the given value and
+                the wanted value.
         """
         _check_floating("hidden", hidden, "[.., H]")
         if hidden.dim() == 0 or hidden.shape[-1] != self.weight.shape[1]:
@@ -257,7 +264,7 @@ class Head:
             hint = " (logits? headloss.logits_loss takes them)" if are_logits else ""
             raise _misfit("hidden", hidden, f"[.., {self.weight.shape[1]}]{hint}", self.weight)
         if compute_dtype is None and hidden.dtype != self.weight.dtype:
-            # Autocast leaves hidden states in float64 alone.
+            # Autocast does not cast float64 hidden states.
             way_out = "" if hidden.dtype == torch.float64 else " or run under torch.autocast"
             raise ValueError(
                 f"hidden: got {hidden.dtype}, want the dtype of weight, {self.weight.dtype}; cast "
@@ -288,12 +295,13 @@ def _with_adapters(fields: Fields) -> Fields:
 
 
 def transform_of(head: Head) -> Transform:
-    """The transform of a head's raw logits."""
+    """Return the transform of a head's raw logits."""
     return Transform(scale=head.logit_scale, softcap=head.softcap, temperature=head.temperature)
 
 
 def autocast_dtype(hidden: object) -> torch.dtype | None:
-    """The dtype of autocast; None where autocast is off or leaves the tensor's dtype alone."""
+    """Return the dtype of autocast; None if autocast is off or does not change the tensor's
+    dtype."""
     if not isinstance(hidden, Tensor) or hidden.dtype == torch.float64 or hidden.is_meta:
         return None
     device = hidden.device.type
@@ -322,7 +330,7 @@ def describe(value: object) -> str:
 def check_constant(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
-    if not -LARGEST <= value <= LARGEST:  # a question that a compiled graph can ask
+    if not -LARGEST <= value <= LARGEST:  # A comparison that a compiled graph can trace.
         raise ValueError(f"{name}: got {value}, want a finite number")
     return value
 
@@ -332,7 +340,7 @@ def check_matrix(name: str, value: object, shape: str) -> None:
         hint = "; Head.of reads a module" if isinstance(value, nn.Module) else ""
         raise TypeError(f"{name}: got {describe(value)}, want a tensor {shape}{hint}")
     check_dense(name, value)
-    # Quantised weights are integers, or classes of their own that pose as a floating dtype.
+    # Quantised weights are integers, or subclasses of Tensor that report a floating dtype.
     plain = type(value) in (Tensor, nn.Parameter) or type(value).__module__.startswith("torch.")
     if not value.is_floating_point() or not plain:
         raise TypeError(
@@ -348,7 +356,7 @@ def check_matrix(name: str, value: object, shape: str) -> None:
 
 
 def check_transform(temperature: object, softcap: object, logit_scale: object) -> None:
-    """Check what is done to raw logits."""
+    """TypeError or ValueError for a bad temperature, soft cap or logit scale."""
     if isinstance(temperature, Tensor):
         if not temperature.is_floating_point() or temperature.element_size() < 2:
             raise TypeError(f"temperature: got {temperature.dtype}, want a floating tensor [..]")
@@ -365,7 +373,8 @@ def check_transform(temperature: object, softcap: object, logit_scale: object) -
 
 
 def check_one_per_token(temperature: float | Tensor, shape: torch.Size) -> None:
-    """ValueError for a temperature that is neither a number nor one for each token of a shape."""
+    """ValueError for a temperature that is neither a number nor a tensor with a value for each
+    token."""
     if isinstance(temperature, Tensor) and temperature.shape not in ((), shape):
         raise ValueError(
             f"temperature: got shape {tuple(temperature.shape)}, want a number or one value per "
@@ -374,7 +383,7 @@ def check_one_per_token(temperature: float | Tensor, shape: torch.Size) -> None:
 
 
 def _check_floating(name: str, value: object, want: str) -> None:
-    # torch computes with no floats of 8 bits
+    # torch cannot multiply floats of 8 bits.
     if not (isinstance(value, Tensor) and value.is_floating_point() and value.element_size() > 1):
         raise TypeError(f"{name}: got {describe(value)}, want a floating tensor {want}")
     check_dense(name, value)

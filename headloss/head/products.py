@@ -1,9 +1,9 @@
-"""The three matrix products of a linear head, with float32 sums whatever the inputs (law 6).
+"""Matmuls of a linear head, with float32 sums for all input dtypes.
 
-n tokens, v columns of the vocabulary, H hidden width. On a GPU a 16-bit product returns its
-accumulator unrounded. A CPU product rounds its output to the inputs' dtype, so there 16-bit inputs
-are widened, a block of the weight at a time; so are they where the two dtypes differ (an adapter in
-float32 beside a weight in bfloat16).
+n tokens, v columns of the vocabulary, H hidden width. On a GPU, a 16-bit matmul returns its float32
+accumulator unrounded. On a CPU, a matmul rounds its output to the inputs' dtype; therefore 16-bit
+inputs are converted to float32, one block of the weight at a time. Inputs of different dtypes are
+converted too, such as a float32 adapter with a bfloat16 weight.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
-LARGE = 1 << 25  # elements of dX: for more of them Hopper's library takes slower tiles
-BLOCK_ELEMENTS = 1 << 22  # of a matrix, widened at a time
-GRAIN = 128  # rows of a chunk and columns of a slab are multiples of it, which suits the products
-PARTS = 8  # of a slab's tokens beside a teacher: the logits of one are in memory at once
+LARGE = 1 << 25  # Elements of dX above which Hopper's library chooses slower tiles.
+BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix converted at a time.
+GRAIN = 128  # Rows of a chunk and columns of a slab are multiples of this number, for fast matmuls.
+PARTS = 8  # Parts of a slab's tokens with a teacher: logits of one part are in memory at a time.
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products of this dtype are summed in."""
+    """Return the dtype in which products of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
-    """Rows of a matrix, in blocks of limited size (at `width` elements a row, if that is more)."""
+    """Yield slices of a matrix's rows, in blocks of at most BLOCK_ELEMENTS elements; a row counts
+    as at least `width` elements."""
     rows = max(1, BLOCK_ELEMENTS // max(1, matrix.shape[1], width))
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
 
 
 class Products:
-    """The products with the weight, with float32 sums; `FixedProducts` has others."""
+    """Matmuls with the head's weight, with float32 sums."""
 
     def logits(
         self,
@@ -44,16 +45,17 @@ class Products:
         weight: Tensor,  # [v, H]
         out: Tensor | None = None,
     ) -> Tensor:  # [n, v] float32 or float64
-        """features @ weight.T, added to `out` where it is given."""
+        """Return features @ weight.T, added to `out` if given."""
         if features.dtype in WIDE and features.dtype == weight.dtype:
             if out is None:
                 return torch.nn.functional.linear(features, weight)
             return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
         dtypes = features.dtype, weight.dtype
-        # Of fewer elements launches count.
+        # For fewer elements, the time of kernel launches exceeds the gain.
         narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28
         if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
-            high = features.bfloat16()  # three numbers of 8 bits have all digits of one of 24
+            # Three bfloat16 numbers of 8 bits hold all 24 bits of a float32 number.
+            high = features.bfloat16()
             middle = (features - high).bfloat16()
             features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
             weight = weight.repeat(1, 3)
@@ -76,9 +78,9 @@ class Products:
         gradient: Tensor,  # [n, v] d/dlogits
         weight: Tensor,  # [v, H]
         dtype: torch.dtype,
-        memory: Tensor | None = None,  # [n, H] in that dtype, whose memory may be taken
+        memory: Tensor | None = None,  # [n, H] in that dtype; may be overwritten
     ) -> Tensor:  # [n, H]
-        """gradient @ weight, in `dtype` (rounded once)."""
+        """Return gradient @ weight in `dtype`, rounded once."""
         if weight.dtype in WIDE:
             return (gradient.to(weight.dtype) @ weight).to(dtype)
         if gradient.is_cuda:
@@ -112,7 +114,7 @@ class Products:
 
 
 class FixedProducts(Products):
-    """Products of which a row's bits depend on no other row, by `Kernels.fixed_product`."""
+    """Matmuls by `Kernels.fixed_product`, in which a row's bits do not depend on any other row."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
         self.product = product
@@ -149,7 +151,7 @@ def add_weight_gradient_(
             torch.mm(*factors, out=total)
         elif total.dtype == dtype:
             total.addmm_(*factors)
-        else:  # of bfloat16 beside a head in float16, say
+        else:  # For example, a bfloat16 total with float16 features.
             product = torch.mm(*factors, out_dtype=torch.float32)
             total.copy_(product) if fresh else total.add_(product)
         return
@@ -170,7 +172,8 @@ def add_weight_gradient_(
 
 
 class WideLinear(torch.autograd.Function):
-    """x @ weight.T in float32 or float64 whatever the inputs, for the inner side of an adapter."""
+    """x @ weight.T in float32 or float64 for all input dtypes, for the inner product of an
+    adapter."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, products: Products = PLAIN) -> Tensor:
@@ -186,7 +189,8 @@ class WideLinear(torch.autograd.Function):
             into_x = ctx.products.input_gradient(gradient, weight, x.dtype)
         if ctx.needs_input_grad[1]:
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
-            # (In a compiled graph blocks are not counted, which would tie it to their number.)
+            # Under a compiled graph, do not iterate over blocks: their number would become a
+            # constant.
             fresh = x.shape[0] > 0 and not torch.is_grad_enabled()  # else it has a graph
             add_weight_gradient_(total, gradient, x, fresh)
             into_weight = total.to(weight.dtype)

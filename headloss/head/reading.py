@@ -1,9 +1,9 @@
-"""Reading a head out of the modules that others build: torch.nn, PEFT, Hugging Face models.
+"""Readers of a head from modules of torch.nn, PEFT and Hugging Face.
 
-`read_module` and `read_model` return arguments of `Head`, with those of `Lora` for each adapter. A
-module is read only where its forward is known to be the head's formula; anything else raises by
-name. Neither PEFT nor transformers is imported: their layers are known by the forward that they
-run.
+`read_module` and `read_model` return arguments of `Head`, with arguments of `Lora` for each
+adapter. A module is read only if its forward is known to be the head's formula; any other module
+raises an error with the module's name. PEFT and transformers are not imported: their layers are
+recognized by the name of their forward.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-Fields = dict[str, Any]  # arguments of Head, or of Lora
+Fields = dict[str, Any]  # Arguments of `Head` or of `Lora`.
 
-# Wrappers that compute what the module inside computes, and the attribute that holds it.
+# Wrappers with the same output as the wrapped module, and the attribute of the wrapped module.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",
@@ -28,14 +28,14 @@ WRAPPERS = {
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside DDP, FSDP, DeepSpeed, `torch.compile` and checkpointing wrappers."""
+    """Return the module inside DDP, FSDP, DeepSpeed, `torch.compile` and checkpointing wrappers."""
     while (inner := WRAPPERS.get(type(module).__name__)) is not None:
         module = getattr(module, inner)
     return module
 
 
 def causal_of(model: nn.Module) -> nn.Module:
-    """The model inside wrappers and PEFT's."""
+    """Return the model inside wrappers and inside a PEFT model."""
     model = unwrap(model)
     return unwrap(model.get_base_model()) if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -44,7 +44,7 @@ def causal_of(model: nn.Module) -> nn.Module:
 
 
 def read_module(module: nn.Module) -> Fields:
-    """Weight, bias and adapters of a module that maps hidden states to raw logits."""
+    """Return weight, bias and adapters of a module that maps hidden states to raw logits."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: got {type(module).__name__}, want an nn.Module")
     module = unwrap(module)
@@ -67,7 +67,7 @@ def read_module(module: nn.Module) -> Fields:
         )
     if isinstance(module, nn.Embedding):
         return {"weight": module.weight}
-    # A subclass may compute something else (a quantised product, say): its forward tells.
+    # A subclass may override forward, for example with a quantised product.
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return {"weight": module.weight, "bias": module.bias}
     raise _unknown(module)
@@ -82,13 +82,13 @@ def _unknown(module: nn.Module, why: str = "") -> TypeError:
 
 
 def _check_unpatched(module: nn.Module) -> None:
-    """Refuse hooks and patches: what they do beside the module's forward cannot be seen here."""
+    """TypeError for hooks and patches, which may change the module's output in unknown ways."""
     if parametrize.is_parametrized(module):
         names = ", ".join(module.parametrizations.keys())  # type: ignore[union-attr]
         raise _unknown(
             module, f"torch.nn.utils.parametrize computes its {names}; remove the parametrization"
         )
-    # accelerate's dispatch moves inputs to the layer's device and changes nothing else.
+    # accelerate's dispatch only moves inputs to the layer's device.
     replaced = vars(module).get("forward")
     if "tensor_parallel" in str(getattr(replaced, "__module__", "")):
         raise _unknown(
@@ -101,12 +101,13 @@ def _check_unpatched(module: nn.Module) -> None:
     if hasattr(module, "_hf_hook") and getattr(module.weight, "is_meta", False):
         raise _unknown(module, "accelerate's offload holds its weight; leave the head on a device")
     if isinstance(module, nn.Embedding):
-        return  # what hooks do to the rows that it looks up is no matter of the head's product
+        return  # Hooks of an embedding's lookup do not affect the head's matmul.
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     hooks += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
-        # Sharding can be seen in the weight itself: a DTensor, or a parameter of ZeRO-3.
+        # Hooks of sharding are harmless: a sharded weight is detected as a DTensor or a ZeRO-3
+        # parameter.
         if not home.startswith(("torch.distributed.", "deepspeed.")):
             name = f"{home}.{getattr(hook, '__qualname__', type(hook).__name__)}"
             raise _unknown(module, f"its backward or forward hook {name} would not run; remove it")
@@ -116,7 +117,8 @@ def _check_unpatched(module: nn.Module) -> None:
 
 
 def _saved_module(wrapper: Any) -> nn.Module:
-    """`modules_to_save`: the active adapter's own copy, where it has one and is enabled."""
+    """Return the active adapter's copy of a module in `modules_to_save`; return the original module
+    if adapters are disabled or have no copy."""
     saved = wrapper.modules_to_save
     active = wrapper.active_adapters
     if wrapper.disable_adapters or not active or any(name not in saved for name in active):
@@ -125,7 +127,8 @@ def _saved_module(wrapper: Any) -> nn.Module:
 
 
 def _read_tuner(layer: Any) -> Fields:
-    """A PEFT layer: the base layer, and a low-rank part for each active adapter."""
+    """Return the fields of a PEFT layer: the base layer's, and a low-rank part for each active
+    adapter."""
     if layer.disable_adapters and layer.merged:
         raise ValueError(
             f"module: got a {type(layer).__qualname__} whose merged adapters are disabled, want "
@@ -161,13 +164,14 @@ def _read_lora(layer: Any, name: str) -> Fields:
 
 
 def _read_embedding_lora(layer: Any, name: str) -> Fields:
-    """Row v of the embedding gains scaling * A[:, v] @ B.T, with A [r, V] and B [H, r]."""
+    """Return the fields of an embedding's adapter: row v of the embedding gains scaling * A[:, v] @
+    B.T, with A [r, V] and B [H, r]."""
     a = layer.lora_embedding_B[name].T
     b = layer.lora_embedding_A[name].T
     return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 
-# The forward that a layer runs -> the attribute that holds its adapters, and their reader.
+# Name of a layer's forward -> attribute with the layer's adapters, and reader of an adapter.
 LORA_KINDS = {
     "peft.tuners.lora.layer.Linear.forward": ("lora_A", _read_lora),
     "peft.tuners.lora.layer.Embedding.forward": ("lora_embedding_A", _read_embedding_lora),
@@ -189,7 +193,7 @@ SOFT_CAPPED = "gemma2 gemma3_text gemma3n_text gemma4_text nanochat vaultgemma"
 SCALED = "cohere cohere2 cohere2_moe"
 DIVIDED = "granite granite_swa granitemoe granitemoe_swa granitemoeshared minicpm3"
 
-# model_type -> what the model does to its raw logits, read from its config.
+# model_type -> transform of the model's raw logits, read from the model's config.
 FAMILIES: dict[str, Callable[[Any], Fields]] = {
     name: read
     for names, read in (
@@ -206,7 +210,8 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """A causal language model's output embeddings, and, if not `told`, its soft cap and scale."""
+    """Return the fields of a causal language model's output embeddings; unless `told`, add soft cap
+    and logit scale."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

@@ -1,1 +1,1 @@
-"""Statistics, an objective bound to a packed batch, its coefficients, its metrics."""
+"""Objectives bound to a packed batch: statistics that terms read, coefficients, metrics."""

@@ -1,4 +1,5 @@
-"""A loss in somebody else's code, in the place of an objective. Only its slopes come back."""
+"""External losses: a loss function outside of headloss in place of an objective. The engine gets
+only the gradient with respect to statistics."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
 HEAD_STATISTICS: tuple[str, ...] = ("logp", "lse", "entropy")
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # of [..] log-probs and entropies
-CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")  # also, of a batch with candidates
+LossFunction = Callable[[Tensor, Tensor], Tensor]  # Function of [..] log-probs and entropies.
+# Further statistics of a batch with candidates.
+CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")
 
 
 @functools.cache
@@ -36,9 +38,9 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """The term in place of a loss outside: the function is what the loss reads, `HEAD_STATISTICS`,
-    log-probs of `candidates`, their rest where its gradient is asked for, and a teacher's measures;
-    `gradients` names the statistics that the loss differentiates."""
+    """Return an objective that stands for an external loss. The loss reads `HEAD_STATISTICS`,
+    log-probs of `candidates` (with the tail if `gradients` names the tail), and a teacher's
+    measures; `gradients` names the statistics with a gradient."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)
@@ -55,17 +57,17 @@ def external_loss(
 
 @dataclass(eq=False)
 class ExternalLoss:
-    """A scalar loss that is a sum over tokens or segments, as the loop sees a
+    """A scalar loss that is a sum over tokens or segments, with the interface of
     `WeightedObjective`.
 
-    The gradient on some tokens is taken with 0 at all other positions: in a sum it depends on
-    nothing else. The value is taken once, of all tokens.
+    The gradient for some tokens is computed with 0 at all other positions, since a summand depends
+    on its own tokens alone. The value is computed once, from all tokens.
     """
 
     loss: LossFunction
     packing: Packing
     vocabulary: int
-    upstream: float  # the upstream gradient, where it is known in advance
+    upstream: float  # The upstream gradient; 1 if unknown in advance.
     named: ClassVar = (("loss", 1.0),)
     scale: ClassVar = None
 
@@ -95,14 +97,14 @@ class ExternalLoss:
         return Coefficients(softmax, {}, share).map(lambda t: t * self.upstream)
 
     def total(self, shares: Tensor, stats: Statistics) -> Tensor:
-        """[] the loss."""
+        """Return the loss, []."""
         with torch.no_grad():
             full = (self.packing.scatter(t) for t in (stats.logp, stats.entropy))
             return scalar(self.loss(*full))
 
 
 def scalar(value: object) -> Tensor:
-    """The scalar that a loss function returned; ValueError for anything else."""
+    """Return the scalar that a loss function returned; ValueError for anything else."""
     if isinstance(value, Tensor):
         check_dense("loss_fn", value)
     if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():

@@ -1,5 +1,5 @@
-"""Statistics and fields that the terms of an objective read, by a trial on a small made-up batch;
-kept in one bounded table (law 4b)."""
+"""Reads of an objective: the statistics and fields that its terms read, traced on a small sample
+batch and cached in a bounded table."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from ..losses.term import Objective, Term
 from ..losses.trial import Reads, check_cuts, trace
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
-Kinds = Mapping[str, Kind]  # of fields, by name
-SAMPLE = 2  # tokens, in a segment each: enough for a pair
+Kinds = Mapping[str, Kind]  # Kinds of fields by name.
+# Tokens of the sample, each in its own segment; two tokens suffice for a pair of segments.
+SAMPLE = 2
 WEIGHTS = ("options", "reduction", "own_reduction")  # of a term: its function has the options
-OURS = ("sums over", "reads stats.")  # beginnings of errors without the term's name
+OURS = ("sums over", "reads stats.")  # Beginnings of error texts that lack the term's name.
 TABLE_ENTRIES = 256  # entries of the table
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
 
 def clear_cache() -> None:
-    """Forget what the terms of earlier calls read; the next ones find it out again.
+    """Clear the cache of statistics and fields that terms read; the next call traces its terms
+    again.
 
     >>> import headloss as hl
     >>> hl.clear_cache()
@@ -46,17 +48,21 @@ def reads(
     observe: bool,
     cuts: bool = False,
 ) -> dict[str, Reads]:
-    """The reads of each term, by key; ValueError for a field that the batch lacks, or a term that
-    `cuts` would change.
-    Terms that differ in weights alone (reduction, coefficient) share an entry of the table, so that
-    one that is made anew in each step is traced once."""
+    """Return the reads of each term by key; ValueError for a field that the batch lacks, or for a
+    term whose values change under a division of the batch (with `cuts`).
+
+    Terms that differ in weights alone (reduction, coefficient) share a table entry, so that a term
+    that is made anew in each step is traced once.
+    """
     by_term = {}
-    how = dtype, observe, cuts, torch.is_inference_mode_enabled()  # under it no gradient is seen
+    # Inference mode shows no gradient.
+    how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
         content = tuple([value for name, value in vars(term).items() if name not in WEIGHTS])
         key = fingerprint(content, []), tuple(kinds.items()), how
-        read = term.function if isinstance(term.function, Reads) else None  # a loss outside
-        with contextlib.suppress(TypeError):  # an option that has no hash
+        # Reads of an external loss.
+        read = term.function if isinstance(term.function, Reads) else None
+        with contextlib.suppress(TypeError):  # Raised by an option that cannot be hashed.
             read = read or _TABLE.get(key)
         if read is None:
             sample = sample_batch(kinds, term, device)
@@ -69,7 +75,7 @@ def reads(
                 if isinstance(error, MissingField) or str(error).startswith(OURS):
                     raise ValueError(f"term {name}: {error}") from None
                 raise
-            with _LOCK, contextlib.suppress(TypeError):  # the first entry leaves first
+            with _LOCK, contextlib.suppress(TypeError):  # Drop the oldest entry first.
                 while len(_TABLE) >= TABLE_ENTRIES:
                     del _TABLE[next(iter(_TABLE))]
                 _TABLE[key] = read
@@ -78,8 +84,8 @@ def reads(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """True if `WeightedObjective.beforehand` serves: modifiers may read statistics, and CURRENT is
-    one."""
+    """True if `WeightedObjective.beforehand` supports the objective: modifiers and CURRENT read
+    statistics and are not supported."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -98,7 +104,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """Two made-up tokens with the fields of a batch, in as many segments as belong together."""
+    """Return two sample tokens with the fields of a batch; segments fill at least one unit of the
+    term."""
     ids = torch.arange(SAMPLE, device=device)
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
@@ -117,7 +124,8 @@ def sample_statistics(
     teacher: Teacher | None,
     tokens: int = SAMPLE,
 ) -> Statistics:
-    """Statistics of made-up tokens, each a leaf that requires a gradient."""
+    """Return statistics of sample tokens; each statistic but `top1` is a leaf that requires a
+    gradient."""
 
     def leaf(value: float, *more: int) -> Tensor:
         return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)

@@ -1,8 +1,9 @@
-"""Law 5, beyond zero: rows of a chunk that carry almost no gradient carry none.
+"""The gradient tolerance: rows of a chunk with almost no gradient are treated as rows without a
+gradient.
 
-n tokens of a chunk, V vocabulary. The mass of a token bounds the sum of its |dL/draw| over all
-columns. A row whose gradient is left out takes mass_t max_j |W_j| from dX at most, and mass_t |h_t|
-from dW, in the Frobenius norm, so that the sum of the masses left out bounds both errors.
+n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum of |dL/draw|
+over all columns. In the Frobenius norm, skipping row t changes dX by at most mass_t max_j |W_j|,
+and dW by at most mass_t |h_t|. Therefore the sum of the skipped masses bounds both errors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ UNITS = 1 << 50  # units of mass in a chunk
 def masses(
     gradient: Coefficients, stats: Statistics, transform: Transform, vocabulary: int
 ) -> Tensor:
-    """[n] float64, infinite where a coefficient is no number:
+    """The mass of each token, [n] float64; infinite if a coefficient is NaN:
 
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
      + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + |candidate slopes|)
@@ -35,7 +36,7 @@ def masses(
     q = -logp.expm1()
     zero = torch.zeros_like(logp)
     target, prob = (zero if t is None else t for t in (c.target, c.prob))
-    # c_target + c_prob p_y, to the last digit of 1 - p_y where the two cancel
+    # Compute c_target + c_prob p_y through 1 - p_y, which keeps all digits when the terms cancel.
     at_target = (target + prob) - prob * q
     others = q * prob.abs()
     if c.entropy is not None:
@@ -50,11 +51,11 @@ def masses(
 
 
 def least(mass: Tensor, share: float) -> Tensor:
-    """[n] bool: the rows with the least mass whose sum stays within `share` of the whole; of equal
-    ones those that come first. Nothing where the whole is not finite.
+    """Return [n] bool, True for the rows with the least mass whose sum is at most `share` of the
+    total; among equal masses, the first rows. All False if the total is not finite.
 
-    Masses are added as whole numbers of units, rounded up: such a sum is the same in any order, and
-    never below the true one.
+    Masses are added as integer numbers of units, rounded up. The integer sum is the same in any
+    order, and never below the exact sum.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -66,20 +67,21 @@ def least(mass: Tensor, share: float) -> Tensor:
 
 @dataclass(eq=False)
 class Tolerance:
-    """The rows that carry almost no gradient: taken out of a chunk's gradient, and counted."""
+    """The gradient tolerance of a call: removes rows with almost no gradient from a chunk's
+    gradient and counts the rows."""
 
-    share: float  # of a chunk's mass that may be left out; with 0 nothing is looked at
-    transform: Transform  # of all tokens' logits
+    share: float  # Share of a chunk's mass that may be skipped; 0 turns the tolerance off.
+    transform: Transform  # The transform of all tokens' logits.
     vocabulary: int  # V of the whole model
-    skipped_rows: Tensor  # [] float64 each, 0 at first, on the device of the call
+    skipped_rows: Tensor  # [] float64 each, 0 at first, on the device of the call.
     skipped_mass: Tensor
     mass: Tensor
 
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
     ) -> Coefficients:
-        """The gradient of the tokens `rows` without the least of them. `scale` is the factor of its
-        coefficients against underflow."""
+        """Return the gradient of the tokens `rows` without the rows of least mass. `scale` is the
+        factor against underflow in the coefficients."""
         if not self.share:
             return gradient
         mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)
@@ -93,7 +95,7 @@ class Tolerance:
         return gradient.without(out)
 
     def metrics(self) -> Metrics:
-        """`skipped_rows`: rows with a gradient that were left out. `skipped_mass`: their share of
-        the whole mass; its `sum` is their mass, which bounds the error."""
+        """Return the metrics. `skipped_rows` counts skipped rows with a gradient. `skipped_mass` is
+        the skipped share of the total mass; its `sum`, the skipped mass, bounds the error."""
         share = Mean(self.skipped_mass, self.mass)
         return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

@@ -1,4 +1,5 @@
-"""An objective on one packed batch: its weights, and its pull-back to the four coefficients.
+"""An objective on one packed batch: weights of the tokens, and gradients as four coefficients per
+token.
 
 T scored tokens, S segments, K terms.
 """
@@ -33,8 +34,10 @@ from ..statistics.softmax import (
 from .reads import Kinds
 
 K = TypeVar("K")
-PerRaw = Callable[..., Number]  # slope of the logits that a term sees, by its teacher, over raw
-UNREAD = ("teacher_logits", "teacher_hidden")  # by terms: these are large, and stay as they are
+# Slope dz/draw of the logits that a term with the given teacher reads.
+PerRaw = Callable[..., Number]
+# Large fields, which terms do not read and which stay unchanged.
+UNREAD = ("teacher_logits", "teacher_hidden")
 
 
 class WeightedTerm(NamedTuple):
@@ -43,26 +46,27 @@ class WeightedTerm(NamedTuple):
     name: str
     coefficient: float
     term: Term
-    weights: Tensor | float  # [T], or one for all tokens
+    weights: Tensor | float  # [T], or a single weight for all tokens.
 
     def rows(self, rows: slice) -> WeightedTerm:
-        """The term on some of the tokens."""
+        """Return the term on the tokens `rows`."""
         weights = self.weights
         if isinstance(weights, Tensor) and weights.dim():
             return self._replace(weights=weights[rows])
         return self
 
     def included(self, batch: PackedBatch) -> Tensor | None:
-        """[n] bool, where the term is restricted."""
+        """[n] bool, True for tokens that `.where(field)` keeps; None for an unrestricted term."""
         return batch.get(self.term.kept_field or "")  # type: ignore[no-any-return]
 
     def losses(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[n] of the tokens that the batch holds: 0 where the term is restricted."""
+        """[n] losses of the batch's tokens: 0 at tokens that `.where(field)` excludes."""
         included = self.included(batch)
         view = without_poison(batch, included)
         try:
             losses = self.term(stats, view.on(stats))
-        except (AttributeError, TypeError) as error:  # of a statistic that is None, maybe
+        # Possibly caused by a statistic of None, which the trace did not read.
+        except (AttributeError, TypeError) as error:
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, as it read of a sample"
             )
@@ -70,7 +74,7 @@ class WeightedTerm(NamedTuple):
         return losses if included is None else torch.where(included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[] float64, these tokens' share of the term's reduced value."""
+        """[] float64, the contribution of the batch's tokens to the term's reduced value."""
         losses = self.losses(stats, batch)
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
@@ -79,18 +83,20 @@ class WeightedTerm(NamedTuple):
         return losses.sum(dtype=torch.float64) * self.weights
 
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
-        """Slopes of the loss in closed form, times its upstream gradient."""
+        """Return the slopes of the loss in closed form, times the upstream gradient."""
         view = without_poison(batch, self.included(batch))
         times = self.weights
         if (factor := self.coefficient * upstream) != 1:
             times = times * factor
-        for field in self.term.weight_fields:  # a number times integers has the default dtype
+        # A Python number times integers would have the default dtype.
+        for field in self.term.weight_fields:
             times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None
         return [Slope(slope[0] * times, *slope[1:]) for slope in self.term.slopes(view)]
 
     def per_token(self, stats: Statistics, batch: PackedBatch) -> dict[str, Tensor]:
-        """[T] the term's reports of tokens, 0 where it is restricted, by "term/metric"."""
+        """Return the term's [T] metrics per token by "term/metric", 0 at tokens that
+        `.where(field)` excludes."""
         included = self.included(batch)
         values = dict[str, Tensor]()
         for name, o in observed(self.term, stats, batch).items():
@@ -100,8 +106,8 @@ class WeightedTerm(NamedTuple):
         return values
 
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
-        """The reports of the term and its modifiers, folded over the tokens that count, or over the
-        segments that have one; `share` as in `fold_all`, of segments."""
+        """Return the metrics of the term and its modifiers, folded over included tokens, or over
+        segments with an included token. `share` is the segments' `share` of `fold_all`."""
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for name, o in observed(self.term, stats, batch).items():
             reports[o.per][f"{self.name}/{name}"] = o
@@ -121,27 +127,27 @@ class WeightedTerm(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """The objective on some tokens, as kernels take it."""
+    """Gradients of the objective on some tokens, in the form that kernels read."""
 
     softmax: SoftmaxCoefficients  # [n]
-    extras: ByStatistic  # slopes of `Statistics.extras`, [n] or [n, K + 1]
-    shares: Tensor = NOT_NEEDED  # [K] float64, each term's of its reduced value
+    extras: ByStatistic  # Slopes of `Statistics.extras`, [n] or [n, K + 1].
+    shares: Tensor = NOT_NEEDED  # [K] float64, contributions to each term's reduced value.
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
-        """The coefficients of some of the tokens."""
+        """Return the coefficients of the tokens `rows`."""
         return self.map(lambda t: t[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
-        """Apply `function` to every tensor."""
+        """Return the coefficients with `function` applied to every tensor."""
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
     def without(self, rows: Tensor) -> Coefficients:
-        """The coefficients with 0 at rows [n] bool."""
+        """Return the coefficients with 0 at `rows`, [n] bool."""
         return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
 
     def live(self) -> Tensor:
-        """[n] bool: tokens with any gradient at all."""
+        """[n] bool: True for tokens with a nonzero gradient."""
         tensors = [*self.softmax.tensors().values(), *self.extras.values()]
         alive = [t != 0 if t.dim() == 1 else (t != 0).any(1) for t in tensors]
         return functools.reduce(torch.logical_or, alive)
@@ -153,17 +159,19 @@ class WeightedObjective:
 
     parts: tuple[WeightedTerm, ...]
     vocabulary: int
-    dtype: torch.dtype  # of the statistics
-    closed: bool = False  # all terms declare their slopes, so that no gradient needs autograd
-    scale: Tensor | None = None  # [] power of two on the coefficients, against 16-bit underflow
-    upstream: float = 1.0  # the upstream gradient, where it is known in advance
-    logp_only: bool = False  # nothing will be pulled back from other statistics
+    dtype: torch.dtype  # Dtype of the statistics.
+    # All terms have slopes in closed form, so that no gradient needs autograd.
+    closed: bool = False
+    # [] a power of two that multiplies the coefficients, against 16-bit underflow.
+    scale: Tensor | None = None
+    upstream: float = 1.0  # The upstream gradient; 1 if unknown in advance.
+    logp_only: bool = False  # The schedule needs a gradient of `logp` alone.
 
     def coefficients(
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Coefficients:
-        """Evaluate every term on the tokens of a chunk (None: on all), and pull the sum back to
-        coefficients."""
+        """Evaluate every term on the tokens of a chunk (None: on all tokens), and return the
+        gradient as coefficients."""
         parts = self.parts
         if chunk is not None:
             batch = batch.slice(chunk)
@@ -188,7 +196,8 @@ class WeightedObjective:
                 "objective: its terms have a gradient of more than logp for the values of this "
                 'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
             )
-        if needed and not slopes:  # of these tokens: it may depend on the batch's values
+        # The chunk's loss has no gradient, which may depend on the batch's values.
+        if needed and not slopes:
             slopes["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
             dead = ~batch.live
@@ -207,26 +216,27 @@ class WeightedObjective:
 
     @property
     def named(self) -> tuple[tuple[str, float], ...]:
-        """Each term's key and coefficient."""
+        """Key and coefficient of each term."""
         return tuple((part.name, part.coefficient) for part in self.parts)
 
     def total(self, shares: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
-        """[] the loss of all tokens, from its terms' shares. They are added one by one: a tensor of
-        the coefficients would have to be copied to the device, and the copy would wait."""
+        """Return the loss of all tokens, [], from the terms' contributions. Contributions are added
+        one by one: copying a tensor of coefficients to the device would block the host."""
         pairs = zip(self.named, shares, strict=False)
         return functools.reduce(torch.add, [s if c == 1 else c * s for (_, c), s in pairs])
 
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """The result of `coefficients` in advance: those at an entropy of 0, and slopes [P, 5, T],
-        in closed form. The objective must have slopes (`has_slopes`)."""
+        """Return the result of `coefficients` before statistics exist: the coefficients at an
+        entropy of 0, and slopes [P, 5, T] in closed form. The objective must have slopes
+        (`has_slopes`)."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         softmax = vjp(rates, Statistics(**zeros), self.vocabulary)
-        # Numbers are filled in and not copied, since a copy would wait for the device.
+        # Fill numbers in on the device: a copy from the host would block.
         moving = [
             torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
             for slope in slopes
@@ -235,22 +245,23 @@ class WeightedObjective:
         return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
-        """The same objective, its gradient times the power of two that brings the largest
-        |weight * coefficient * known upstream gradient * dz/draw| of a term to between 1 and 2,
-        whatever the statistics and the batch's values are; multiply by 1 / scale afterwards.
+        """Return the objective with gradients multiplied by a power of two, so that the largest
+        |weight * coefficient * known upstream gradient * dz/draw| of a term is between 1 and 2, for
+        any statistics and values of the batch. Multiply gradients by 1 / scale afterwards.
 
-        dL/draw then stays within float16 where |d term / dz| stays below 65504 / 2, at a weight of
-        1: it is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse| for a
-        z-loss, |advantage| times a ratio for a policy, and beta times the length for a preference
-        that adds up a sequence's log-probs. What lies far below 1 keeps fewer digits.
+        dL/draw is then within float16's range if |d term / dz| at weight 1 is below 65504 / 2. |d
+        term / dz| is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse|
+        for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
+        preference loss on a sequence's summed log-probs. Gradients far below 1 keep fewer digits.
         """
-        one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)  # no copy waits
+        # Fill on the device: a copy from the host would block.
+        one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
-    """The sum of the slopes of each statistic, [n]."""
+    """[n] sums of the slopes of each statistic, by statistic."""
     rates: ByStatistic = {}
     for slope in slopes:
         rate = slope.at(logp)
@@ -259,14 +270,14 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
 
 
 def power_of_two(coefficients: list[Tensor]) -> Tensor:
-    """[] the power of two, at most 2^61, that brings the largest coefficient to between 1 and 2."""
+    """[] the power of two, at most 2^61, that scales the largest coefficient to between 1 and 2."""
     sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else coefficients[0].new_zeros(())
     return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
-    """d total / d input, for inputs that the total depends on."""
+    """Return d total / d input for the inputs on which the total depends."""
     if not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
@@ -274,14 +285,15 @@ def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
 
 
 def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Slopes of candidates [n, K + 1], 0 for empty slots and for columns without mass: both are
-    constants."""
+    """Return the slopes of candidates [n, K + 1] with 0 at constant log-probs: empty slots and
+    columns without mass."""
     constant = stats.extras[CANDIDATES].isneginf()
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
 
 def without_poison(batch: PackedBatch, included: Tensor | None) -> PackedBatch:
-    """Fields with 0 for non-finite values: tokens that a term leaves out may hold anything."""
+    """Return the batch with 0 for non-finite field values at excluded tokens, which may hold any
+    value."""
     if included is None:
         return batch
     fields = {}
@@ -300,8 +312,8 @@ def bind(
     dtype: torch.dtype,
     **more: Any,
 ) -> WeightedObjective:
-    """Fix every token's weight from global totals (law 3), after `check_weights`; with `more` of a
-    `WeightedObjective`."""
+    """Return the objective with every token's weight fixed from global totals, after
+    `check_weights`; `more` are fields of `WeightedObjective`."""
     parts = []
     for name, coefficient, term in objective.named():
         assert term.reduction is not None
@@ -311,7 +323,7 @@ def bind(
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
-    """ValueError or TypeError for a term without weights on this batch."""
+    """ValueError or TypeError for a term whose weights cannot be computed on this batch."""
     for name, _, term in objective.named():
         field = term.kept_field
         for one in {*term.weight_fields, field} & kinds.keys():
