@@ -1,1 +1,1 @@
-"""One call: checked, packed, planned, and run in one loop."""
+"""The engine of a call: checks, packing, planning, and the loop."""

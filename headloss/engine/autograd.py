@@ -1,7 +1,7 @@
-"""The autograd functions of a call, from its tensors to the loss or to statistics; and the gradient
-of the logits once all coefficients are there.
+"""Autograd functions of a call, from hidden states and weights to the loss or to statistics, and
+the backward passes of all schedules.
 
-N positions, T of them scored, V vocabulary, K candidates.
+N positions, T scored positions, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss; the statistics [T], each term's share of its reduced value, and the weighted
-    objective. The tensors are the source's, in the order of its gradients."""
+    """The scalar loss as an autograd function, which also returns the statistics [T], each term's
+    contribution to its reduced value, and the weighted objective. Input tensors have the order of
+    the source's gradients."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -36,7 +37,7 @@ class HeadLoss(torch.autograd.Function):
         ctx.rebuild = []
         ctx.read_again = []
         ctx.result = result = forward(call, tensors)
-        if result.sums is None:  # autograd sees to it that none of these changes
+        if result.sums is None:  # Saved tensors let autograd detect changes in place.
             ctx.save_for_backward(*call.constants, *tensors)
         if result.coefficients is not None:
             ctx.read_again = call.read_again
@@ -44,7 +45,7 @@ class HeadLoss(torch.autograd.Function):
         shares = result.shares
         weighted = result.weighted
         assert weighted is not None and shares is not None
-        # In memory of its own: it gets a graph.
+        # Copy into new memory, since autograd attaches a graph to the loss.
         loss = weighted.total(shares, stats).to(call.requirements.wide, copy=True)
         return loss, (stats, shares, weighted)
 
@@ -57,7 +58,8 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         call, source, result = take_up(ctx)
-        ctx.call = ctx.result = ctx.read_again = None  # a loss that is kept keeps no batch alive
+        # Let a loss that stays alive release the batch.
+        ctx.call = ctx.result = ctx.read_again = None
         assert result.weighted is not None
         scale = result.weighted.scale
         coefficients = result.coefficients
@@ -73,9 +75,10 @@ class HeadLoss(torch.autograd.Function):
 
 
 class HeadStatistics(torch.autograd.Function):
-    """logp, lse and entropy of all positions, [.., K + 1] of candidates where there are any, and
-    measures of a teacher; some carry a gradient (`Requirements.gradients`). The tiles of a held
-    schedule are saved with autograd, so that checkpointing drops them and makes them again."""
+    """logp, lse and entropy of all positions, [.., K + 1] log-probs of candidates and a teacher's
+    measures, as an autograd function; statistics in `Requirements.gradients` have a gradient. Tiles
+    of the `held` schedule are saved with autograd, so that activation checkpointing drops and
+    recomputes the tiles."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -114,8 +117,8 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
-    """The call, the source of logits that are made again, and the forward result; RuntimeError if a
-    field that is read again was changed in place."""
+    """Return the call, the source of recomputed logits, and the forward result; RuntimeError if a
+    field that the backward pass reads was changed in place."""
     ctx.used = True
     for name, tensor, version in ctx.read_again:
         if tensor._version != version:
@@ -124,7 +127,8 @@ def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
     call = ctx.call
-    saved = iter(ctx.saved_tensors)  # read once: checkpointing recomputes them
+    # Read saved tensors once: activation checkpointing recomputes them on each read.
+    saved = iter(ctx.saved_tensors)
     tiles = [rebuild(saved) for rebuild in ctx.rebuild]
     result = ctx.result
     result = result._replace(tiles=tiles or result.tiles)
@@ -138,7 +142,7 @@ def backward_of_slopes(
     result: ForwardResult,
     upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
-    """Gradients from the slopes of a loss outside, in the caller's shape, by the names of
+    """Return the gradients from an external loss's slopes, in the caller's shape, by the names of
     `HEAD_STATISTICS`, `CANDIDATES` and a teacher's measures."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats = result.measured.stats
@@ -150,7 +154,8 @@ def backward_of_slopes(
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.rescaled and not call.options.batch_invariant:
-        # Its weights are not known here: the largest slope, of any row, stands for them.
+        # Use the largest slope of any row, in place of the external loss's weights, which are
+        # unknown.
         scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
         coefficients = coefficients.map(lambda t: t * scale)
         factor = 1 / scale
@@ -168,8 +173,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """The factor from gradients of the objective's coefficients, with the `stated` upstream
-    gradient and the scale, to the gradients of the loss; None for a factor of one."""
+    """Return the factor between gradients of the objective's coefficients, which include the
+    `stated` upstream gradient and the scale, and gradients of the loss; None for a factor of
+    one."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
@@ -181,8 +187,8 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
 
 
 def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], object]:
-    """Add the tensors of a block's tile to a list; return a function that builds the tile from
-    these tensors. (Parts that the source can compute again are left out.)"""
+    """Append the tensors of a block's tile to `tensors`; return a function that rebuilds the tile
+    from these tensors. Parts that the source can recompute are not saved."""
     if isinstance(tile, Tensor):
         tensors.append(tile)
         return next
@@ -200,7 +206,7 @@ def backward(
     coefficients: Coefficients,
     factor: Tensor | None,
 ) -> Gradients:
-    """Gradients times `factor`; `source` for logits that are made again."""
+    """Return the gradients times `factor`; `source` recomputes logits."""
     plan = call.plan
     inputs = BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":
@@ -216,7 +222,7 @@ def backward(
         return sums.finish(factor)
     if isinstance(source, LinearLogits):
         return _in_slabs(call, source, inputs, factor)
-    sums = call.accumulator(source)  # of given logits, a tile at a time
+    sums = call.accumulator(source)  # Given logits, one tile at a time.
     for columns in steps(source.vocabulary, plan.tile.columns):
         for rows in steps(len(source), plan.tile.rows):
             sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)))
@@ -226,8 +232,8 @@ def backward(
 def _of_frozen_head(
     call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
 ) -> Gradients:
-    """Gradients of a frozen head: dlogp/dhidden per token times the objective's slope, plus the
-    part of the candidates' slopes."""
+    """Return the gradients of a frozen head: dlogp/dhidden per token times the objective's slope,
+    plus the contribution of the candidates' slopes."""
     sums = result.sums
     prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)
@@ -255,13 +261,15 @@ def _of_frozen_head(
 def _in_slabs(
     call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
-    """The gradients, in slabs of columns: each slab of the weight gradient is written once."""
+    """Return the gradients, computed in slabs (slices of vocabulary columns); each slab of the
+    weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
-    if index is not None:  # once, and not for each slab
+    if index is not None:  # Gather the rows once for all slabs.
         source = source.take(index)
         inputs = inputs.rows(index)
-    # Ranks send all rows, whether or not they carry a gradient: collectives never depend on data.
+    # Ranks exchange all rows, with or without a gradient: the shape of a collective must not depend
+    # on data.
     dense = index is not None and call.shard.group is not None
     count = len(source)
     tile = call.plan.tile
@@ -272,7 +280,7 @@ def _in_slabs(
         for rows in steps(count, tile.rows):
             gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
             sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
-            del gradient  # before the next one is made
+            del gradient  # Free the memory before the next tile.
         sums.close(columns, factor)
     gradients = sums.finish(factor)
     if index is not None and not dense:

@@ -1,6 +1,7 @@
-"""One call: from arguments to the loop's record, agreed on between ranks, planned and complete.
+"""Construction of a call: arguments are checked, compared between ranks, planned and packed into
+the record that the loop reads.
 
-N positions, T of them scored, H hidden width, V vocabulary.
+N positions, T scored positions, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """One call: its requirements, and the choices that follow."""
+    """The record of a call: requirements, plan, and packed batch."""
 
     requirements: Requirements
-    shard: WholeVocabulary  # this rank's slice
+    shard: WholeVocabulary  # This rank's vocabulary shard.
     plan: Plan
-    packed: PackedBatch  # the batch as terms see it
-    context: RowContext  # of its tokens, for sources of logits
-    tolerance: Tolerance | None  # leaves further rows out, where one is asked for
+    packed: PackedBatch  # The batch as terms see it.
+    context: RowContext  # Context of the packed tokens, for sources of logits.
+    # Skips rows with almost no gradient; None without `gradient_tolerance`.
+    tolerance: Tolerance | None
 
     @property
     def open(self) -> Callable[[Tensors], LogitSource]:
-        """The maker of the scored tokens' logits."""
+        """A function that makes the source of the scored tokens' logits from the call's tensors."""
         required = self.requirements
         support = self.scored.support
         if required.given:
@@ -76,8 +78,8 @@ class Call:
 
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
-        """The maker of the sums of a source's gradient, in blocks of tokens or (given logits)
-        tiles."""
+        """A function that makes the gradient accumulator of a source, for blocks of tokens or
+        (given logits) tiles."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -89,10 +91,10 @@ class Call:
 
     @property
     def buffers(self) -> GradientBuffers:
-        """The sums of gradients of features and weights."""
+        """Dtypes and destinations of the gradient sums for features and weights."""
         required = self.requirements
         options = self.options
-        # Coefficients hold the upstream gradient already.
+        # Coefficients already include the upstream gradient.
         final = options.upstream is not None or required.objective.scope == "external"
         return GradientBuffers(
             required.needs_grad,
@@ -107,24 +109,24 @@ class Call:
 
     @property
     def scored(self) -> Packing:
-        """The scored tokens, and their positions in the batch."""
+        """The packing: scored tokens and their positions in the batch."""
         return self.requirements.scored
 
     @property
     def in_one_launch(self) -> bool:
-        """True if one launch gives statistics and gradient of given logits, in closed form."""
+        """True if a single launch gives statistics and gradient of given logits, in closed form."""
         plan = self.plan
         alone = self.groups == (None, None)
         return plan.in_place and plan.schedule == "one_pass" and alone and self.requirements.slopes
 
     @property
     def groups(self) -> tuple[distributed.ProcessGroup | None, ...]:
-        """The groups of the vocabulary's slices, and of segments that run across ranks."""
+        """The vocabulary's process group, and the group of segments that run across ranks."""
         return self.shard.group, self.packed.segments.group
 
     def weighted(self) -> WeightedObjective | ExternalLoss:
-        """The objective with a weight for each token. Segments that run across ranks add up their
-        totals, in a collective."""
+        """Return the objective with a weight for each token. For segments that run across ranks,
+        totals are summed in a collective."""
         required = self.requirements
         vocabulary = self.shard.vocabulary
         batch = required.batch
@@ -154,8 +156,8 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """[n] coefficients of a frozen head's dlogp: in float16, where dlogp/dz is small as p nears
-        1, powers of two of about 1 / (slope (1 - p))."""
+        """[n] coefficients for dlogp of a frozen head. In float16, where dlogp/dz is small as p
+        nears 1, the coefficients are powers of two of about 1 / (slope (1 - p))."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
@@ -164,15 +166,16 @@ class Call:
 
     @property
     def constants(self) -> list[Tensor]:
-        """Tensors that the backward pass reads again beside the logits: none of them may change."""
+        """Tensors that the backward pass reads in addition to the logits and that must not change
+        before the backward pass."""
         support = self.scored.support
         values = [self.packed.targets, self.context.transform.temperature, support and support.ids]
         return [value for value in values if isinstance(value, Tensor)]
 
     @property
     def read_again(self) -> list[tuple[str, Tensor, int]]:
-        """Fields that the backward pass reads again (saved, hooks might copy them), each with its
-        count of changes in place."""
+        """Fields that the backward pass reads again, each with its version counter. The fields are
+        not saved with autograd, whose hooks might copy them."""
         if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
@@ -180,17 +183,18 @@ class Call:
 
 
 def floor_of(sizes: Tensor) -> Tensor:
-    """The power of two at or below each."""
+    """Return the largest power of two that is at most each size."""
     return sizes.log2().floor().exp2()
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
-    """The slope of a term's logits (with this teacher) over the raw ones."""
+    """Return the slope dz/draw of the logits that a term with the given teacher reads."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
-    """The call, and the tensors of its logits: these, or features and weights pairwise, bias."""
+    """Return the call and its tensors: given logits alone, or features and weights pairwise, then
+    the bias."""
     call = call_of(arguments)
     head = arguments.head
     if head is None:
@@ -200,7 +204,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     aligned = call.plan.exp_tiles or call.plan.on_chip
     states = list[Tensor]()
     for x in (arguments.tensor, *(features for features, _ in head.beside)):
-        if x.dim() != 2:  # else autograd gets a step more
+        if x.dim() != 2:  # A flatten would add a node to autograd's graph.
             x = x.flatten(0, -2)
         if compute_dtype is not None:
             x = x.to(compute_dtype)
@@ -221,9 +225,9 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 
 def call_of(a: Arguments) -> Call:
-    """A call that its ranks agree on; ValueError for fields of teachers and candidates. Hidden
-    states may be on the meta device. An adapter of a teacher may drop what the first rank of the
-    vocabulary drops, in a collective."""
+    """Return a call after the ranks' agreement; ValueError for bad fields of teachers and
+    candidates. Hidden states may be on the meta device. Dropout in a teacher's adapter follows the
+    first rank of the vocabulary's group, in a collective."""
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:
@@ -240,7 +244,7 @@ def call_of(a: Arguments) -> Call:
         fields = per_segment(forms)
     packed = required.scored.view(required.batch, required.wide, fields)
     tolerance = None
-    if share := required.options.gradient_tolerance:  # nothing where that would save no product
+    if share := required.options.gradient_tolerance:  # 0 if skipping rows would save no matmul.
         share = share if plan.skip_rows else 0.0
         zero = packed.targets.new_zeros((), dtype=torch.float64)
         tolerance = Tolerance(share, required.transform, shard.vocabulary, zero, zero, zero)
@@ -265,7 +269,7 @@ def call_of(a: Arguments) -> Call:
 
 
 def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
-    """The requirements, this rank's slice of the vocabulary after its group's agreement, and the
+    """Return the requirements, this rank's vocabulary shard after the group's agreement, and the
     plan."""
     if a.group is None:
         required = requirements_of(a)

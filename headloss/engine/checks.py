@@ -1,4 +1,4 @@
-"""Checks of a call's arguments; errors name the argument, what came and what was wanted."""
+"""Checks of a call's arguments; errors name the argument, the given value and the wanted value."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ..statistics.softmax import Statistics
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arguments:
-    """The arguments of a verb."""
+    """The arguments of a public function."""
 
     verb: str
-    tensor: Tensor  # hidden states [.., H], or without a head logits [.., V]
+    tensor: Tensor  # Hidden states [.., H]; without a head, logits [.., V].
     head: Head | None = None
     batch: Batch
     terms: Term | Objective
     options: Options
-    transform: Transform  # of the head, or of logits
-    group: distributed.ProcessGroup | None  # its ranks hold slices of the vocabulary
-    inplace: bool = False  # the gradient may overwrite logits
-    loss_fn: LossFunction | None = None  # somebody else's, in place of the objective's
+    transform: Transform  # The transform of the head, or of given logits.
+    group: distributed.ProcessGroup | None  # Process group whose ranks hold the vocabulary shards.
+    inplace: bool = False  # The gradient may overwrite the logits.
+    loss_fn: LossFunction | None = None  # An external loss function in place of an objective.
 
     @classmethod
     def of_head(
@@ -53,7 +53,8 @@ class Arguments:
         options: Options | None,
         loss_fn: LossFunction | None = None,
     ) -> Arguments:
-        """The arguments of a verb on hidden states; raises without a head of this rank."""
+        """Return the arguments of a function of hidden states; ValueError or TypeError for a head
+        without rows of this rank."""
         check_head(head)
         head = local_head(head)
         return cls(
@@ -70,8 +71,9 @@ class Arguments:
 
 
 def check_eager(verb: str, tensor: object = None, *others: object) -> None:
-    """Refuse what the operators of a verb cannot handle: RuntimeError inside a transform of
-    torch.func, NotImplementedError for a dual tensor, ValueError for one on the meta device."""
+    """Check that the operators of `verb`, a public function, support the call: RuntimeError inside
+    a transform of torch.func, NotImplementedError for a dual tensor, ValueError for a tensor on the
+    meta device."""
     if torch.compiler.is_compiling():
         return
     if in_function_transform():
@@ -93,7 +95,7 @@ def check_eager(verb: str, tensor: object = None, *others: object) -> None:
 
 
 def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | None:
-    """Check hidden states and head; return the dtype that autocast computes in."""
+    """Check hidden states and head; return autocast's dtype."""
     hidden = arguments.tensor
     head = arguments.head
     options = arguments.options
@@ -117,7 +119,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
         grad.shape != weight.shape
         or grad.dtype != torch.float32
         or grad.device != weight.device
-        or grad.requires_grad  # as the weight itself does
+        or grad.requires_grad  # The sum cannot have a gradient; the weight does.
     ):
         raise ValueError(
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
@@ -143,7 +145,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
 
 
 def check_given(arguments: Arguments) -> None:
-    """Check logits, and options beside them."""
+    """Check given logits and the options that apply to them."""
     logits = arguments.tensor
     options = arguments.options
     transform = arguments.transform
@@ -176,10 +178,11 @@ def check_given(arguments: Arguments) -> None:
 
 
 def check_objective(objective: Objective, batch: Batch, options: Options) -> None:
-    """Check an objective beside the batch and the options."""
+    """Check an objective together with the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
-    if isinstance(batch, Exception):  # wrong targets, which all ranks have to learn of
+    # An error in the targets, raised here so that all ranks learn of the error.
+    if isinstance(batch, Exception):
         raise batch
     if not isinstance(batch, Batch):
         raise TypeError(f"batch: got {type(batch).__name__}, want headloss.Batch")
@@ -201,7 +204,8 @@ def check_options(options: object) -> None:
 
 
 def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
-    """ValueError for a name that no term reports; a loss outside reports nothing."""
+    """ValueError for a name in `per_token` that no term reports; an external loss reports no
+    names."""
     if names and "external_loss" in traced:
         raise ValueError(f"per_token: got {names!r}, want (): the loss is no term of the library")
     reported = {f"{term}/{name}" for term, of in traced.items() for name in of.observed}
@@ -210,13 +214,15 @@ def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
 
 
 def check_segments(count: int, objective: Objective) -> None:
-    """ValueError for segments that make no whole units, such as pairs."""
+    """ValueError if the number of segments is not a multiple of the objective's unit, such as
+    pairs."""
     if count % (unit := objective.segments_per_unit):
         raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 
 
 def check_targets(targets: object, hidden: object, options: Options) -> Batch:
-    """A batch of targets alone, beside hidden states that are checked later."""
+    """Return a batch of targets alone, checked against hidden states, which have checks of their
+    own later."""
     check_options(options)
     if not isinstance(targets, Tensor):
         raise TypeError(
@@ -233,8 +239,8 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
 
 
 def check_teacher_fields(batch: Batch) -> None:
-    """Check a teacher's stored outcomes, [.., K] integers with a log-prob each, and fields that go
-    with one form of a teacher alone."""
+    """Check a teacher's stored outcomes, [.., K] integers with a log-prob each, and fields that
+    belong to a single form of teacher."""
     ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
     if isinstance(ids, Tensor) and isinstance(logps, Tensor):
         check_ids("teacher_topk_ids", ids, batch.targets.shape)
@@ -255,16 +261,17 @@ def check_teacher_fields(batch: Batch) -> None:
 _NAMES = "advantages teacher_logps candidate_ids candidate_probs candidate_sampling_logps desirable"
 _NAMES += " reference_kl importance_sampling_ratio prompts slots teacher_index teacher_lse"
 FIELDS = frozenset({*_NAMES.split(), *LOGPS, *sum(INPUTS.values(), ())})
-# Names under which others say which tokens count, beside all with "mask" in them, and what stands
-# there at those that do not.
+# Names of masks in other libraries, in addition to all names that contain "mask", and each mask's
+# value at excluded tokens.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
-    """ValueError for a field with a mask's name, 0 at a scored token, that no term of this call or
-    an earlier one reads. Reads the device for each."""
+    """ValueError for a field with a mask's name and an excluding value at a scored token, if no
+    term of this call or of an earlier call reads the field. Reads the device for each such
+    field."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:
@@ -281,7 +288,7 @@ def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtyp
 
 
 def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
-    """Warn of a field that no term reads, if its name is close to one that exists."""
+    """Warn of a field that no term reads, if the field's name is close to a known name."""
     unread = batch.fields.keys() - read - FIELDS
     if not unread:
         return
@@ -304,7 +311,7 @@ def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
     """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
-    shapes, every part on the whole batch that does not read `batch.live`."""
+    shapes, every batch-scoped part of a term must read `batch.live`."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
@@ -320,8 +327,8 @@ def check_dead_rows(
 
 
 def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
-    """ValueError for a temperature [T] that is no finite number > 0, by its position `index` [T],
-    None: all in order. Reads the device."""
+    """ValueError for a temperature [T] that is not a finite number > 0, with the position from
+    `index` [T]; None means that all positions are in order. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])

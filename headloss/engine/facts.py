@@ -1,5 +1,5 @@
-"""Facts of a call that the ranks of its groups tell each other (`agreement.Facts`): all that
-decides which collectives follow, and in which shapes; and tensors that have to be equal too.
+"""Facts of a call that the ranks of a group exchange (`agreement.Facts`): all values that decide
+the number and the shapes of collectives, and tensors that must be equal on all ranks.
 
 N positions, H hidden width, V rows of the whole vocabulary, S segments.
 """
@@ -28,15 +28,16 @@ from .checks import Arguments
 from .plan import Plan
 from .requirements import Requirements
 
-# Fields of columns: a sharded teacher's are each rank's own, candidates are compared by their name.
+# Fields compared apart: a sharded teacher's logits differ between ranks; candidates are compared
+# under their own name.
 APART = ("teacher_logits", "candidate_ids")
-OWN = (PROCESS_GROUP, torch.device)  # each rank has its own
+OWN = (PROCESS_GROUP, torch.device)  # Types whose values differ between ranks.
 NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}
 
 
 def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
-    """Facts of a call on hidden states, or (without a head) on logits. Every rank of the
-    vocabulary's group is given the whole batch."""
+    """Return the facts of a call with a sharded vocabulary, on hidden states or (without a head) on
+    logits. Every rank has the whole batch."""
     tensor = a.tensor
     head = a.head
     batch = a.batch
@@ -89,7 +90,8 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
 def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
-    """This rank's slice for a verb on positions alone; an error of `check` ends it on all ranks."""
+    """Return this rank's vocabulary shard for a function of positions alone; an error of `check` is
+    raised on all ranks."""
     if head.vocab_group is None:
         check()
         return WholeVocabulary(head.vocabulary)
@@ -112,8 +114,9 @@ def shard_of_positions(
 
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
-    """Facts of a call with segments that run across ranks, where each rank holds some of their
-    tokens; with the forms of each field there. Other choices (schedule, chunks) may differ."""
+    """Return the facts of a call with segments that run across ranks, where each rank holds some of
+    the tokens; the facts include the forms (per token, per segment) of each field. Schedule and
+    chunks may differ between ranks."""
     batch = a.batch
     if (count := len(batch.fields)) > MOST_NUMBERS:
         raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
@@ -142,14 +145,14 @@ def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
 
 
 def statistics_of(required: Requirements) -> list[str]:
-    """The names of all measurements."""
+    """Return the names of all statistics and measures that the call computes."""
     measures = [str(tuple(measure)) for _, of in required.teachers for measure in of]
     return [*sorted(required.needs), *measures]
 
 
 def per_segment(numbers: OwnNumbers) -> frozenset[str]:
-    """The fields per segment, by the forms on each rank: those that are not per token on all.
-    ValueError for a field without a form for all ranks."""
+    """Return the names of fields per segment, from the forms on each rank: the fields that are not
+    per token on all ranks. ValueError for a field without a common form."""
     forms = {name: of_ranks for name, of_ranks in numbers.items() if name != HIGHEST}
     names = frozenset(n for n, of_ranks in forms.items() if not all(form & 1 for form in of_ranks))
     for name in sorted(names):
@@ -190,7 +193,7 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
-        # Ranks that differ here would plan differently.
+        # A different layout of the weight would give this rank another plan.
         "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
@@ -206,7 +209,8 @@ def _of_transform(transform: Transform) -> dict[str, object]:
 
 
 def _names(objective: Objective) -> list[tuple[object, ...]]:
-    """The names of terms, and the dropout of their teachers' adapters, which takes a collective."""
+    """Return names and scopes of the terms, and the dropout of their teachers' adapters, which
+    needs a collective."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]
     return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
@@ -235,19 +239,20 @@ def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-    """[N] one value of each row, 0 where targets are not scored: to compare all values would take
-    too long."""
+    """[N] one value of each row, 0 at unscored targets, since a comparison of all values would cost
+    too much time."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]
-    if targets is None or targets.numel() != len(sample):  # rows that positions share
+    # Rows of `teacher_hidden` that positions share.
+    if targets is None or targets.numel() != len(sample):
         return sample
     return sample.masked_fill(targets.reshape(-1) == IGNORE, 0)
 
 
 def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
-    """A text that is equal for equal objectives on all ranks, as bytes, and the tensors among the
-    options of terms."""
+    """Return bytes of a text that is equal on all ranks for equal objectives, and the tensors among
+    the terms' options."""
     tensors: list[Tensor] = []
     parts = [
         (
@@ -270,8 +275,8 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _spelt(value: Any) -> str:
-    """Equal text for equal fingerprints on all ranks: `repr` shows a function's address and a
-    rank's own device."""
+    """Return equal text for equal fingerprints on all ranks, unlike `repr`, which shows a
+    function's address and a rank's device."""
     if isinstance(value, weakref.ref):
         value = value()
     if isinstance(value, tuple):

@@ -1,11 +1,11 @@
-"""The loop of every call: laws 1 and 4.
+"""The loop of every call:
 
     for block of tokens:
         statistics of its logits, merged over tiles and ranks
         coefficients of the objective -> gradient of the logits -> sums       (now or later)
 
-T tokens, V vocabulary, n tokens of a block. The schedules differ in which blocks and columns the
-loop visits, and in when the gradient is computed (`engine.autograd` has what comes later).
+T tokens, V vocabulary, n tokens of a block. Schedules differ in the blocks and columns of the loop,
+and in the time of the gradient's computation (`engine.autograd` has the backward pass).
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ from .call import Call
 
 
 class ForwardResult(NamedTuple):
-    """The state that the forward pass leaves."""
+    """The result of the forward pass."""
 
-    measured: Measured  # of all tokens
-    tiles: list[SourceTile]  # of each block, under a held schedule; they are used up
-    # The gradients but for a factor; of a frozen head dlogp/dhidden, still to be scaled by each
-    # token's slope. None: they are to be found, from what was read.
+    measured: Measured  # Statistics of all tokens.
+    # Tiles of each block under the `held` schedule; popped by the gradient.
+    tiles: list[SourceTile]
+    # Gradients up to a factor; for a frozen head, dlogp/dhidden without the slope of each token.
+    # None if the backward pass computes the gradients.
     sums: GradientSums | None = None
-    weighted: WeightedObjective | ExternalLoss | None = None  # None: the loss lives elsewhere
-    shares: Tensor | None = None  # [K] float64, each term's share of its reduced value
-    coefficients: Coefficients | None = None  # of all tokens, where the gradients still need them
+    weighted: WeightedObjective | ExternalLoss | None = None  # None for an external loss.
+    shares: Tensor | None = None  # [K] float64, contributions to each term's reduced value.
+    # Coefficients of all tokens, if the backward pass needs them.
+    coefficients: Coefficients | None = None
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
-    """The schedule's part before the upstream gradient is known."""
+    """Run the part of the schedule that does not need the upstream gradient."""
     if call.plan.in_place:
         return in_place(call, tensors)
     result = sweep(call, tensors)
@@ -61,14 +63,15 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
-    if schedule == "held":  # no later: the tiles take more than the gradients do
+    # Compute gradients now, since the tiles need more memory than the gradients.
+    if schedule == "held":
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
 
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
-    """Statistics of given logits where they lie, and their gradient if it may overwrite them: in
-    one launch where the objective has closed form."""
+    """Return statistics of given logits without a copy of the logits, and their gradient if the
+    gradient may overwrite the logits. One launch does both if the objective has closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule
@@ -90,8 +93,8 @@ def in_place(call: Call, tensors: Tensors) -> ForwardResult:
 
 
 def sweep(call: Call, tensors: Tensors) -> ForwardResult:
-    """The statistics of all tokens, block by block: in one pass with their gradient, for a frozen
-    head with dlogp/dhidden."""
+    """Return the statistics of all tokens, block by block. The `one_pass` schedule also computes
+    the gradient, and the `frozen` schedule computes dlogp/dhidden."""
     source = call.open(tensors)
     plan = call.plan
     schedule = plan.schedule
@@ -115,7 +118,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 unit = call.unit(measured.stats.logp, rows)
                 coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
-                weighted = weighted or call.weighted()  # while the first product runs
+                # Bind the objective while the device runs the first matmul.
+                weighted = weighted or call.weighted()
                 stats = measured.stats
                 of_block = block if several else None
                 coefficients = weighted.coefficients(stats, call.packed, of_block)
@@ -126,10 +130,11 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             live = coefficients.live() if plan.skip_rows else None
             inputs = BackwardInputs(measured, coefficients, tile, live)
             gradient = source.logit_gradient(rows, ALL, inputs)
-            sums = sums or call.accumulator(source)  # after the first product is queued
+            # Make the accumulator after the first matmul is queued.
+            sums = sums or call.accumulator(source)
             sums.add(gradient)
-            del inputs, gradient  # they are used up
-        del tile  # before the next one is made
+            del inputs, gradient  # Free the memory before the next block.
+        del tile  # Free the memory before the next block.
     measured = parts[0] if len(parts) == 1 else of_several(torch.cat, parts)
     return ForwardResult(measured, tiles, sums, weighted, shares)
 
@@ -137,7 +142,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
 def of_tiles(
     call: Call, source: LogitSource, result: ForwardResult, coefficients: Coefficients
 ) -> Accumulator:
-    """The sums of a held schedule's gradients, block by block."""
+    """Return the gradient sums of the `held` schedule, block by block."""
     sums = call.accumulator(source)
     blocks = call.plan.blocks
     inputs = BackwardInputs(result.measured, coefficients)
@@ -146,5 +151,5 @@ def of_tiles(
         live = part.coefficients.live() if call.plan.skip_rows else None
         part = part._replace(tile=result.tiles.pop(0), live=live)
         sums.add(source.logit_gradient(block.rows, ALL, part))
-        del part  # its tile is used up
+        del part  # Free the tile of the block.
     return sums

@@ -1,17 +1,17 @@
-"""`head_stats` inside a compiled graph: a registered operator, so that the graph need not break.
+"""`head_stats` inside a compiled graph, as a registered operator without a graph break.
 
-N positions, T of them scored, V vocabulary, K candidates. Schedule: recompute. Adapters' features
-are made in the graph. Both operators take a call as
+N positions, T scored positions, V vocabulary, K candidates. Schedule: recompute. The graph computes
+the features of adapters. The forward and the backward operator get a call as
 
-    factors      features [N, ..] and weights [V, ..] pairwise, and a bias [V] where there is one
-    constants    targets [N], temperature [N] or None, candidate_ids [N, K] or None; and where there
-                 are some support_ids, [N, K] or [P] with offsets [N + 1]
-    sizes        V; chunk_tokens and memory_budget, 0 where there is none
-    numbers      logit scale, soft cap (0: none), temperature where it is one number,
+    factors      features [N, ..] and weights [V, ..] pairwise, and a bias [V] if the head has one
+    constants    targets [N], temperature [N] or None, candidate_ids [N, K] or None; with a support
+                 also support_ids, [N, K] or [P] with offsets [N + 1]
+    sizes        V; chunk_tokens and memory_budget, 0 for None
+    numbers      logit scale, soft cap (0: none), temperature if a single number,
                  gradient_tolerance
-    spelt        other options, as Python spells them
+    spelt        further options, as Python literals
 
-and make the head and the batch anew inside.
+and construct the head and the batch inside.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens"
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
 OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
-# What the first operator returned, and upstream gradients of logp, lse, entropy and candidates.
+# Outputs of the forward operator; upstream gradients of logp, lse, entropy, candidates.
 MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
 operator = partial(torch.library.custom_op, mutates_args=())
 
@@ -47,8 +47,9 @@ operator = partial(torch.library.custom_op, mutates_args=())
 def in_graph(
     hidden: Tensor, head: Head, scored: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
-    """logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and the rest
-    where the batch names some; ValueError for an option that the operator does not take."""
+    """Return logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and
+    tail if the batch has candidates. ValueError for an option that the operator does not
+    support."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
     ids: list[Any] = [None]
@@ -58,7 +59,7 @@ def in_graph(
         scored = scored.targets
     targets = check_targets(scored, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    if head.lora:  # poison in unscored rows must not reach the adapters' weights
+    if head.lora:  # Zero unscored rows, whose NaN must not reach the gradients of the adapters.
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     factors = [t for pair in pairs for t in pair]
@@ -86,8 +87,8 @@ def in_graph(
 
 
 def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """The call of these operands, and the tensors of its logits; `wanted`: for each factor, whether
-    a gradient is wanted."""
+    """Return the call of the given operands, and the tensors of its logits; `wanted` has a flag for
+    each factor that requires a gradient."""
     factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
     vocabulary, *sizes = sizes
@@ -100,7 +101,7 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # An inner side stays in the graph; this one only tells that a gradient is wanted.
+        # The graph holds an adapter's inner product; `a` only carries the `requires_grad` flag.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(
@@ -127,8 +128,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
 
 @operator("headloss::head_stats", schema=f"({OPERANDS}) -> Tensor[]")
 def _head_stats(*operands: Any) -> list[Tensor]:
-    """logp, lse, entropy, and the normalizer's two parts, [N] each; of candidates also log-probs
-    and the rest [N, K + 1], and the rest's normalizer [N, 2]."""
+    """Return logp, lse, entropy, and the normalizer's two parts, [N] each; with candidates, also
+    log-probs of candidates and tail [N, K + 1] and the tail's normalizer [N, 2]."""
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in HEAD_STATISTICS), *measured.normalizer]
@@ -150,7 +151,7 @@ def _(factors, constants, *_):
 
 @operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")
 def _head_stats_backward(*operands: Any) -> list[Tensor]:
-    """The gradients of the `wanted` factors, in their order."""
+    """Return the gradients of the `wanted` factors, in the factors' order."""
     *of_call, measured, upstream, wanted = operands
     call, of_logits = _open(of_call, wanted)
     scored = call.scored
@@ -188,7 +189,8 @@ def _backward(ctx, upstream):
     of_call = (*tensors, *ctx.numbers)
     gradients = iter(_head_stats_backward(*of_call, saved[last:], upstream, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
-    # One None stands for a list with a None in it, as many as there are for one of tensors alone.
+    # An input list that contains a None needs a single None, a list of tensors needs a list of
+    # None.
     of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
     return of_factors, of_constants, None, None, None
 

@@ -1,4 +1,5 @@
-"""Law 4: which schedule serves a call, in what pieces, in how many bytes; and why.
+"""The planner: chooses the schedule of a call, chunks and tiles, computes the bytes, and gives the
+reason.
 
 T scored tokens, H hidden width, V vocabulary, S segments.
 """
@@ -17,19 +18,20 @@ from ..options import Options
 from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_by_part, peak_bytes
 
 MIB = 1 << 20
-CHUNK_WAVES = 0.3  # the fixed cost of a chunk, in waves of its products
-# For a chunk, where the call names none: on a CPU, a GPU of unknown memory, the part of another's.
+CHUNK_WAVES = 0.3  # Fixed cost of a chunk, in waves of its matmuls.
+# Default bytes of a chunk: on a CPU, on a GPU of unknown memory, and 1 / share of a known GPU
+# memory.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
-# Multiply-adds of a block's product: below it, reading which rows carry a gradient keeps a GPU
-# waiting longer, and takes a CPU more operations, than leaving them out can save.
+# Multiply-adds of a block's matmul above which skipping rows pays: below, the GPU's wait for the
+# number of rows, or the CPU's extra operations, exceed the gain.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
-FIXED_COLUMNS = 16384  # of a slab, if a token's bits may not depend on other tokens
-SWEEP_BYTES = 480 << 20  # of a sweep that writes terms or gradients in 16 bits
-TEACHER_BYTES = 660 << 20  # the same beside a teacher
-SLAB_ELEMENTS = (48 << 20, 192 << 20)  # of its slabs, least and most
+FIXED_COLUMNS = 16384  # Columns of a slab if a token's bits must not depend on other tokens.
+SWEEP_BYTES = 480 << 20  # Bytes of a sweep that writes softmax terms or gradients in 16 bits.
+TEACHER_BYTES = 660 << 20  # Bytes of a sweep with a teacher.
+SLAB_ELEMENTS = (48 << 20, 192 << 20)  # Least and most logits of a slab in such a sweep.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +39,30 @@ class Plan:
     """The plan of a call.
 
     Attributes:
-        schedule: one that `Options` names, or "statistics" where nothing requires a gradient.
+        schedule: a schedule of `Options`, or "statistics" if no input requires a gradient.
         backend: "reference" or "triton".
-        chunk_tokens: most tokens of which all logits are held at once.
-        tile: rows and columns of one step of a sweep, which holds as many logits.
-        sweep_rows: of a step of a sweep for statistics that has all columns; 0: it is a tile.
-        exp_tiles: whether the logits product writes exp(logits) in 16 bits in place of logits.
-        on_chip: whether sweeps of a narrow head give the statistics, whose tiles of logits never
+        chunk_tokens: the most tokens whose logits over the whole vocabulary are in memory at once.
+        tile: rows and columns of logits in memory, for schedules that loop over tiles.
+        sweep_rows: rows of a step that computes statistics over all columns; 0 if statistics are
+            computed by tiles.
+        exp_tiles: True if the matmul of logits writes exp(logits) in 16 bits in place of logits.
+        on_chip: True if statistics come from kernels of a narrow head, whose tiles of logits never
             leave the chip.
-        keeps_sums: whether the hidden gradient is made of the forward sweep's sums.
-        in_place: whether kernels read given logits, and write their gradient, where they lie.
+        keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
+        in_place: True if kernels read given logits, and write their gradient, without a copy.
         bytes: working memory beyond inputs and returned gradients, by part.
-        peak_bytes: the same with returned gradients in it, as a GPU's allocator reports it.
-        plain_bytes: what logits, their softmax and their gradient would take.
-        budget: bytes for a chunk, or for what a held schedule keeps, and where that comes from.
-        reason: why this schedule.
-        skip_rows: whether rows without a gradient leave the last two products.
-        single_block: one block holds all tokens, and its products are the returned gradients.
-        support: pairs of a token and a column of its support, a dot product each.
-        restricted: tokens that have a support.
+        peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
+        plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
+            implementation.
+        budget: bytes for a chunk, or for the tensors that the `held` schedule keeps, and the origin
+            of this number.
+        reason: the reason for the schedule.
+        skip_rows: True if the two backward matmuls skip rows without a gradient.
+        single_block: True if one block holds all tokens, so that matmuls write the returned
+            gradients.
+        support: the number of pairs of a token and a column of its support; each pair costs a dot
+            product.
+        restricted: the number of tokens with a support.
     """
 
     schedule: Schedule
@@ -81,17 +88,18 @@ class Plan:
 
     @property
     def keeps_tiles(self) -> bool:
-        """True if the gradient takes the logits of the statistics: with each block, or once the
-        coefficients of all tokens are there. Else they are made again, or there is none."""
+        """True if the gradient is computed from the logits of the statistics, with each block or
+        after all coefficients are known; False if logits are recomputed or no gradient is
+        needed."""
         return self.schedule in ("one_pass", "frozen", "held")
 
     @property
     def blocks(self) -> Sequence[Chunk]:
-        """The tokens of one step of the statistics, in order."""
+        """The tokens of each step of the statistics, in order."""
         if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        starts = range(0, max(1, self.tokens), step)  # a block without tokens, where there are none
+        starts = range(0, max(1, self.tokens), step)  # Without tokens, one empty block.
         return [Chunk(start, min(start + step, self.tokens), 0, 0) for start in starts]
 
     @property
@@ -125,7 +133,7 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
-    """Choose a schedule; ValueError for an explicit one that cannot serve the call."""
+    """Return the plan of a call; ValueError for an explicit schedule that cannot serve the call."""
     p = inputs
     size = options.memory_budget
     least = inputs.token_bytes
@@ -136,17 +144,18 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
             stacklevel=2,
         )
     budget = _budget(p, options)
-    limit = max(1, budget[0] // max(1, p.token_bytes))  # of a chunk that has to hold a segment
+    # Most tokens of a chunk that has to hold a whole segment.
+    limit = max(1, budget[0] // max(1, p.token_bytes))
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
-        # Equal chunks may be more of them, and each adds to the float32 sum of dW.
+        # Equal chunks may be more chunks, and each chunk adds to the float32 sum of dW.
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks, budget[0])
     if not (p.input_gradient or p.weight_gradient):
         schedule = "statistics"
         reason = "nothing requires a gradient"
-    if schedule == "held":  # a teacher measures all tokens before it differentiates any
+    if schedule == "held":  # A teacher's measures of all tokens come before any gradient.
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
     if schedule in ("frozen", "held") or chunks is None:
@@ -155,10 +164,10 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
     if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
-        # The logits of one sweep take the memory that the other has for a slab and sums of dX.
+        # Statistics use the memory that the gradient needs for a slab and the sums of dX.
         room = (tile.rows * tile.columns * p.slab_bytes + p.hidden_sums) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    # One product is the returned weight gradient, so that no wider sum is needed.
+    # A single matmul gives the returned weight gradient, without a wider sum.
     one = len(chunks) <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
     wider = options.main_grad is not None or p.given or p.rescaled
     single_block = one and not (wider or 0 < p.restricted < p.tokens)
@@ -166,7 +175,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     on_chip = schedule == "narrow" or (p.by_sweeps and schedule in ("statistics", "recompute"))
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
-    # Of a frozen head dlogp/dhidden is made before any coefficient is known.
+    # A frozen head computes dlogp/dhidden before any coefficient is known.
     all_rows = options.static or p.given or p.narrow or schedule in ("frozen", "statistics")
     skip_rows = options.skip_rows and p.sparse and not all_rows
     skip_rows &= rows * p.width * p.vocabulary >= least
@@ -197,7 +206,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
 def _choose(
     p: PlanInputs, options: Options, chunks: Sequence[Chunk] | None, budget: int
 ) -> tuple[Schedule, str]:
-    """A schedule, and the reason for the choice."""
+    """Return a schedule, and the reason for the choice."""
     named = options.schedule
     size = p.tokens * p.token_bytes
     most = options.chunk_tokens
@@ -238,7 +247,7 @@ def _choose(
         ],
     }
     errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
-    # Who asks for held without a budget may hold any number of tokens, in chunks of any size.
+    # An explicit "held" without a budget may keep any number of tokens, in chunks of any size.
     if errors.get(named) and (named != "held" or p.given or options.memory_budget is not None):
         raise ValueError(f'schedule: got "{named}", but {errors[named]}')
     if named != "auto":
@@ -261,7 +270,7 @@ def _choose(
 
 
 def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
-    """Bytes, and their origin."""
+    """Return bytes, and the origin of the number."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
     if not (p.on_gpu and p.memory):
@@ -281,19 +290,21 @@ def _chunk_rows(p: PlanInputs, options: Options, limit: int) -> int:
 
 
 def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
-    """A sweep's tile, of no more logits than `rows` tokens have over the whole vocabulary."""
+    """Return the tile, with at most as many logits as `rows` tokens have over the whole
+    vocabulary."""
     if p.narrow or p.in_place:
         return Tile(rows, p.vocabulary)
     elements = rows * p.vocabulary
     explicit = options.chunk_tokens is not None
     if options.batch_invariant:
-        # A width that does not depend on the tokens: a slab of dX adds to the others' sum, and raw
-        # logits give their statistics over all columns at once.
+        # Make the width independent of the number of tokens, which keeps the order of sums over
+        # slabs in dX; raw logits give their statistics over all columns at once.
         columns = min(p.vocabulary, FIXED_COLUMNS) if p.exp_tiles or p.teachers else p.vocabulary
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
-        least = max(least, p.tokens * p.width)  # a slab takes less, as it adds to all of dX
+        # Adding a slab reads and writes all of dX, so that a slab needs at least as many elements.
+        least = max(least, p.tokens * p.width)
         room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - p.hidden_sums
         elements = min(elements, max(least, min(most, room // p.slab_bytes)))
     least = 1 if explicit else min(p.vocabulary, 4 * GRAIN)
@@ -301,7 +312,7 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     columns = max(1, min(p.vocabulary, elements // tall))
     if columns > WAVE_TILE[1]:
         columns -= columns % WAVE_TILE[1]
-        if p.teachers and p.multiprocessors:  # whole waves of a part of the tokens
+        if p.teachers and p.multiprocessors:  # Whole waves of a part of the tokens.
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
             full = waves * p.multiprocessors // across * WAVE_TILE[1]
@@ -310,14 +321,16 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
 
 
 def even(p: PlanInputs, rows: int) -> int:
-    """The size of equal chunks, so that the last one is as efficient as the others."""
+    """Return the size of equal chunks, so that the last chunk is as efficient as the other
+    chunks."""
     size = -(-p.tokens // (-(-p.tokens // rows) or 1)) or 1
     return min(rows, -(-size // GRAIN) * GRAIN) if size > GRAIN else size
 
 
 def whole_waves(p: PlanInputs, most: int) -> int:
-    """The size of chunk, up to `most`, with the least time in the hidden gradient's products, which
-    come in waves of one output tile for each multiprocessor. (The others have many tiles.)"""
+    """Return the chunk size, up to `most`, with the least time in the hidden gradient's matmuls,
+    which run in waves of one output tile per multiprocessor. The logits' and the weight gradient's
+    matmuls have many tiles."""
     across = -(-p.width // WAVE_TILE[1])
 
     def waves(rows: int) -> int:
@@ -327,12 +340,13 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         full, remainder = divmod(p.tokens, rows)
         return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
-    step = GRAIN * (1 + (most >> 24))  # of a tiny vocabulary there may be very many sizes
+    step = GRAIN * (1 + (most >> 24))  # A tiny vocabulary allows very many sizes.
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 
 
 def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
-    """Chunks of equal size, one where there is no token; a border may fall inside a segment."""
+    """Return chunks of equal size, an empty chunk if there are no tokens; a border may fall inside
+    a segment."""
     lengths = p.lengths or []
     if p.tokens <= rows:
         return [Chunk(0, p.tokens, 0, len(lengths))]
@@ -342,11 +356,11 @@ def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
 
 
 def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
-    """Chunks that respect the objective's scope, or None where there are none."""
+    """Return chunks that respect the objective's scope; None if no such chunks fit."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
     single = cut_anywhere(p, p.tokens)
-    if p.in_place:  # nothing is held
+    if p.in_place:  # No logits are copied, so that a single chunk suffices.
         return single
     if p.scope == "token":
         return cut_anywhere(p, rows)
@@ -358,7 +372,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     start = 0
     stop = 0
     first = 0
-    for at in range(0, len(lengths), unit):  # may not be cut apart
+    for at in range(0, len(lengths), unit):  # A unit of segments must stay in one chunk.
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None

@@ -1,4 +1,4 @@
-"""The planner's record of a call, and the bytes that a call takes beyond its inputs, by part.
+"""The planner's inputs, and the bytes that a call needs in addition to its inputs, by part.
 
 T scored tokens, H hidden width, V vocabulary.
 """
@@ -12,15 +12,17 @@ from ..head.products import PARTS
 from ..options import Options
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "narrow", "statistics"]
-WAVE_TILE = (128, 256)  # rows x columns of a product that one multiprocessor computes at once
-WORKING_BLOCK = 1 << 20  # logits that a reference act works on at once
-CANDIDATE_BYTES = 24  # of a candidate: its id, its log-prob and its slope
-PAIR_BYTES = 48  # of a pair of a support: its logit and gradient in float32, its places by column
-EXP_ROWS = 16384  # tokens per product that writes statistics alone
+# rows x columns of a matmul's output that a multiprocessor computes at a time
+WAVE_TILE = (128, 256)
+WORKING_BLOCK = 1 << 20  # Logits in a working block of the reference backend.
+CANDIDATE_BYTES = 24  # Bytes of a candidate: id, log-prob and slope.
+# Bytes of a support's pair: float32 logit and gradient, and indices sorted by column.
+PAIR_BYTES = 48
+EXP_ROWS = 16384  # Tokens per matmul that writes statistics alone.
 
 
 class Tile(NamedTuple):
-    """A sweep's step: rows x columns of the logits."""
+    """Rows x columns of logits in one step of a sweep, a loop over tiles."""
 
     rows: int
     columns: int
@@ -28,62 +30,67 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """The planner's record of a call."""
+    """The planner's inputs: sizes and properties of a call."""
 
     tokens: int = 0  # T
     width: int = 0  # H
     vocabulary: int = 0  # V
-    scope: str = "token"  # or "external": the loss is not known before all statistics are out
+    # "token", "segment", "batch", or "external" for a loss that needs all statistics first
+    scope: str = "token"
     lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
     segments_per_unit: int = 1
-    grouped: bool = False  # segments run across ranks
-    sharded: bool = False  # hidden gradients are summed over ranks
-    sparse: bool = True  # some tokens may be without a gradient
-    thorough: bool = False  # a CPU leaves them out at any size: it is asked to, or they may be NaN
-    logp_only: bool = False  # the gradient needs nothing but d/dlogp, or K of them per token
+    grouped: bool = False  # Segments run across ranks.
+    sharded: bool = False  # Hidden gradients are summed over ranks.
+    sparse: bool = True  # Some tokens may have no gradient.
+    # A CPU skips rows at any size: by option, or because skipped rows may hold NaN.
+    thorough: bool = False
+    logp_only: bool = False  # The gradient needs only d/dlogp, of the target or of K candidates.
     input_gradient: bool = True
     weight_gradient: bool = True
-    element_size: int = 4  # of hidden and weight
-    weight_size: int = 4  # of the weight's own dtype
-    on_chip: bool = False  # sweeps of a narrow head can serve, whose tiles never leave the chip
-    by_sweeps: bool = False  # and do by default: they are faster, as the head alone says
-    multiples: bool = False  # the gradient needs nothing but d/dlogp and d/dlse
-    exp_tiles: bool = False  # the product writes exp(logits) in 16 bits in place of logits
-    rescaled: bool = False  # gradients are scaled against underflow: dW sums in float32
-    row_bytes: int = 4  # per token and vocabulary entry of a chunk, teachers included
+    element_size: int = 4  # Bytes per element of hidden states and weight in matmuls.
+    weight_size: int = 4  # Bytes per element of the weight's own dtype.
+    # The kernels of the `narrow` schedule, whose tiles never leave the chip, support the head.
+    on_chip: bool = False
+    # The head's size makes the `narrow` schedule faster, so that it is the default.
+    by_sweeps: bool = False
+    multiples: bool = False  # The gradient needs only d/dlogp and d/dlse.
+    exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
+    rescaled: bool = False  # Gradients are scaled against underflow: dW sums in float32.
+    row_bytes: int = 4  # Bytes per token and vocabulary entry of a chunk, including teachers.
     on_gpu: bool = False
-    multiprocessors: int = 0  # of the GPU
-    memory: int = 0  # bytes of the GPU, in a vocabulary group of the one that has least
-    given: bool = False  # the logits exist already
-    overwrites: bool = False  # and their gradient may overwrite them
-    in_place: bool = False  # and a kernel works on them where they lie
-    teachers: bool = False  # stand beside the logits
-    candidates: int = 0  # columns of a token that are measured apart
-    support: int = 0  # pairs of a token and a column of its support
-    restricted: int = 0  # tokens that have one
+    multiprocessors: int = 0  # Multiprocessors of the GPU.
+    memory: int = 0  # Bytes of the GPU; in a vocabulary group, of the smallest GPU.
+    given: bool = False  # Logits are given.
+    overwrites: bool = False  # The gradient may overwrite the given logits.
+    in_place: bool = False  # A kernel reads and writes the given logits without a copy.
+    teachers: bool = False  # A teacher's logits are computed next to the student's.
+    candidates: int = 0  # Candidate columns per token.
+    support: int = 0  # Pairs of a token and a column of its support.
+    restricted: int = 0  # Tokens that have a support.
 
     @property
     def narrow(self) -> bool:
-        """True if all tokens have a support: no product runs over the vocabulary."""
+        """True if all tokens have a support, so that no matmul runs over the vocabulary."""
         return 0 < self.restricted == self.tokens
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in a chunk."""
+        """Bytes of a token's logits in a chunk."""
         if self.narrow:
             return max(1, self.support * PAIR_BYTES // self.tokens)
         return self.vocabulary * self.row_bytes
 
     @property
     def hidden_sums(self) -> int:
-        """Bytes of the hidden gradient of slabs, if summed apart."""
+        """Bytes of the hidden gradient's float32 accumulator over slabs; 0 without an
+        accumulator."""
         apart = self.input_gradient and self.element_size < 4
         return self.tokens * self.width * 4 if apart else 0
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of a slab per token and column: its logits or, beside a teacher, its gradient and
-        the logits of a part of the tokens."""
+        """Bytes of a slab (a slice of vocabulary columns) per token and column: of its logits, or
+        with a teacher of its gradient and the logits of a part of the tokens."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -101,18 +108,18 @@ def bytes_by_part(
     logits = elements * (p.slab_bytes if sweeps else p.row_bytes)
     if sweeps and p.teachers:
         logits = max(logits, rows * p.token_bytes - p.hidden_sums)
-    if schedule == "narrow":  # float32 sums of 16 parts of the vocabulary
+    if schedule == "narrow":  # Float32 sums of 16 parts of the vocabulary.
         logits = min(p.tokens, EXP_ROWS) * 64 * (p.width + 4)
     if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
-    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # a few blocks at a time
-    if p.element_size < 4 and not p.given:  # and of a 16-bit weight
+    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # A few blocks at a time.
+    if p.element_size < 4 and not p.given:  # Blocks of a 16-bit weight, converted to float32.
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
     fused = schedule == "statistics" and (p.exp_tiles or p.by_sweeps) and not p.teachers
-    if fused:  # the product leaves a maximum and a sum of each tile
+    if fused:  # The matmul writes a maximum and a sum for each tile.
         logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    # Of its own dtype or of one product, a sum is the returned gradient itself.
+    # A sum in the weight's dtype, or of a single matmul, is the returned gradient itself.
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
     wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums
@@ -137,8 +144,8 @@ def bytes_by_part(
 
 
 def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
-    """Bytes with the returned gradients; a gradient that is summed apart is made after the logits
-    have gone."""
+    """Return the bytes including returned gradients; a gradient with a separate accumulator is made
+    after the logits are freed."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
     hidden = p.input_gradient * p.tokens * columns * p.element_size
     returned = p.weight_gradient and options.main_grad is None

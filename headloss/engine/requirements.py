@@ -1,6 +1,6 @@
-"""A call's arguments checked and packed, and the requirements that follow on one rank (law 4b).
+"""The requirements of a call on one rank, from checked and packed arguments.
 
-N positions, T of them scored, H hidden width, V vocabulary.
+N positions, T scored positions, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ from .plan_inputs import PlanInputs
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Requirements:
-    """The requirements of a call on one rank, before the ranks of its groups agree on it."""
+    """The requirements of a call on one rank, before the ranks of a group compare their
+    requirements."""
 
-    batch: Batch  # by position
+    batch: Batch  # The batch by position, not packed.
     options: Options
-    loss_fn: LossFunction | None  # somebody else's, in place of the objective's
+    loss_fn: LossFunction | None  # An external loss function in place of an objective.
     objective: Objective
-    needs: frozenset[str]  # statistics
-    gradients: frozenset[str]  # statistics that the objective differentiates
-    fields: frozenset[str]  # of the batch, read by terms
-    slopes: bool  # the objective's gradient can be known before the statistics
-    teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]  # and what is read of each
-    given: bool  # the logits exist already
-    overwrites: bool  # and their gradient may overwrite them
-    rescaled: bool  # gradients are scaled against underflow: dW sums in float32
-    vocabulary: int  # scored columns of this rank
+    needs: frozenset[str]  # Statistics to compute.
+    gradients: frozenset[str]  # Statistics with a gradient.
+    fields: frozenset[str]  # Fields of the batch that terms read.
+    slopes: bool  # The objective's gradient can be known before the statistics.
+    # Teachers, each with the measures that terms read.
+    teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
+    given: bool  # Logits are given.
+    overwrites: bool  # The gradient may overwrite the given logits.
+    rescaled: bool  # Gradients are scaled against underflow: dW sums in float32.
+    vocabulary: int  # Vocabulary columns of this rank, without padding.
     backend: str
-    compute_dtype: torch.dtype | None  # of products, under autocast; None: the tensors' own
-    dtype: torch.dtype  # of hidden states as products read them, or of logits
-    wide: torch.dtype  # of statistics
+    compute_dtype: torch.dtype | None  # Autocast's dtype of matmuls; None: the tensors' own dtypes.
+    dtype: torch.dtype  # Dtype of hidden states in matmuls, or of given logits.
+    wide: torch.dtype  # Dtype of statistics.
     needs_grad: NeedsGrad
-    scored: Packing  # the scored tokens, and where in the batch they are
-    transform: Transform  # of raw logits; its temperature is a number or [T]
+    scored: Packing  # Scored tokens and their positions in the batch.
+    transform: Transform  # Transform of raw logits; the temperature is a number or [T].
 
 
 def requirements_of(a: Arguments) -> Requirements:
-    """The requirements of a call; ValueError or TypeError for a wrong argument. Wrong values raise
-    before the ranks of a vocabulary's group hear of each other, hence on all."""
+    """Return the requirements of a call; ValueError or TypeError for a wrong argument. Errors are
+    raised before the vocabulary's ranks compare their calls, hence on all ranks."""
     batch = a.batch
     options = a.options
     head = a.head
@@ -89,7 +91,7 @@ def requirements_of(a: Arguments) -> Requirements:
     needs = {"logp", "entropy"} if options.metrics else {"logp"}
     needs |= {s for r in traced.values() for s in r.statistics & {*STATISTICS, *BESIDE}}
     if PEAK in needs or "top1" in options.per_token:
-        needs.add("top1")  # finds the peak
+        needs.add("top1")  # The maximum logit also gives the peak.
     gradients = {g for r in traced.values() for g in r.gradients}
     needs_grad = _needs_grad(a.tensor, head)
     if not gradients and (any(needs_grad.features) or needs_grad.any_weight):
@@ -100,7 +102,7 @@ def requirements_of(a: Arguments) -> Requirements:
     vocabulary = a.tensor.shape[-1] if head is None else head.vocabulary
     highest = vocabulary if a.group is None else torch.inf
     scored = packing_of(batch, highest, objective.segments_per_unit if options.static else None)
-    # A loss that lives elsewhere may read what it likes.
+    # An external loss may read any field.
     if not (options.static or a.loss_fn or objective.scope == "external"):
         checks.check_masks(batch, fields, scored, wide)
     return Requirements(
@@ -114,7 +116,7 @@ def requirements_of(a: Arguments) -> Requirements:
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
         teachers=measures_of(objective, traced),
         given=head is None,
-        # In float16 it is written in the backward pass, where the upstream gradient is known.
+        # In float16 the backward pass writes the gradient, when the upstream gradient is known.
         overwrites=a.inplace and dtype != torch.float16,
         rescaled=head is not None and dtype == torch.float16,
         vocabulary=vocabulary,
@@ -129,10 +131,10 @@ def requirements_of(a: Arguments) -> Requirements:
 
 
 def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
-    """Check the arguments; return the dtype that autocast computes in."""
+    """Check the arguments; return autocast's dtype."""
     batch = a.batch
     head = a.head
-    if a.verb == "plan":  # of hidden states and a head without values
+    if a.verb == "plan":  # Hidden states and head may be on the meta device.
         checks.check_eager(a.verb, getattr(batch, "targets", None))
     else:
         checks.check_eager(a.verb, a.tensor, head and head.weight)
@@ -155,7 +157,7 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
 
 
 def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
-    """The tensors of a call that require a gradient; none without grad mode."""
+    """Return flags of the tensors that require a gradient; all False without grad mode."""
 
     def wants(tensor: Tensor | None) -> bool:
         return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
@@ -173,7 +175,7 @@ def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
 
 
 def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Transform:
-    """The transform with the temperatures of the scored tokens, [T]."""
+    """Return the transform with the temperatures of the scored tokens, [T]."""
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return transform
@@ -181,13 +183,13 @@ def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Trans
     rows = scored.gather(temperature.expand(scored.shape))
     if scored.live is None:
         checks.check_temperatures(rows, scored.index)
-    else:  # no division by the 0 of an unscored row
+    else:  # An unscored row's temperature may be 0: divide by 1.
         rows = torch.where(scored.live, rows, 1)
     return replace(transform, temperature=rows.to(wide))
 
 
 def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> PlanInputs:
-    """The planner's record of a call on this rank's slice of the vocabulary."""
+    """Return the planner's inputs for a call on this rank's vocabulary shard."""
     tensor = a.tensor
     head = a.head
     scored = required.scored
@@ -196,15 +198,16 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     kinds = required.batch.kinds(required.wide)
     tolerance = required.options.gradient_tolerance > 0
     support = scored.support
-    # Beside the student's tile: logits of each dense teacher, and parts of the gradient of all
-    # that is measured beside the statistics but the last.
+    # Tiles next to the student's tile: the logits of each dense teacher, and partial gradients if
+    # several teachers or candidates add to the logits' gradient.
     teachers = objective.teachers
     dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
     tiles = 1 + dense + (len(teachers) + (CANDIDATES in required.gradients) > 1)
-    # Columns that are measured one by one.
+    # Fields of columns whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    # These are measured of tiles of logits; candidates alone also of hidden states and weights.
+    # These statistics need tiles of logits; candidates alone can also use hidden states and
+    # weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
     if head is not None and not (
@@ -214,11 +217,11 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
         weight = required.backend, required.dtype, head.weight
         exp_tiles = kernels.can_write_exp(*weight) and not capped
         on_chip, by_sweeps = kernels.can_sweep(*weight, shard.widest)
-    # A kernel serves the logits where they lie: with unit stride along the vocabulary.
+    # A kernel works on logits with unit stride along the vocabulary, without a copy.
     in_place = head is None and not of_tiles and "candidate_logps" not in needs
     in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     in_place &= required.backend == "triton"
-    # Terms that depend on statistics may clip; readers of a field may weigh by 0 or leave out.
+    # Terms that read statistics may clip; terms that read a field may weight a token by 0.
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
     constant &= not any(term.weight_fields for term in terms)

@@ -65,8 +65,8 @@ class WeightedTerm(NamedTuple):
         view = without_poison(batch, included)
         try:
             losses = self.term(stats, view.on(stats))
-        # Possibly caused by a statistic of None, which the trace did not read.
         except (AttributeError, TypeError) as error:
+            # Possibly caused by a statistic of None, which the trace did not read.
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, as it read of a sample"
             )
