@@ -28,8 +28,12 @@ from .testing import doctor, gate
 MOST_TOKENS = 1 << 24  # a plan lists the segments and chunks of all tokens
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
-SHOWN += ("peak_bytes", "plain_bytes")  # fields of a plan
-ASKED = ("schedule", "chunk_tokens", "memory_budget")  # options shared by the command and `Options`
+SHOWN += ("peak_bytes", "plain_bytes")  # Fields of a plan.
+ASKED = (
+    "schedule",
+    "chunk_tokens",
+    "memory_budget",
+)  # Options shared by the command and `Options`.
 NUMBER = r"\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -94,7 +98,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
     # The condition of `kernels.can_write_exp` for a head without bias or adapters.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     here = torch.device(_default_device() if arguments.gpu_memory is None else "cpu")
-    multiprocessors = kernels.multiprocessors(here) or 132  # the number in an H100 or H200
+    multiprocessors = kernels.multiprocessors(here) or 132  # multiprocessors of an H100 or H200
     return PlanInputs(
         tokens=arguments.tokens,
         width=arguments.hidden,

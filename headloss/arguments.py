@@ -21,7 +21,7 @@ IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.c
 
 
 def as_float(number: Any) -> float:
-    """The float of a real number; inf for a number beyond all floats."""
+    """Return a real number as a float; inf for a number above all floats."""
     try:
         return float(number)
     except OverflowError:

@@ -56,9 +56,9 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """Check a term on a random batch of 28 tokens in 6 segments, in float64.
 
     The term must give the same values on the whole batch as on every division of the batch that the
-    term's scope allows, and on permuted segments. Two evaluations must agree and must not change
-    their inputs. The term must have a gradient with respect to at least one statistic, and to no
-    other input.
+    term's scope allows, and on permuted segments. Two evaluations on the same input must agree, and
+    must not change the input. The term must have a gradient with respect to at least one statistic,
+    and to no other input.
 
     Args:
         term: the term, or its factory.

@@ -89,7 +89,7 @@ def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
 @contextmanager
 def inside(device: str, *groups: distributed.ProcessGroup | None) -> Iterator[None]:
     """Context of a call's computation: autocast is off, and an exception in a group of several
-    ranks gets a note on its meaning for the other ranks."""
+    ranks gets a note on the consequences for the other ranks."""
     try:
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):

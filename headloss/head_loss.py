@@ -44,8 +44,8 @@ UNCOMPILED = (
 class Output:
     """The result of `head_loss`; only `loss` has a gradient.
 
-    Log-probs, entropies and metrics are computed on first access, since most steps read none of
-    them. `Options(static=True)` computes them within the call.
+    Log-probs, entropies and metrics are computed on first access, since most steps do not need
+    these values. `Options(static=True)` computes log-probs, entropies and metrics within the call.
 
     Attributes:
         loss: the objective's value, 0-dim, float32 (float64 for float64 inputs).
@@ -88,8 +88,8 @@ class Output:
         return metrics
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies and pickles, with computed metrics in place of their
-        closure."""
+        """Return the state for copies and pickles, with computed metrics in place of the closure
+        that computes metrics."""
         return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
     def __repr__(self) -> str:
@@ -154,8 +154,8 @@ def head_loss(
         ValueError, TypeError: for bad input, before any computation; the message names the
             argument, the given value and the wanted value.
         RuntimeError: a second backward through `loss`; a failure of another rank in the middle of a
-            call, within the group's timeout. After an exception on a single rank, too, the process
-            group cannot be used any more; a note on the exception says so.
+            call, within the group's timeout. After an exception on a single rank, the process group
+            cannot be used any more, as a note on the exception explains.
 
     >>> import torch, headloss as hl
     >>> hidden, weight = torch.zeros(3, 4, requires_grad=True), torch.zeros(10, 4)
@@ -235,7 +235,8 @@ def plan(
     Args:
         hidden, head, batch, options: as for `head_loss`; hidden states and the head may be on the
             meta device.
-        objective: None asks for the plan of `head_stats` with its default gradients.
+        objective: an objective as for `head_loss`; None for the plan of `head_stats` with default
+            gradients.
 
     Returns:
         A `Plan`: schedule, chunks, tiles, bytes, and the reason for the schedule.

@@ -81,8 +81,9 @@ def head_stats(
     Shapes: hidden [.., H], head.weight [V, H] and targets [..]; each statistic is [..].
 
     For a loss function outside of headloss. Statistics are float32 (float64 for float64 inputs).
-    Unscored positions get 0 and give no gradient. Calls with one `Batch` share its packing. A batch
-    may have another shape than the hidden states under `Options(sequence_parallel=True)`.
+    Unscored positions get 0 and give no gradient. Calls with the same `Batch` object share the
+    batch's packing. A batch may have another shape than the hidden states under
+    `Options(sequence_parallel=True)`.
 
     The `one_pass` schedule is not available, as the loss needs all statistics first. Schedule
     "auto" chooses *frozen* (4NHV) for a head without gradient under `gradients=("logp",)`, *held*
@@ -93,7 +94,8 @@ def head_stats(
         options: see `Options`. The backward pass writes `main_grad`. `upstream` is refused.
         gradients: names of the statistics with a gradient; all other statistics are returned
             detached. "candidate_logps", "candidate_tail" and names of `divergences` may be among
-            the names. The tail needs logits in float32 and is computed only if named.
+            the names. The tail, the log-probability of all other tokens, needs logits in float32
+            and is computed only if `gradients` names "candidate_tail".
         teacher: the result of `hl.teacher`, for the batch's `teacher_hidden` or `teacher_logits`.
         divergences: kinds as for `distillation` (mixtures at beta=0.5), or "log_acceptance".
 

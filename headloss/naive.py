@@ -30,15 +30,15 @@ from torch import Tensor
 class Statistics(NamedTuple):
     """Statistics of each token, [T] each."""
 
-    logp: Tensor  # z_y - lse
-    lse: Tensor  # log sum exp z
-    entropy: Tensor  # -sum p log p
-    mean_logit: Tensor  # sum z / V
+    logp: Tensor  # Log-prob, z_y - lse.
+    lse: Tensor  # Log-sum-exp, log sum exp z.
+    entropy: Tensor  # Entropy, -sum p log p.
+    mean_logit: Tensor  # Mean, sum z / V.
 
 
 Batch = dict[str, Tensor]  # [T] vectors by name: "targets", weights, and fields that a loss reads.
-Objective = Callable[[Statistics, Batch], Tensor]  # w_t l_t [T]
-Result = tuple[Tensor, Tensor, Tensor]  # loss, dL/dx [T, H], dL/dW [V, H]
+Objective = Callable[[Statistics, Batch], Tensor]  # Weighted losses w_t l_t, [T].
+Result = tuple[Tensor, Tensor, Tensor]  # Loss, dL/dx [T, H] and dL/dW [V, H].
 
 
 def grpo(stats: Statistics, batch: Batch, epsilon: float = 0.2) -> Tensor:
@@ -61,11 +61,11 @@ class SoftmaxState(NamedTuple):
     """The online-softmax state of a vocabulary slice, with e_j = exp(z_j - m): five numbers per
     token, [n] each."""
 
-    m: Tensor  # max z
-    sum_e: Tensor  # sum e
-    sum_ez: Tensor  # sum e (z - m): without the shift by m, large logits cancel in the entropy
+    m: Tensor  # Maximum, max z.
+    sum_e: Tensor  # Sum of e_j.
+    sum_ez: Tensor  # Sum of e (z - m): without the shift by m, large logits cancel in the entropy.
     sum_z: Tensor
-    target: Tensor  # z_y, -inf if y lies in another slice
+    target: Tensor  # Logit z_y; -inf if y lies in another slice.
 
 
 def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:

@@ -234,9 +234,9 @@ class Batch:
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
-        """Return the survey of the batch's tensors; make a survey now if there is none for these
-        tensors. RuntimeError if targets, segments or stored ids were changed in place since the
-        last survey."""
+        """Return the survey of the batch's tensors; make a survey now if the last survey is of
+        other tensors. RuntimeError if targets, segments or stored ids were changed in place since
+        the last survey."""
         survey = self._last_survey
         support = self.support
         fields = self.fields

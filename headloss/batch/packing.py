@@ -51,11 +51,11 @@ class PackedBatch:
     per-segment field is expanded to the segment's tokens.
     """
 
-    targets: Tensor  # [T] int64
-    segments: Segments  # sorted
-    _fields: Mapping[str, Tensor | Current]  # [N, ..], gathered when a term reads the field.
-    live: Tensor | None = None  # [T] bool, True for scored tokens; None without `static`.
-    index: Tensor | None = None  # [T] position of each token; None for all N in order.
+    targets: Tensor  # Shape [T], int64.
+    segments: Segments  # Segments of sorted tokens.
+    _fields: Mapping[str, Tensor | Current]  # Shapes [N, ..]; gathered when a term reads the field.
+    live: Tensor | None = None  # Shape [T], bool: True for scored tokens; None without `static`.
+    index: Tensor | None = None  # Shape [T]: position of each token; None for all N in order.
     _per_segment: frozenset[str] = frozenset()  # Names of fields that are [S].
     _dtype: torch.dtype | None = None  # Dtype of gathered floating vectors; None: unchanged.
     _count: int = 0  # S, without the extra segments of static shapes.
@@ -165,12 +165,14 @@ class Packing:
     """
 
     shape: torch.Size  # Shape of the targets as given.
-    count: int  # S as given
-    targets: Tensor  # [T]
-    segments: Segments  # sorted
-    index: Tensor | None = None  # [T] position of each token; None for all N in order.
-    scored: Tensor  # [N] bool; absent with static shapes.
-    live: Tensor | None = None  # [T] bool, True for scored tokens; None without static shapes.
+    count: int  # Number of segments as given, S.
+    targets: Tensor  # Shape [T].
+    segments: Segments  # Segments of sorted tokens.
+    index: Tensor | None = None  # Shape [T]: position of each token; None for all N in order.
+    scored: Tensor  # Shape [N], bool; absent with static shapes.
+    live: Tensor | None = (
+        None  # Shape [T], bool: True for scored tokens; None without static shapes.
+    )
     lengths: list[int] | None = None  # Scored tokens of each segment; None with static shapes.
     support: SupportPairs | None = None  # None if all tokens have the whole vocabulary.
 

@@ -127,10 +127,10 @@ class SupportIds:
 class SupportPairs:
     """Pairs of T packed tokens and their columns, in the order of tokens."""
 
-    ids: Tensor  # [P] int64; negative in empty slots.
-    offsets: Tensor  # [T + 1] int64
+    ids: Tensor  # Shape [P], int64; negative in empty slots.
+    offsets: Tensor  # Shape [T + 1], int64.
     width: int | None  # Pairs of each token; None if numbers differ.
-    # [m] tokens without ids, which have all columns; None if all tokens have ids.
+    # Tokens without ids, [m], which have all columns; None if all tokens have ids.
     free: Tensor | None = None
 
     def __init__(

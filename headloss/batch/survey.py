@@ -20,11 +20,11 @@ NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or 
 
 
 class Survey:
-    """Extremes and counts of a batch.
+    """Extremes and counts of a batch's targets, segment ids and id fields.
 
     On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
-    copy alone. A survey does not depend on the vocabulary: each call compares the extremes with its
-    V.
+    copy alone. A survey does not depend on the vocabulary: each call compares the extremes with the
+    V of its head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are empty slots.
@@ -51,7 +51,7 @@ class Survey:
         self.segments = segments
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
-        self.scored = scored = self.targets != IGNORE  # [N]
+        self.scored = scored = self.targets != IGNORE  # Shape [N], bool.
         # [N] the segment of each scored position: S for a bad segment id, S + 1 for an unscored
         # position. None if all positions are in a segment, in order.
         self.bins: Tensor | None = None

@@ -127,7 +127,7 @@ def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
     call = ctx.call
-    # Read saved tensors once: activation checkpointing recomputes them on each read.
+    # Read saved tensors once: activation checkpointing recomputes saved tensors each time.
     saved = iter(ctx.saved_tensors)
     tiles = [rebuild(saved) for rebuild in ctx.rebuild]
     result = ctx.result

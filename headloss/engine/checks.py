@@ -221,8 +221,8 @@ def check_segments(count: int, objective: Objective) -> None:
 
 
 def check_targets(targets: object, hidden: object, options: Options) -> Batch:
-    """Return a batch of targets alone, checked against hidden states, which have checks of their
-    own later."""
+    """Return a batch of targets alone, checked against hidden states, whose own checks run
+    later."""
     check_options(options)
     if not isinstance(targets, Tensor):
         raise TypeError(

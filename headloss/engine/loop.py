@@ -1,7 +1,7 @@
 """The loop of every call:
 
     for block of tokens:
-        statistics of its logits, merged over tiles and ranks
+        statistics of the block's logits, merged over tiles and ranks
         coefficients of the objective -> gradient of the logits -> sums       (now or later)
 
 T tokens, V vocabulary, n tokens of a block. Schedules differ in the blocks and columns of the loop,
@@ -38,13 +38,13 @@ class ForwardResult(NamedTuple):
     """The result of the forward pass."""
 
     measured: Measured  # Statistics of all tokens.
-    # Tiles of each block under the `held` schedule; popped by the gradient.
+    # Tiles of each block under the `held` schedule, which the backward pass uses up.
     tiles: list[SourceTile]
     # Gradients up to a factor; for a frozen head, dlogp/dhidden without the slope of each token.
     # None if the backward pass computes the gradients.
     sums: GradientSums | None = None
     weighted: WeightedObjective | ExternalLoss | None = None  # None for an external loss.
-    shares: Tensor | None = None  # [K] float64, contributions to each term's reduced value.
+    shares: Tensor | None = None  # Contributions to each term's reduced value, [K] float64.
     # Coefficients of all tokens, if the backward pass needs them.
     coefficients: Coefficients | None = None
 
@@ -71,7 +71,8 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Return statistics of given logits without a copy of the logits, and their gradient if the
-    gradient may overwrite the logits. One launch does both if the objective has closed form."""
+    gradient may overwrite the logits. A single launch computes statistics and gradient if the
+    objective has closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule
@@ -133,8 +134,8 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             # Make the accumulator after the first matmul is queued.
             sums = sums or call.accumulator(source)
             sums.add(gradient)
-            del inputs, gradient  # Free the memory before the next block.
-        del tile  # Free the memory before the next block.
+            del inputs, gradient  # Free memory before the next block.
+        del tile  # Free memory before the next block.
     measured = parts[0] if len(parts) == 1 else of_several(torch.cat, parts)
     return ForwardResult(measured, tiles, sums, weighted, shares)
 

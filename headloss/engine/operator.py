@@ -101,7 +101,7 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # The graph holds an adapter's inner product; `a` only carries the `requires_grad` flag.
+        # The graph holds an adapter's inner product; `a` only holds the `requires_grad` flag.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(

@@ -31,7 +31,7 @@ CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Columns of a slab if a token's bits must not depend on other tokens.
 SWEEP_BYTES = 480 << 20  # Bytes of a sweep that writes softmax terms or gradients in 16 bits.
 TEACHER_BYTES = 660 << 20  # Bytes of a sweep with a teacher.
-SLAB_ELEMENTS = (48 << 20, 192 << 20)  # Least and most logits of a slab in such a sweep.
+SLAB_ELEMENTS = (48 << 20, 192 << 20)  # Least and most logits of a slab in a sweep.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Plan:
             leave the chip.
         keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
         in_place: True if kernels read given logits, and write their gradient, without a copy.
-        bytes: working memory beyond inputs and returned gradients, by part.
+        bytes: bytes of working memory beyond inputs and returned gradients, by part.
         peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
             implementation.

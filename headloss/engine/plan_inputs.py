@@ -32,12 +32,12 @@ class Tile(NamedTuple):
 class PlanInputs:
     """The planner's inputs: sizes and properties of a call."""
 
-    tokens: int = 0  # T
-    width: int = 0  # H
-    vocabulary: int = 0  # V
-    # "token", "segment", "batch", or "external" for a loss that needs all statistics first
+    tokens: int = 0  # Scored tokens, T.
+    width: int = 0  # Hidden width, H.
+    vocabulary: int = 0  # Vocabulary, V.
+    # Scope of the objective; "external" for a loss that needs all statistics first.
     scope: str = "token"
-    lengths: list[int] | None = None  # scored tokens per segment; None with static shapes
+    lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1
     grouped: bool = False  # Segments run across ranks.
     sharded: bool = False  # Hidden gradients are summed over ranks.

@@ -7,7 +7,7 @@ are computed in this order:
         + sum over pairs beside of features @ weight2.T
     z   = softcap * tanh(raw * logit_scale / softcap) / temperature
 
-`logit_scale`, `softcap` and `temperature` are constants: no gradient flows into them.
+`logit_scale`, `softcap` and `temperature` are constants without a gradient.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Lora:
 class Head:
     """The linear head of a language model, made from a weight, or by `Head.of` or `Head.of_model`.
 
-    Shapes: a weight [V, H] makes logits [.., V] of hidden states [.., H].
+    Shapes: a weight [V, H] maps hidden states [.., H] to logits [.., V].
 
     FSDP2 gathers parameters inside the forward of the wrapped module: make the head and call
     headloss in this forward. Outside of the forward, gather parameters with
@@ -198,7 +198,7 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
-        """The number of scored rows of the weight."""
+        """The number of vocabulary rows of the weight, without padding rows."""
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
     def factors(

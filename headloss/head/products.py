@@ -41,8 +41,8 @@ class Products:
 
     def logits(
         self,
-        features: Tensor,  # [n, H]
-        weight: Tensor,  # [v, H]
+        features: Tensor,  # Hidden features, [n, H].
+        weight: Tensor,  # Weight, [v, H].
         out: Tensor | None = None,
     ) -> Tensor:  # [n, v] float32 or float64
         """Return features @ weight.T, added to `out` if given."""
@@ -75,10 +75,10 @@ class Products:
 
     def input_gradient(
         self,
-        gradient: Tensor,  # [n, v] d/dlogits
+        gradient: Tensor,  # Gradient of logits, [n, v].
         weight: Tensor,  # [v, H]
         dtype: torch.dtype,
-        memory: Tensor | None = None,  # [n, H] in that dtype; may be overwritten
+        memory: Tensor | None = None,  # Memory [n, H] of `dtype`, which may be overwritten.
     ) -> Tensor:  # [n, H]
         """Return gradient @ weight in `dtype`, rounded once."""
         if weight.dtype in WIDE:
@@ -100,8 +100,8 @@ class Products:
 
     def add_input_gradient_(
         self,
-        total: Tensor,  # [n, H] float32 or float64, added to
-        gradient: Tensor,  # [n, v] d/dlogits
+        total: Tensor,  # Accumulator [n, H], float32 or float64.
+        gradient: Tensor,  # Gradient of logits, [n, v].
         weight: Tensor,  # [v, H]
     ) -> None:
         """total += gradient @ weight."""
@@ -135,10 +135,10 @@ PLAIN = Products()
 
 
 def add_weight_gradient_(
-    total: Tensor,  # [v, H], added to
-    gradient: Tensor,  # [n, v]
+    total: Tensor,  # Accumulator of the weight gradient, [v, H].
+    gradient: Tensor,  # Gradient of logits, [n, v].
     features: Tensor,  # [n, H]
-    fresh: bool = False,  # `total` holds nothing yet
+    fresh: bool = False,  # True if `total` is uninitialized.
 ) -> None:
     """total += gradient.T @ features."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
@@ -191,7 +191,7 @@ class WideLinear(torch.autograd.Function):
             total = torch.zeros_like(weight, dtype=sum_dtype(x.dtype))
             # Under a compiled graph, do not iterate over blocks: their number would become a
             # constant.
-            fresh = x.shape[0] > 0 and not torch.is_grad_enabled()  # else it has a graph
+            fresh = x.shape[0] > 0 and not torch.is_grad_enabled()  # `out=` has no autograd
             add_weight_gradient_(total, gradient, x, fresh)
             into_weight = total.to(weight.dtype)
         return into_x, into_weight, None

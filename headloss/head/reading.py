@@ -2,8 +2,8 @@
 
 `read_module` and `read_model` return arguments of `Head`, with arguments of `Lora` for each
 adapter. A module is read only if its forward is known to be the head's formula; any other module
-raises an error with the module's name. PEFT and transformers are not imported: their layers are
-recognized by the name of their forward.
+raises an error with the module's name. PEFT and transformers are not imported: layers are
+recognized by the name of the layer's forward.
 """
 
 from __future__ import annotations

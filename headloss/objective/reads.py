@@ -22,9 +22,9 @@ from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 Kinds = Mapping[str, Kind]  # Kinds of fields by name.
 # Tokens of the sample, each in its own segment; two tokens suffice for a pair of segments.
 SAMPLE = 2
-WEIGHTS = ("options", "reduction", "own_reduction")  # of a term: its function has the options
+WEIGHTS = ("options", "reduction", "own_reduction")  # Fields that do not change a term's reads.
 OURS = ("sums over", "reads stats.")  # Beginnings of error texts that lack the term's name.
-TABLE_ENTRIES = 256  # entries of the table
+TABLE_ENTRIES = 256  # Entries of the table.
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
@@ -131,7 +131,7 @@ def sample_statistics(
         return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
 
     def outcomes(ids: str, more: int = 0) -> Tensor:
-        """Log-probs of K columns, of some more, and of the rest."""
+        """Return log-probs of K columns, of `more` further columns, and of the tail."""
         return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
     extras = SampleExtras(leaf)

@@ -18,7 +18,7 @@ from ..statistics.metrics import Mean, Metrics, Sum
 from ..statistics.softmax import FLOOR, Statistics
 from .weighted import Coefficients
 
-UNITS = 1 << 50  # units of mass in a chunk
+UNITS = 1 << 50  # integer units of a chunk's total mass
 
 
 def masses(
@@ -72,8 +72,8 @@ class Tolerance:
 
     share: float  # Share of a chunk's mass that may be skipped; 0 turns the tolerance off.
     transform: Transform  # The transform of all tokens' logits.
-    vocabulary: int  # V of the whole model
-    skipped_rows: Tensor  # [] float64 each, 0 at first, on the device of the call.
+    vocabulary: int  # Vocabulary of the whole model, V.
+    skipped_rows: Tensor  # Scalars in float64, 0 at first, on the device of the call.
     skipped_mass: Tensor
     mass: Tensor
 

@@ -41,7 +41,7 @@ UNREAD = ("teacher_logits", "teacher_hidden")
 
 
 class WeightedTerm(NamedTuple):
-    """One term of an objective on one batch."""
+    """A term of an objective, with weights for the tokens of a batch."""
 
     name: str
     coefficient: float
@@ -129,9 +129,9 @@ class WeightedTerm(NamedTuple):
 class Coefficients(NamedTuple):
     """Gradients of the objective on some tokens, in the form that kernels read."""
 
-    softmax: SoftmaxCoefficients  # [n]
+    softmax: SoftmaxCoefficients  # Shape [n].
     extras: ByStatistic  # Slopes of `Statistics.extras`, [n] or [n, K + 1].
-    shares: Tensor = NOT_NEEDED  # [K] float64, contributions to each term's reduced value.
+    shares: Tensor = NOT_NEEDED  # Contributions to each term's reduced value, [K] float64.
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Return the coefficients of the tokens `rows`."""
@@ -155,7 +155,7 @@ class Coefficients(NamedTuple):
 
 @dataclass(eq=False)
 class WeightedObjective:
-    """An objective bound to a packed batch and its totals."""
+    """An objective bound to a packed batch, with token weights from global totals."""
 
     parts: tuple[WeightedTerm, ...]
     vocabulary: int
