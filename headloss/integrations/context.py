@@ -1,5 +1,7 @@
-"""Trainers of Transformers' kind under context parallelism: each rank of a group holds tokens of
-the same rows, which accelerate's torch backend shards.
+"""Context parallelism of Transformers-style trainers.
+
+Each rank of a context-parallel group holds a part of the tokens of every row; accelerate's torch
+backend shards the rows.
 
 B rows of L positions, of which a rank holds L / cp.
 """
@@ -19,14 +21,15 @@ from ..batch.segments import Segments
 
 @dataclass(frozen=True)
 class Shards:
-    """Of a micro-batch what the loss reads, in the buffers that the framework shards in place: what
-    lies beside the tokens is sharded as they are, by its own rule.
+    """A micro-batch's tensors for the loss, as buffers that accelerate shards in place like the
+    tokens.
 
     Attributes:
-        targets: shifted labels, [B, L], then [B, L / cp]; `ids` as they, the segment of each.
-        fields: of the batch; those of each token as the targets.
-        count: of segments, the same on all ranks of the group.
-        totals: of the whole rows.
+        targets: shifted labels, [B, L], later [B, L / cp].
+        ids: segment of each token, in the shape of `targets`.
+        fields: fields of the batch; a field per token is sharded like the targets.
+        count: number of segments, equal on all ranks of the group.
+        totals: totals of the whole rows.
     """
 
     targets: Tensor
@@ -38,7 +41,8 @@ class Shards:
 
     @classmethod
     def of(cls, batch: Batch, group: Any) -> Shards:
-        """Of whole rows; ValueError where something of each token has no column to be cut along."""
+        """Return the shards of whole rows; ValueError for `support_ids`, which have no column to
+        shard."""
         if batch.support is not None:
             raise ValueError(
                 "support_ids: got them under context parallelism, want [B, L, K] ids that the call "
@@ -52,13 +56,13 @@ class Shards:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Tensors beside the tokens, sharded along dimension 1."""
+        """Tensors per token, to be sharded along dimension 1."""
         shape = self.targets.shape
         beside = [x for x in self.fields.values() if isinstance(x, Tensor) and x.shape[:2] == shape]
         return [self.targets, self.ids, *beside]
 
     def batch(self, device: torch.device) -> Batch:
-        """Of this rank's tokens, once they have been sharded."""
+        """Return the batch of this rank's tokens, after accelerate has sharded the buffers."""
         moved: dict[str, Any] = {}
         for name, value in self.fields.items():
             moved[name] = value.to(device) if isinstance(value, Tensor) else value
@@ -67,10 +71,10 @@ class Shards:
 
 
 def group_of(trainer: Any) -> Any:
-    """The ranks that hold parts of the same rows; None: each rank has whole ones.
+    """Return the group of ranks that share rows; None if each rank has whole rows.
 
     Raises:
-        ValueError: a framework shards rows that does not say how, nor among whom.
+        ValueError: rows are sharded by a backend that does not tell headloss its shards and ranks.
     """
     if trainer.get_sp_size() > 1:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""Documents of packed rows [B, L], as frameworks tell them: the segments of terms that ask for any.
+"""Documents of packed rows [B, L], as the segments of terms that need segments.
 
-Padding is no document. Where a mask tells it, it lies in the document before it. Where none does,
-documents at the end of a row are padding if no token in them is scored and they are of one token,
-or of one token id that is repeated. A row's first document is one in any case, as a row is of a
-batch that is not packed.
+Padding is not a document. Padding marked by a mask belongs to the preceding document. Without a
+mask, padding is recognised at a row's end: unscored documents of one token, or of one repeated
+token id. A row's first document always counts, as in an unpacked batch.
 """
 
 from __future__ import annotations
@@ -19,29 +18,31 @@ from ..batch.batch import IGNORE
 from ..batch.segments import Segments
 
 ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# What tells documents in a call of a model of Transformers, and what tells their padding.
+# Arguments of a Transformers model that mark documents or padding.
 TOLD_BY = (*ENDS, "seq_idx", "position_ids", "attention_mask", "input_ids")
 
 
 def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
-    """The documents of a call's tokens; None where nothing tells any, and each row is one.
+    """Return the documents of a call's tokens; None if no argument marks documents: each row is
+    one.
 
     Args:
-        call: arguments of the call by name; of `TOLD_BY` the first that is there tells documents.
-            `cu_seq_lens_q` [S + 1] are cumulative lengths over all B x L tokens, where a repeated
-            end is no document; `seq_idx` [B, L] changes where a document begins, and is negative
-            at padding; `position_ids` do not go on there.
+        call: arguments of the call by name. The first argument of `TOLD_BY` in the call marks the
+            documents. `cu_seq_lens_q` [S + 1] are cumulative lengths over all B x L tokens; a
+            repeated end is no document. `seq_idx` [B, L] changes where a document begins, and is
+            negative at padding. `position_ids` stop increasing by 1 where a document begins.
         targets: [B, L], shifted labels.
 
     Raises:
-        ValueError, TypeError: what does not fit the tokens, by its name.
+        ValueError, TypeError: an argument does not fit the tokens; the message names the argument.
     """
     shape, device, tokens = targets.shape, targets.device, call.get("input_ids")
     for name in ENDS:
         if (ends := call.get(name)) is not None:
             starts, end = _starts_of_ends(name, ends, shape)
             documents = _numbered(starts.to(device), targets, tokens)
-            documents.ids.view(-1)[end:] = -1  # in none: a scored one is an error
+            # Tokens after the last end are in no document, and an error if scored.
+            documents.ids.view(-1)[end:] = -1
             return documents
     if (index := call.get("seq_idx")) is not None:
         if not is_integers(index) or index.shape != shape:
@@ -64,20 +65,22 @@ def as_documents(
     targets: Tensor | None = None,
     tokens: Any = None,
 ) -> Segments:
-    """Documents of [B, L] tokens: each begins where positions ([B, L], [1, L], or the first of
-    M-RoPE's [4, B, L]) do not go on.
-    Padding, where `attended` is a mask [B, L] and 0, begins none, nor at the end of a row whose
-    `targets` and `tokens` [B, L] say so."""
+    """Return the documents of tokens [B, L], which begin where positions stop increasing by 1.
+
+    Positions are [B, L], [1, L], or the first of M-RoPE's [4, B, L]. Padding begins no document;
+    `attended` is a padding mask [B, L] (0 at padding), and `targets` and `tokens` [B, L] show
+    padding at a row's end.
+    """
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
 
 
 def of_text(positions: Tensor) -> Tensor:
-    """Positions [B, L] of the text: the first of M-RoPE's four [4, B, L]."""
+    """Return the text's positions [B, L], the first of M-RoPE's four [4, B, L]."""
     return positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
 
 
 def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Tensor:
-    """[B, L] bool, whether a document begins at a token by the positions."""
+    """Return a mask [B, L], True at tokens where a document begins by the positions."""
     positions = of_text(positions)
     if positions.shape not in (shape, (1, shape[1]), shape[1:]):
         wanted = " or ".join(map(str, dict.fromkeys([tuple(shape), (1, shape[1]), (4, *shape)])))
@@ -90,14 +93,15 @@ def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Ten
     if isinstance(attended, Tensor) and attended.shape == shape:
         real = attended.to(starts.device) != 0
         places = torch.arange(shape[1], device=starts.device).where(real, -1)
-        last = places.cummax(1).values[:, :-1]  # token that is no padding, -1: there was none
+        # Last token before that is not padding; -1: no such token.
+        last = places.cummax(1).values[:, :-1]
         goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
         starts = real[:, 1:] & (last >= 0) & ~goes_on
     return nn.functional.pad(starts, (1, 0), value=True)
 
 
 def _starts_of_ends(name: str, ends: Any, shape: torch.Size) -> tuple[Tensor, int]:
-    """[B, L] bool on the CPU, and the last end."""
+    """Return a mask [B, L] of document starts on the CPU, and the last end."""
     if not is_integers(ends) or ends.dim() != 1 or not len(ends):
         got = tuple(ends.shape) if isinstance(ends, Tensor) else type(ends).__name__
         raise ValueError(f"{name}: got {got}, want [S + 1] integers")
@@ -115,10 +119,11 @@ def _starts_of_ends(name: str, ends: Any, shape: torch.Size) -> tuple[Tensor, in
 
 
 def _numbered(starts: Tensor, targets: Tensor | None, tokens: Any) -> Segments:
-    """Segments that begin at `starts` [B, L], less those that are padding at a row's end."""
+    """Return the segments that begin at `starts` [B, L], without padding documents at a row's
+    end."""
     starts, column = starts.clone(), torch.arange(starts.shape[1], device=starts.device)
     if targets is not None:
-        data = ~starts  # what a document of padding has no token of
+        data = ~starts  # True at tokens that a padding document cannot have.
         if isinstance(tokens, Tensor) and tokens.shape == starts.shape:
             differs = tokens.diff(dim=1).to(starts.device) != 0
             data = data & nn.functional.pad(differs, (1, 0))

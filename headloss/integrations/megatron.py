@@ -111,7 +111,7 @@ class Processor:
 class TokenLosses(Processor):
     """Negative log-probs of the labels, [b, s] float32, 0 at unscored positions.
 
-    The model returns them in the form of its own losses.
+    The model returns the tensor in place of its own losses.
     """
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Tensor:

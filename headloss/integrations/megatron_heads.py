@@ -31,8 +31,7 @@ def head_of(
 ) -> tuple[Head, Options]:
     """Return the head of an output layer, and the options for its loss.
 
-    The options set sequence parallelism, and `main_grad` if the layer accumulates gradients into
-    it.
+    The options set sequence parallelism, and `main_grad` if the layer's gradients accumulate there.
 
     Args:
         layer: an output layer that `check_layer` accepts.

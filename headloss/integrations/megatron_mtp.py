@@ -43,7 +43,8 @@ NAME = "process_mtp_loss"
 
 
 def install(options: Options | None = None) -> None:
-    """Replace `process_mtp_loss` in every module that holds it, until `uninstall()`.
+    """Replace `process_mtp_loss` in every module that has imported the function, until
+    `uninstall()`.
 
     Args:
         options: options of the depths' `head_loss`; headloss sets `sequence_parallel` and

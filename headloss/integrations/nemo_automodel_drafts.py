@@ -35,7 +35,7 @@ def install() -> None:
     """Replace Automodel's losses of drafts by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: Automodel lacks a replaced class or function, or it accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
     check()
     SEAMS.install()

@@ -4,8 +4,8 @@ over the whole vocabulary (`opd_full`).
     install()       in each policy worker; losses and metrics stay NeMo-RL's
     uninstall()     restores NeMo-RL's functions
 
-The student's model returns hidden states only in forwards whose loss is one of these distillation
-losses. A policy's log-probs and a teacher's own top k still come from logits.
+The student's model returns hidden states only in forwards with a distillation loss. A policy's
+log-probs and a teacher's own top k still come from logits.
 
 B rows of L positions, S of them on this rank under context parallelism, H hidden width, K ids.
 """
@@ -41,7 +41,7 @@ def install() -> None:
     whole vocabulary by headloss in this process.
 
     Raises:
-        RuntimeError: NeMo-RL lacks the functions, or they accept other arguments.
+        RuntimeError: a replaced function is missing, or accepts other arguments.
     """
     if not INSTALLED:
         seams = _seams()

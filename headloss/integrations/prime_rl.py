@@ -55,11 +55,11 @@ def forward(
     Without a temperature, return only `loss`, a summed cross-entropy, [] float32. Labels of -100
     are not scored.
 
-    If a token's sampled ids hold its label, its log-prob and entropy are over these K ids, by K
-    products in place of V (prime-rl's entropy is over the whole vocabulary). A token without ids,
-    or whose ids miss its label, has the whole vocabulary, as in prime-rl. If the layer's
-    `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the log-probs of the ids, with a
-    gradient, and 0 in empty slots and for tokens with the whole vocabulary.
+    The log-prob and entropy of a token whose sampled ids hold its label are over the token's K ids,
+    by K products in place of V (prime-rl's entropy is over the whole vocabulary). A token without
+    ids, or whose ids miss its label, has the whole vocabulary, as in prime-rl. If the layer's
+    `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the ids' log-probs, with a
+    gradient. `mask_logprobs` is 0 in empty slots, and for tokens with the whole vocabulary.
 
     Raises:
         ValueError: no labels, a sampling mask of another shape, or a mask with ids but no

@@ -1,4 +1,5 @@
-"""Helpers of several adapters: refusals, names of a function, a framework's own denominators."""
+"""Helpers of several adapters: refused options, holders of a function, a framework's
+denominators."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from ..losses import Objective, Term, cispo
 
 
 def refuse(instead: str, **asked: bool) -> None:
-    """ValueError that names what is on in `asked`, and what computes it `instead`."""
+    """Raise ValueError for the first option that is on in `asked`, naming the option and
+    `instead`."""
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")
 
 
 def holders(value: Any) -> list[tuple[str, str]]:
-    """The modules of this process that hold a function, and their names of it."""
+    """Return the modules of this process that hold a value, each with the value's name in the
+    module."""
     return [
         (place, name)
         for place, module in list(sys.modules.items())
@@ -36,13 +39,14 @@ def holders(value: Any) -> list[tuple[str, str]]:
 
 
 def per(denominator: float | Tensor) -> Reduction:
-    """A sum over tokens divided by a number that a framework has counted."""
+    """Return a sum over tokens divided by a number that a framework has counted."""
     wide = denominator.double() if isinstance(denominator, Tensor) else denominator
     return Reduction("per_count", StandardWeight("none", length=wide))
 
 
 def raw_cispo(cap: float, level: Any = "token") -> Term:
-    """CISPO as TRL and Liger have it: `epsilon_high` is the cap itself, and may lie below 1."""
+    """Return CISPO as defined by TRL and Liger: `epsilon_high` is the cap itself, possibly below
+    1."""
     term: Any = cispo(importance_sampling_level=level)
     clip = {"clip": (-math.inf, cap)}
     weight = partial(term.function.keywords["weight"], **clip)
@@ -52,7 +56,7 @@ def raw_cispo(cap: float, level: Any = "token") -> Term:
 
 
 def needs_segments(objective: Objective) -> bool:
-    """Tell whether some term is of segments, or its mean over them."""
+    """Return whether a term is over segments, or is averaged over segments."""
     return any(
         term.scope != "token" or term.reduction is not token_mean for _, term in objective.parts
     )
@@ -66,20 +70,24 @@ def over_count(
     name: str,
     instead: str,
 ) -> Objective:
-    """Means of all scored tokens are divided by `count`, the tokens of a step, in place of this
-    batch's; a count of 0 acts as 1, and None as a count of 1 that says nothing of a step.
+    """Return `objective` with means of all scored tokens divided by `count`, the tokens of a step.
 
-    The weights of other reductions follow from the batch where it is the whole step, as its own
-    count then says. Constant denominators, and totals that the batch has, stay as they are.
+    A count of 0 acts as 1. None means that the step's count is unknown, and acts as 1. Other
+    reductions take their weights from the batch if the batch is the whole step, that is, has
+    `count` tokens. Constant denominators, and the batch's own totals, are kept.
+
+    Args:
+        name: name of the count, for the error.
+        instead: remedy, for the error.
 
     Raises:
-        ValueError: a term's weights depend on totals of the step that `count` does not tell; it
-            says what to do `instead`. `name`: of the count, for the message.
+        ValueError: a term's weights depend on totals of the step that `count` does not give.
     """
     if batch.totals is not None:
         return objective
     if count is not None and all(_is_token_mean(term) for _, term in objective.parts):
-        batch.totals = Totals(count, batch.segments.count)  # the terms stay as they are
+        # The terms read the count from the totals.
+        batch.totals = Totals(count, batch.segments.count)
         return objective
     others = [term for _, term in objective.parts if not _is_token_mean(term)]
     if count is not None and others:
@@ -109,7 +117,8 @@ def _is_token_mean(term: Term) -> bool:
 
 
 def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
-    """Tell whether a reduction's weights depend on totals: a user's is tried with several."""
+    """Return whether a reduction's weights depend on totals; a user's reduction is tried with
+    several."""
     if isinstance(reduction.weigh, StandardWeight):
         return reduction.weigh.of != "none"
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)

@@ -42,7 +42,7 @@ def install(ploss_decay: float = 0.8) -> None:
             decay, the backward pass raises RuntimeError.
 
     Raises:
-        RuntimeError: SpecForge lacks a replaced class or function, or it accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
     check()
     DECAY.set(ploss_decay)

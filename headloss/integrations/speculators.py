@@ -5,7 +5,7 @@
 
 During a training forward the heads of draft and verifier return their inputs. speculators'
 `compute_metrics` is called twice. The first call gives the derivative of its reduction with respect
-to each row's loss. Then one headloss call computes the losses, weighted by these derivatives. The
+to each row's loss. Then one headloss call computes the losses, weighted by the derivatives. The
 second `compute_metrics` call computes the metrics from the losses. All steps of EAGLE-3 share one
 headloss call, after the last step.
 
@@ -46,7 +46,7 @@ def install() -> None:
     """Replace speculators' losses by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: speculators lacks a replaced class or function, or it accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
     check()
     SEAMS.install()

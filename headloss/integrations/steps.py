@@ -1,4 +1,4 @@
-"""Trainers of Transformers' kind whose losses are divided by the totals of the optimizer step."""
+"""Transformers-style trainers whose losses are divided by the totals of the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from .seams import misfit
 
 
 class CountsSteps:
-    """Goes before a `transformers.Trainer`, and counts all micro-batches of a step before its first
-    forward: over the ranks too, unless `average_tokens_across_devices` is off. Attributes that it
-    reads are Trainer's.
+    """Mixin before a `transformers.Trainer` that counts all micro-batches of a step before its
+    first forward.
+
+    The totals are over all ranks, unless `average_tokens_across_devices` is off. All attributes
+    that are not defined here are the `Trainer`'s.
 
     Attributes:
-        step_totals: of the step that is under way; None before, and where there are no labels.
-        shards: of the micro-batch that is under way, under context parallelism.
+        step_totals: totals of the current step; None before the first step, or without labels.
+        shards: shards of the current micro-batch, under context parallelism.
     """
 
     args: Any
@@ -32,7 +34,7 @@ class CountsSteps:
     shards: Shards | None = None
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch | None:
-        """A micro-batch as the loss sees it; None where it has no labels."""
+        """Return the batch of a micro-batch's loss; None without labels."""
         raise NotImplementedError
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +43,7 @@ class CountsSteps:
         return samples, count
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Trainer's, with what the loss reads among the buffers that are sharded in place."""
+        """Add the loss's tensors to the buffers that `Trainer` shards in place."""
         trainer: Any = super()
         prepare, batch = trainer._prepare_context_parallel_inputs, None
         if (group := group_of(self)) is not None:
@@ -59,8 +61,11 @@ class CountsSteps:
         return enter, inputs
 
     def of_call(self, inputs: dict[str, Any]) -> tuple[Any, Totals | None]:
-        """Batch of a call of `compute_loss`: this rank's tokens under context parallelism, else
-        None; and the totals, of the step in training and of the call in an evaluation."""
+        """Return batch and totals of a call of `compute_loss`.
+
+        The batch is this rank's tokens under context parallelism, else None. The totals are the
+        step's in training, and the call's in an evaluation.
+        """
         shards, self.shards = self.shards, None
         batch = None if shards is None else shards.batch(self.accelerator.device)
         if self.model.training:
@@ -69,7 +74,8 @@ class CountsSteps:
         return batch, counted
 
     def totals_of(self, samples: list[dict[str, Any]]) -> Totals | None:
-        """Of micro-batches of this rank and, if they are counted together, of all ranks."""
+        """Return the totals of this rank's micro-batches, or of all ranks' if the ranks are counted
+        together."""
         device = self.accelerator.device
         batches = [self.batch_of(inputs, device) for inputs in samples]
         counted = [Totals.of(batch) for batch in batches if batch is not None]
@@ -82,15 +88,15 @@ class CountsSteps:
         totals = changed(totals, lambda n: n.to(device) if isinstance(n, Tensor) else n)
         if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
             trainer: Any = self
-            same = trainer.get_tp_size() * trainer.get_cp_size()  # ranks with the same rows
+            same = trainer.get_tp_size() * trainer.get_cp_size()  # Number of ranks with equal rows.
             totals = changed(totals.all_reduce(gradients="sum"), lambda n: n / same)
         return totals
 
     def over_the_step(
         self, objective: Objective, batch: Batch, totals: Totals | None
     ) -> Objective | None:
-        """`objective` on a batch that gets the `totals` of its step; None where there are none, as
-        in an evaluation."""
+        """Return `objective` for a batch with its step's `totals`; None without totals, as in an
+        evaluation."""
         if totals is None:
             return None
         batch.totals = totals
@@ -98,22 +104,25 @@ class CountsSteps:
 
     @property
     def ranks(self) -> int:
-        """Ranks that are counted together; their gradients are averaged."""
+        """Number of ranks that are counted together, and whose gradients are averaged."""
         if not self.args.average_tokens_across_devices:
             return self.get_cp_size()  # type: ignore[attr-defined]
         return self.accelerator.num_processes // self.get_tp_size()  # type: ignore[attr-defined]
 
     @property
     def parts(self) -> int:
-        """The micro-batches of a step."""
+        """Number of micro-batches in a step."""
         training = self.model.training
         return self.current_gradient_accumulation_steps if training else 1  # type: ignore[attr-defined]
 
     def divides(self, count: int | Tensor | None) -> bool:
-        """Tell whether `Trainer` will divide a loss by the micro-batches of a step, which happens
-        without a count of tokens."""
+        """Return whether `Trainer` will divide a loss by the number of micro-batches in a step.
+
+        `Trainer` divides a loss that is not scaled by a count of tokens.
+        """
         trainer: Any = self
-        heeded = hasattr(super(), "loss_is_scaled_for_ga")  # by this release of Transformers
+        # False in Transformers releases that do not read the attribute.
+        heeded = hasattr(super(), "loss_is_scaled_for_ga")
         scaled = trainer.loss_is_scaled_for_ga if heeded else None
         if scaled is None:
             counted = trainer.model_accepts_loss_kwargs and count is not None
@@ -122,5 +131,5 @@ class CountsSteps:
 
 
 def changed(totals: Totals, change: Callable[[Any], Any]) -> Totals:
-    """Each number of them anew."""
+    """Return `totals` with `change` applied to each number."""
     return totals._with([change(number) for number in totals._numbers])

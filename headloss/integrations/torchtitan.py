@@ -207,7 +207,8 @@ def _depths(
 ) -> list[tuple[Tensor, Tensor, float]]:
     """Return predictions, labels and weights as in torchtitan 0.3's `MTPLoss`.
 
-    Depth k has labels k tokens further on. torchtitan's own function shifts them within documents.
+    Depth k has labels k tokens further on. torchtitan's own function shifts the labels within
+    documents.
     """
     if positions is None:
         raise ValueError("positions: got None with several predictions, want [B, L]")

@@ -114,7 +114,7 @@ class Logs:
 def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
     """A term of value 0 without a gradient, which requests statistics for TRL's metrics.
 
-    The loss itself does not need these statistics; `of_probe` reads them.
+    `of_probe` reads the statistics, which the loss itself does not need.
     """
     for name in names:
         getattr(stats, name)

@@ -31,9 +31,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
     headloss adds LoRA on the head, and its own metrics as "headloss/...".
 
     Override `objective` to add terms, and set `options` for memory and schedule. Terms are divided
-    by the totals of the optimizer step over all ranks, so all pairs have equal weight even in a
-    last step whose micro-batches differ in size. A pair without tokens has the loss of a margin of
-    0, as in TRL.
+    by the totals of the optimizer step over all ranks: pairs have equal weight even if
+    micro-batches differ in size. A pair without tokens has the loss of a margin of 0, as in TRL.
 
     Raises:
         ValueError: an unsupported configuration; the message names the option.

@@ -329,7 +329,8 @@ def installed(
 ) -> Iterator[None]:
     """Let trainers of TRL's `module` be built with `add_head`, inside the context.
 
-    TRL's own fused head ignores adapters on the head, so TRL refuses them; headloss allows them.
+    TRL's own fused head ignores adapters on the head, so TRL refuses such adapters; headloss
+    allows adapters on the head.
     """
     head = functools.partial(add_head, switches=switches, resolved=resolved)
     require(module, "add_fused_lm_head")

@@ -188,8 +188,8 @@ def _reduction(trainer: Any, inputs: dict[str, Any]) -> Reduction:
 
 
 def _entropy_coefficient(trainer: Any) -> float:
-    """Return the entropy coefficient of this step; TRL's controller changes it at the end of a
-    step."""
+    """Return the entropy coefficient of this step; TRL's controller changes the
+    coefficient at the end of a step."""
     if not trainer._entropy_bonus_enabled:
         return 0.0
     over = trainer._last_world_entropy > getattr(trainer.args, "entropy_target", 0.0)

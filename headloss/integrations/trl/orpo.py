@@ -90,9 +90,10 @@ class WithoutLogits:
     ) -> tuple[Tensor, ...]:
         """Return the values of TRL's `concatenated_forward`.
 
-        These are sums or averages of log-probs [B] of chosen and of rejected answers; mean logits
-        [B] over `positions`, in place of logits; the mean negative log-likelihood [] of chosen
-        answers, with their `prompts` or without, or 0; and, if on, the routers' auxiliary loss [].
+        The values are sums or averages of log-probs [B] of chosen and of rejected answers; mean
+        logits [B] over `positions`, in place of logits; the mean negative log-likelihood [] of
+        chosen answers, with their `prompts` or without, or 0; and, if on, the routers' auxiliary
+        loss [].
         """
         device = self.accelerator.device
         rows = self.concatenated_inputs(batch, padding_value=padding, device=device)
@@ -151,7 +152,7 @@ class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
 class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
     """`trl.experimental.cpo.CPOTrainer` without the logits, for every loss type.
 
-    All other properties are those of `ORPOTrainer`.
+    Options, metrics and errors are as in `ORPOTrainer`.
     """
 
     theirs = cpo_trainer.CPOTrainer

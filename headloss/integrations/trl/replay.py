@@ -73,7 +73,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # Whether the kept ids are used all the same.
+    replayed: bool = False  # Whether the kept ids are used despite the obstacle.
 
 
 def wanted(trainer: Any) -> bool:

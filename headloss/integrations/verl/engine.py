@@ -244,7 +244,7 @@ class Request:
         return spread(out.logps), spread(out.entropies), out.loss
 
     def put(self, output: Any) -> Any:
-        """Return the model's output with the loss stored in it: FSDP puts its hooks on output
+        """Return the model's output with the loss as an entry: FSDP puts its hooks on output
         tensors."""
         output["loss"] = self.loss
         return output

@@ -66,7 +66,7 @@ def _new(theirs: Any) -> Any:
 
 def _under_megatron() -> None:
     """Let Megatron models return hidden states in place of logits, whether or not verl's fused
-    kernels would serve the model. Multi-token prediction has a replacement of its own."""
+    kernels would serve the model. Multi-token prediction is replaced separately."""
     from . import megatron  # Imports Megatron-Core, which FSDP does not need.
 
     megatron.SEAMS.install(quiet=True)  # `install()` has already announced verl.

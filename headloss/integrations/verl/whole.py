@@ -80,8 +80,8 @@ def _head(factory: Callable[[torch.device], hl.Head], device: torch.device) -> h
 class WholeVocabulary(Teacher):
     """A divergence of the scored tokens from the teacher given by `teacher_hidden`.
 
-    Student and teacher have the same temperature. Log-probs and entropies of unscored positions are
-    0.
+    One temperature divides the logits of student and teacher. Log-probs and entropies of unscored
+    positions are 0.
 
     Args:
         scored: scored positions of the micro-batch.
