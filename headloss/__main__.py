@@ -29,11 +29,7 @@ MOST_TOKENS = 1 << 24  # a plan lists the segments and chunks of all tokens
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
 SHOWN += ("peak_bytes", "plain_bytes")  # Fields of a plan.
-ASKED = (
-    "schedule",
-    "chunk_tokens",
-    "memory_budget",
-)  # Options shared by the command and `Options`.
+ASKED = ("schedule", "chunk_tokens", "memory_budget")  # Options of the command and of `Options`.
 NUMBER = r"\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 

@@ -93,7 +93,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
     for measure in traced.measures:
-        _ = stats.extras[term.teacher, measure]  # Reading a divergence creates its entry.
+        _ = stats.extras[term.teacher, measure]  # A read creates the divergence's entry.
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -115,7 +115,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """Return a packed batch with every field that the term reads, and the term's reads."""
     unit = term.segments_per_unit
-    lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit  # A whole number of units.
+    # Repeat the lengths to a whole number of segment units.
+    lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit
     tokens = sum(lengths)
     segments = Segments.from_lengths(torch.tensor(lengths, device="cpu"))
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ def head_function(
             "token" and "sequence" run in one pass (6NHV), in chunks. loss_fn is called for each
             chunk on tensors of the full shape, with 0 outside of the chunk; only the gradient at
             the chunk's positions is used. One more call, on all positions, gives the value.
-            loss_fn must be pure, and no tensor in its closure may require a gradient. float16
+            loss_fn must be pure, and no tensor in loss_fn's closure may require a gradient. float16
             inputs run as None does, since the largest slope over all tokens decides the
             gradients' scale.
 

@@ -80,9 +80,9 @@ def head_stats(
 
     Shapes: hidden [.., H], head.weight [V, H] and targets [..]; each statistic is [..].
 
-    For a loss function outside of headloss. Statistics are float32 (float64 for float64 inputs).
-    Unscored positions get 0 and give no gradient. Calls with the same `Batch` object share the
-    batch's packing. A batch may have another shape than the hidden states under
+    Use `head_stats` for a loss function outside of headloss. Statistics are float32 (float64 for
+    float64 inputs). Unscored positions get 0 and give no gradient. Calls with the same `Batch`
+    object share the batch's packing. A batch may have another shape than the hidden states under
     `Options(sequence_parallel=True)`.
 
     The `one_pass` schedule is not available, as the loss needs all statistics first. Schedule

@@ -28,7 +28,8 @@ class Options:
             terms or logits of all tokens until the loss is known) or "narrow" (8NHV; tiles of
             logits never leave the chip). "narrow" needs the triton backend and a head of width at
             most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers, candidates,
-            supports, `logits_dtype` and `main_grad`: with any of these, "auto" chooses "recompute".
+            supports, `logits_dtype` and `main_grad`: with any of these features, "auto" chooses
+            "recompute".
         chunk_tokens: tokens per chunk; schedule "auto" accepts any number with any objective.
         memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps; gradients
             and their accumulators come on top. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
@@ -54,10 +55,11 @@ class Options:
             given logits and static shapes are refused.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
-            on a GPU without this option. The option makes all other heads batch-invariant on a GPU,
-            through matmuls slower than the vendor's. A token's row of the hidden gradient then has
-            the same bits too, for given coefficients and one schedule. The weight gradient,
-            divergences, and results of different devices or numbers of shards may still differ.
+            on a GPU without this option. `batch_invariant` makes all other heads batch-invariant on
+            a GPU, through matmuls slower than the vendor's. A token's row of the hidden gradient
+            then has the same bits too, for given coefficients and one schedule. The weight
+            gradient, divergences, and results of different devices or numbers of shards may still
+            differ.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's
@@ -68,8 +70,8 @@ class Options:
         metrics: False leaves `out.metrics` empty and computes only statistics that the loss needs.
         per_token: names of the values in `out.per_token`: "top1", or a term's value per token, such
             as "nla/acceptance".
-        upstream: the gradient that `out.loss` will receive, declared in advance. The forward pass
-            then computes final gradients and writes `main_grad`.
+        upstream: the gradient that `out.loss` will receive, declared in advance. With `upstream`,
+            the forward pass computes final gradients and writes `main_grad`.
         main_grad: float32 [V, H] tensor to which the weight gradient is added; the call then
             returns no weight gradient. The weight must require a gradient.
 

@@ -34,7 +34,7 @@ CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # Fields with one value per token.
 REAL = ("advantages", *OF_TOKENS)
-# Fields of floats; so are all log-probs.
+# Fields that must be floats, like all log-probs.
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
@@ -63,7 +63,7 @@ class Batch:
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
         advantages: [..] per token or [S] per segment. If a shape fits both, the values are per
-            token; with segments that run across ranks, the shape must fit [..] on all ranks.
+            token; with segments that run across ranks, only if the shape fits [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.
@@ -81,8 +81,8 @@ class Batch:
             with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are [S]
             integers in any order, equal for segments that answer the same prompt. `teacher_index`
             [..] gives each position a row of `teacher_hidden` [M, H'], so that positions can share
-            rows. A chunk multiplies each of its rows once: make positions with a common row
-            neighbours, as in [T, steps] and not [steps, T].
+            rows. A chunk multiplies each row of `teacher_hidden` once: make positions with a common
+            row neighbours, as in [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not

@@ -170,9 +170,7 @@ class Packing:
     segments: Segments  # Segments of sorted tokens.
     index: Tensor | None = None  # Shape [T]: position of each token; None for all N in order.
     scored: Tensor  # Shape [N], bool; absent with static shapes.
-    live: Tensor | None = (
-        None  # Shape [T], bool: True for scored tokens; None without static shapes.
-    )
+    live: Tensor | None = None  # Shape [T], bool: True if scored; None without static shapes.
     lengths: list[int] | None = None  # Scored tokens of each segment; None with static shapes.
     support: SupportPairs | None = None  # None if all tokens have the whole vocabulary.
 
@@ -297,7 +295,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
     Raises:
         ValueError: a batch attribute assigned to after construction; a target, a segment id or an
             id field's value outside its range at a scored position; an invalid support.
-        RuntimeError: the batch was changed in place since it was made.
+        RuntimeError: a batch that was changed in place after construction.
     """
     # An assigned attribute would be ignored: packing reads the original fields.
     if assigned := {"support_ids", *batch.fields} & vars(batch).keys():
@@ -315,8 +313,8 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
 
 def _check_static(support: SupportIds, targets: Tensor) -> None:
-    """ValueError if some scored tokens have a support and other scored tokens have none: with
-    static shapes the host cannot know which. This check reads the device, except during graph
+    """ValueError if only some of the scored tokens have a support: with static shapes, the host
+    cannot find the tokens without a support. This check reads the device, except during graph
     capture."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return

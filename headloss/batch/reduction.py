@@ -154,11 +154,12 @@ class Totals:
 
     @property
     def _numbers(self) -> list[Number]:
-        """All totals: of all tokens, then of each boolean field in the order of names."""
+        """All numbers: the totals of all tokens, then the totals of each boolean field, in the
+        order of field names."""
         return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
 
     def _with(self, numbers: Sequence[Number]) -> Totals:
-        """Return `Totals` of other numbers, in the order of `_numbers`."""
+        """Return `Totals` with new numbers, in the order of `_numbers`."""
         size = len(self._counts)
         names = ["", *sorted(self.kept)]
         counts = {name: tuple(numbers[i * size : (i + 1) * size]) for i, name in enumerate(names)}

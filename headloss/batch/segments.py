@@ -136,7 +136,8 @@ class Segments:
 
     @property
     def _ascends(self) -> bool:
-        """True if ids ascend without gaps by construction, and were not changed since."""
+        """True if ids ascend without gaps by construction, and the ids were not changed
+        afterwards."""
         return self._row is not None and not self.ids.is_inference() and self.ids._version == 0
 
     @property

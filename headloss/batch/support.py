@@ -186,8 +186,8 @@ class SupportPairs:
         return Support(ids, offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
-        """[m] offsets from `rows.start` of the tokens without ids in `rows`; None if all have
-        ids."""
+        """[m] offsets from `rows.start` of the tokens without ids in `rows`; None if all tokens in
+        `rows` have ids."""
         first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 

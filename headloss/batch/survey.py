@@ -24,7 +24,7 @@ class Survey:
 
     On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
     copy alone. A survey does not depend on the vocabulary: each call compares the extremes with the
-    V of its head.
+    vocabulary size of the call's head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are empty slots.
@@ -52,7 +52,7 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
         self.scored = scored = self.targets != IGNORE  # Shape [N], bool.
-        # [N] the segment of each scored position: S for a bad segment id, S + 1 for an unscored
+        # The segment of each scored position, [N]: S for a bad segment id, S + 1 for an unscored
         # position. None if all positions are in a segment, in order.
         self.bins: Tensor | None = None
         count = segments.count

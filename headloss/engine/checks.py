@@ -119,7 +119,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
         grad.shape != weight.shape
         or grad.dtype != torch.float32
         or grad.device != weight.device
-        or grad.requires_grad  # The sum cannot have a gradient; the weight does.
+        or grad.requires_grad  # `main_grad` must not require a gradient.
     ):
         raise ValueError(
             f"main_grad: got {grad.dtype} {tuple(grad.shape)} on {grad.device}, want torch.float32 "
@@ -328,7 +328,7 @@ def check_dead_rows(
 
 def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
     """ValueError for a temperature [T] that is not a finite number > 0, with the position from
-    `index` [T]; None means that all positions are in order. Reads the device."""
+    `index` [T]; an `index` of None means that all positions are in order. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])

@@ -189,8 +189,7 @@ def _backward(ctx, upstream):
     of_call = (*tensors, *ctx.numbers)
     gradients = iter(_head_stats_backward(*of_call, saved[last:], upstream, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
-    # An input list that contains a None needs a single None, a list of tensors needs a list of
-    # None.
+    # For a list that contains None, autograd expects a single None; for a list of tensors, a list.
     of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
     return of_factors, of_constants, None, None, None
 

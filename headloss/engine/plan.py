@@ -19,7 +19,7 @@ from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_
 
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # Fixed cost of a chunk, in waves of its matmuls.
-# Default bytes of a chunk: on a CPU, on a GPU of unknown memory, and 1 / share of a known GPU
+# Default bytes of a chunk on a CPU and on a GPU of unknown memory; GPU_SHARE divides a known GPU
 # memory.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
@@ -149,7 +149,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
-        # Equal chunks may be more chunks, and each chunk adds to the float32 sum of dW.
+        # Equal chunks may be more numerous, and each chunk adds to the float32 sum of dW.
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks, budget[0])
     if not (p.input_gradient or p.weight_gradient):
@@ -303,7 +303,7 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
-        # Adding a slab reads and writes all of dX, so that a slab needs at least as many elements.
+        # Adding a slab reads and writes all of dX: give a slab at least as many elements as dX.
         least = max(least, p.tokens * p.width)
         room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - p.hidden_sums
         elements = min(elements, max(least, min(most, room // p.slab_bytes)))

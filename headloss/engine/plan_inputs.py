@@ -12,7 +12,7 @@ from ..head.products import PARTS
 from ..options import Options
 
 Schedule = Literal["one_pass", "recompute", "frozen", "held", "narrow", "statistics"]
-# rows x columns of a matmul's output that a multiprocessor computes at a time
+# Rows x columns of a matmul's output that a multiprocessor computes at a time.
 WAVE_TILE = (128, 256)
 WORKING_BLOCK = 1 << 20  # Logits in a working block of the reference backend.
 CANDIDATE_BYTES = 24  # Bytes of a candidate: id, log-prob and slope.
@@ -89,8 +89,9 @@ class PlanInputs:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of a slab (a slice of vocabulary columns) per token and column: of its logits, or
-        with a teacher of its gradient and the logits of a part of the tokens."""
+        """Bytes per token and column of a slab (a slice of vocabulary columns). A slab holds
+        logits; with a teacher, a slab holds the gradient, and the logits of a part of the
+        tokens."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)

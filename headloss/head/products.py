@@ -76,7 +76,7 @@ class Products:
     def input_gradient(
         self,
         gradient: Tensor,  # Gradient of logits, [n, v].
-        weight: Tensor,  # [v, H]
+        weight: Tensor,  # Weight, [v, H].
         dtype: torch.dtype,
         memory: Tensor | None = None,  # Memory [n, H] of `dtype`, which may be overwritten.
     ) -> Tensor:  # [n, H]
@@ -102,7 +102,7 @@ class Products:
         self,
         total: Tensor,  # Accumulator [n, H], float32 or float64.
         gradient: Tensor,  # Gradient of logits, [n, v].
-        weight: Tensor,  # [v, H]
+        weight: Tensor,  # Weight, [v, H].
     ) -> None:
         """total += gradient @ weight."""
         if gradient.is_cuda and weight.dtype not in WIDE:

@@ -1,5 +1,5 @@
-"""Reads of an objective: the statistics and fields that its terms read, traced on a small sample
-batch and cached in a bounded table."""
+"""Reads of an objective: the statistics and fields that an objective's terms read, traced on a
+small sample batch and cached in a bounded table."""
 
 from __future__ import annotations
 
