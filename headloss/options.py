@@ -55,11 +55,11 @@ class Options:
             given logits and static shapes are refused.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
-            on a GPU without this option. `batch_invariant` makes all other heads batch-invariant on
-            a GPU, through matmuls slower than the vendor's. A token's row of the hidden gradient
-            then has the same bits too, for given coefficients and one schedule. The weight
-            gradient, divergences, and results of different devices or numbers of shards may still
-            differ.
+            on a GPU without this option. `batch_invariant` makes other heads of at most 32 bits
+            batch-invariant on a GPU, through matmuls slower than the vendor's. A token's row of the
+            hidden gradient then has the same bits too, for given coefficients and one schedule. The
+            weight gradient, divergences, and results of different devices or numbers of shards may
+            still differ.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's

@@ -38,7 +38,7 @@ class ForwardResult(NamedTuple):
     """The result of the forward pass."""
 
     measured: Measured  # Statistics of all tokens.
-    # Tiles of each block under the `held` schedule, which the backward pass uses up.
+    # Tiles of each block under the `held` schedule, which the gradient uses up.
     tiles: list[SourceTile]
     # Gradients up to a factor; for a frozen head, dlogp/dhidden without the slope of each token.
     # None if the backward pass computes the gradients.
