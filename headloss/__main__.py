@@ -62,8 +62,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     problem = _problem(arguments, device.type == "cuda")
     options = Options(**{name: getattr(arguments, name) for name in ASKED})
     # A GPU given by --gpu-memory is assumed to have Triton.
-    triton = elsewhere and dtype != torch.float64
-    backend = "triton" if triton else kernels.choose("auto", device, dtype)
+    assumed = "triton" if elsewhere and dtype != torch.float64 else None
+    backend = assumed or kernels.choose("auto", device, dtype)
     plan = make_plan(problem, options, backend)
     sizes = f"hidden {problem.width}, vocabulary {problem.vocabulary}, {arguments.dtype}"
     if arguments.plot is not None:
@@ -122,14 +122,9 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
     Raise ValueError if matplotlib is not installed or does not support the suffix of `path`.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from .train import plots
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
-    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
-    if path.suffix.removeprefix(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
-        raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
-    axes = figure.add_subplot()
     last = max(17, (4 * problem.tokens - 1).bit_length())  # log2 of the largest token count drawn
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     problems = [replace(problem, tokens=n) for n in tokens]
@@ -144,23 +139,10 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
             continue
         curves[schedule] = [plan.total_bytes / UNITS["GiB"] for plan in plans]
         curves["plain logits"] = [plan.plain_bytes / UNITS["GiB"] for plan in plans]
-    for name, curve in curves.items():
-        axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
-    axes.axvline(problem.tokens, color="gray", linewidth=0.8, linestyle="--")
-    axes.set_xscale("log", base=2)
-    label = "planned memory beyond inputs\nand returned gradients, GiB"
-    axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
-    axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
-    partial = path.with_name(f".partial-{path.name}")
     try:
-        figure.savefig(partial, dpi=130)
-        partial.replace(path)
+        plots.memory(path, title, tokens, curves, problem.tokens)
     except OSError as error:
         raise ValueError(f"--plot: cannot write {path}: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return notes
 
 

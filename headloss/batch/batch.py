@@ -240,11 +240,16 @@ class Batch:
         survey = self._last_survey
         support = self.support
         fields = self.fields
-        stored: Any = {name: fields[name] for name in ID_FIELDS if is_integers(fields.get(name))}
-        ids = {n: v for n, v in stored.items() if v.shape[:-1] == self.targets.shape}
+        ids = dict[str, Any]()
+        probs = dict[str, Any]()
+        for name, name_of_probs in ID_FIELDS.items():
+            value: Any = fields.get(name)
+            if is_integers(value) and value.shape[:-1] == self.targets.shape:
+                ids[name] = value
+                stored = fields.get(name_of_probs)
+                if getattr(stored, "shape", None) == value.shape:
+                    probs[name] = stored
         columns = () if support is None else support.tensors
-        beside: Any = {name: fields.get(ID_FIELDS[name]) for name in ids}
-        probs = {n: x for n, x in beside.items() if getattr(x, "shape", None) == ids[n].shape}
         tensors = self.targets, self.segments.ids, *ids.values(), *probs.values(), *columns
         if survey is None or not survey.is_of(tensors):
             of_support = support and support.survey(self.targets)

@@ -141,9 +141,8 @@ class Survey:
             if largest >= vocabulary:
                 value = ids.amax(1)
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-            if bad and (twice := _repeated(ids) & self.scored).any():
-                self._refuse(name, ids, twice, "distinct ids")
             if bad:
+                self._refuse(name, ids, _repeated(ids), "distinct ids")
                 values = self.probs[name].view_as(ids)
                 self._refuse(ID_FIELDS[name], values, self._beyond_one(name), NO_LOGITS)
         if nowhere:
@@ -153,9 +152,10 @@ class Survey:
         return self
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
-        position = int((bad & self.scored).nonzero()[0])
-        got = value[position].tolist()
-        raise ValueError(f"{name}: got {got} at position {position}, want {want}")
+        """ValueError for the first scored position that is `bad`, if there is one."""
+        for position in (bad & self.scored).nonzero().flatten().tolist():
+            got = value[position].tolist()
+            raise ValueError(f"{name}: got {got} at position {position}, want {want}")
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int] | None:

@@ -24,7 +24,6 @@ from ..objective.external import LossFunction
 from ..objective.reads import Kinds, reads
 from ..options import DEFAULT, Options
 from ..private import in_forward_mode, in_function_transform
-from ..statistics.softmax import Statistics
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -303,10 +302,6 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
             )
 
 
-def _logp(stats: Statistics, _: object) -> Tensor:
-    return stats.logp
-
-
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -315,7 +310,9 @@ def check_dead_rows(
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue
-        alone = replace(term, function=_logp, per="token", weight_fields=(), observe=None)
+        alone = replace(
+            term, function=lambda stats, _: stats.logp, per="token", weight_fields=(), observe=None
+        )
         parts = [replace(term, modifiers=())] * ((term.own_scope or term.scope) == "batch")
         parts += [replace(alone, modifiers=(m,)) for m in term.modifiers if m.scope == "batch"]
         traced = [reads(Objective.of(part), kinds, dtype, device, observe=False) for part in parts]

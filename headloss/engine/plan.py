@@ -99,8 +99,10 @@ class Plan:
         if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        starts = range(0, max(1, self.tokens), step)  # Without tokens, one empty block.
-        return [Chunk(start, min(start + step, self.tokens), 0, 0) for start in starts]
+        return [  # Without tokens, one empty block.
+            Chunk(start, min(start + step, self.tokens), 0, 0)
+            for start in range(0, max(1, self.tokens), step)
+        ]
 
     @property
     def total_bytes(self) -> int:
@@ -351,8 +353,10 @@ def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
     if p.tokens <= rows:
         return [Chunk(0, p.tokens, 0, len(lengths))]
     ends = list(accumulate(lengths))
-    starts = range(0, p.tokens, rows)
-    return [Chunk.between(ends, start, min(start + rows, p.tokens)) for start in starts]
+    return [
+        Chunk.between(ends, start, min(start + rows, p.tokens))
+        for start in range(0, p.tokens, rows)
+    ]
 
 
 def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:

@@ -348,9 +348,8 @@ class NarrowLogits(ExpLogits):
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         """Return dL/draw of a slab, for candidates: by the epilogue of a product if `can_fuse`
         accepts the operands."""
-        takes = self.acts.can_fuse(self.features[0], self.weights[0])
-        of = ExpLogits if takes else LinearLogits
-        return of.logit_gradient(self, rows, columns, inputs)
+        fits = self.acts.can_fuse(self.features[0], self.weights[0])
+        return (ExpLogits if fits else LinearLogits).logit_gradient(self, rows, columns, inputs)
 
     def add_to(
         self,

@@ -190,14 +190,10 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     device."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
-    flat = torch.cat([_words(tensor) for tensor in tensors])
+    vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
+    words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
+    flat = torch.cat(words)
     # Sums of integers wrap and do not round. The factors are not linear in the place: with linear
     # factors, values that change places could give the same sum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Return the bits of a tensor as [..] int32."""
-    flat = tensor.detach().reshape(-1).contiguous()
-    return flat.view(NARROW.get(flat.element_size(), torch.int32)).to(torch.int32)

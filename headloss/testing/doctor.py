@@ -18,8 +18,9 @@ EXTRAS = {
 
 def report() -> list[str]:
     """Return lines on versions, GPU, backend per dtype, missing packages and frameworks."""
-    gpus = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if gpus else None
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     place = device or torch.device("cpu")
     dtypes = (torch.bfloat16, torch.float32, torch.float64)
     backends = [kernels.choose("auto", place, dtype) for dtype in dtypes]

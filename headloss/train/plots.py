@@ -1,4 +1,4 @@
-"""Plots of a run's metrics, and overlays of several runs."""
+"""Plots of a run's metrics, overlays of several runs, and planned memory."""
 
 from __future__ import annotations
 
@@ -140,6 +140,31 @@ def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Poi
     with files.replacing(path) as partial:
         figure.savefig(partial, format="png", dpi=120)
     return path
+
+
+def memory(
+    path: Path, title: str, tokens: list[int], curves: Mapping[str, list[float]], mark: int
+) -> None:
+    """Draw planned GiB against tokens, dotted for "plain logits", with a line at `mark` tokens.
+
+    Raise ValueError if matplotlib does not support the suffix of `path`.
+    """
+    figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+    if path.suffix.removeprefix(".") not in FigureCanvasAgg(figure).get_supported_filetypes():
+        raise ValueError(f"--plot: got {str(path)!r}, want a file ending in .png, .svg or .pdf")
+    axes = figure.add_subplot()
+    for name, curve in curves.items():
+        axes.plot(tokens, curve, "k:" if name == "plain logits" else "-", label=name)
+    axes.axvline(mark, color="gray", linewidth=0.8, linestyle="--")
+    axes.set_xscale("log", base=2)
+    label = "planned memory beyond inputs\nand returned gradients, GiB"
+    axes.set(yscale="log", xlabel="scored tokens of a call", ylabel=label)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8)
+    path.parent.stat()  # OSError where the folder is missing: none is made for a plot
+    with files.replacing(path) as partial:
+        figure.savefig(partial, format=path.suffix.removeprefix("."), dpi=130)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
