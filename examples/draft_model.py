@@ -188,7 +188,7 @@ def texts(recipe: train.Recipe, tokenizer: Any) -> tuple[list[Tensor], list[int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=Path("runs/demo/sft/model"))
     parser.add_argument("--steps", type=int, default=400, help="of training")
     parser.add_argument("--unrolled", type=int, default=4, help="steps that are drafted")

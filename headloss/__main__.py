@@ -237,8 +237,7 @@ def _parser() -> Parser:
     add("--plot", type=Path, metavar="FILE", help="draw memory against tokens for every schedule")
 
     add = command("check", _check, bad)
-    about = "e.g. cuda:1; default: a GPU, if any"
-    add("--device", type=_device, default=_default_device(), help=about)
+    add("--device", type=_device, default=_default_device(), help="e.g. cuda:1; default: a GPU")
     add("--quick", **flag, help="a third of the cases")
 
     command("doctor", lambda _: print(*doctor.report(), sep="\n"), ())

@@ -6,13 +6,12 @@ is a function of their softmax p. The T x V logits are too many to store, and ne
 1. A loss reads a few *statistics* of each token, never the token's logits. The gradient of the loss
    with respect to the statistics becomes four *coefficients* per token, from which the gradient of
    every logit follows.
-2. The statistics of two slices of the vocabulary merge into the statistics of their union. 3. A
-mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t. 4. The tokens
-that a loss reads before its gradient is known decide the order of the work: `one_pass`
-   or `recompute`.
+2. The statistics of two slices of the vocabulary merge into the statistics of their union.
+3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
+4. The tokens that a loss reads before its gradient decide the order: `one_pass` or `recompute`.
 
-`headloss.head_loss` computes the same results faster, for many more heads, batches and losses. Here
-inputs are float32 or float64, logits are finite and every position is scored.
+`headloss.head_loss` is faster and has many more heads, batches and losses. Here inputs are float32
+or float64, logits are finite and every position is scored.
 
 T tokens, H hidden width, V vocabulary, y a token's target; n tokens of a chunk, v of V columns.
 """
@@ -42,8 +41,7 @@ Result = tuple[Tensor, Tensor, Tensor]  # Loss, dL/dx [T, H] and dL/dW [V, H].
 
 
 def grpo(stats: Statistics, batch: Batch, epsilon: float = 0.2) -> Tensor:
-    """[T] the clipped surrogate loss -min(r A, clip(r) A), with r = exp(logp - old_logp) for each
-    token."""
+    """[T] the clipped surrogate -min(r A, clip(r) A), with a token's r = exp(logp - old_logp)."""
     ratio, advantages = (stats.logp - batch["old_logps"]).exp(), batch["advantages"]
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
 
@@ -58,8 +56,7 @@ def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4)
 
 
 class SoftmaxState(NamedTuple):
-    """The online-softmax state of a vocabulary slice, with e_j = exp(z_j - m): five numbers per
-    token, [n] each."""
+    """The online-softmax state of a vocabulary slice, with e_j = exp(z_j - m); [n] each."""
 
     m: Tensor  # Maximum, max z.
     sum_e: Tensor  # Sum of e_j.
@@ -69,8 +66,7 @@ class SoftmaxState(NamedTuple):
 
 
 def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
-    """Return the online-softmax state of logits z [n, v], whose columns [v] are ids of the
-    vocabulary."""
+    """Return the online-softmax state of logits z [n, v], with vocabulary ids columns [v]."""
     m = z.amax(1)
     shifted = z - m[:, None]
     e = shifted.exp()
@@ -79,8 +75,7 @@ def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """Return the online-softmax state of the union of two vocabulary slices, such as two tiles on
-    one GPU or shards on two GPUs."""
+    """Return the online-softmax state of the union of two vocabulary slices: tiles or shards."""
     m = torch.maximum(a.m, b.m)
     sum_e, sum_ez = torch.zeros_like(m), torch.zeros_like(m)
     for part in (a, b):
@@ -100,8 +95,7 @@ def finish(partials: SoftmaxState, vocabulary: int) -> Statistics:
 def coefficients(
     objective: Objective, stats: Statistics, batch: Batch, vocabulary: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss and the coefficients c_target, c_prob, c_entropy, c_uniform of each token,
-    which determine the gradient of the logits. Autograd runs on [n] vectors alone."""
+    """Return the loss and the coefficients of each token; autograd runs on [n] vectors alone."""
     leaves = Statistics(*(statistic.detach().requires_grad_() for statistic in stats))
     with torch.enable_grad():
         loss = objective(leaves, batch).sum()
@@ -112,11 +106,10 @@ def coefficients(
 def logit_gradient(
     z: Tensor, columns: Tensor, targets: Tensor, lse: Tensor, c: list[Tensor]
 ) -> Tensor:
-    """The gradient dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform, [n,
-    v].
+    """[n, v] dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
 
-    The formula follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log
-    p_j + entropy) and dmean_logit/dz_j = 1/V.
+    The formula follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j,
+    dentropy/dz_j = -p_j (log p_j + entropy) and dmean_logit/dz_j = 1/V.
     """
     c_target, c_prob, c_entropy, c_uniform = (x[:, None] for x in c)
     log_p = z - lse[:, None]
@@ -126,8 +119,7 @@ def logit_gradient(
 
 @torch.no_grad()
 def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chunk: int) -> Result:
-    """Run three matmuls per chunk, with the logits of `chunk` tokens at a time; a chunk must hold
-    all tokens that its loss reads."""
+    """Run three matmuls per chunk of tokens. A chunk must hold all tokens that its loss reads."""
     loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     columns = torch.arange(len(weight), device=x.device)
     for rows in torch.arange(len(x), device=x.device).split(chunk):
@@ -145,8 +137,7 @@ def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chun
 @torch.no_grad()
 def recompute(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, slab: int) -> Result:
     """Run four matmuls per slab (a slice of vocabulary columns), with the logits of `slab` columns
-    at a time, for any loss. The first loop computes the statistics of all tokens; the second loop
-    recomputes the logits of each slab for their gradient."""
+    at a time, for any loss: one loop for the statistics of all tokens, one for the gradient."""
     dx, dw = torch.zeros_like(x), torch.empty_like(weight)
     slabs, targets = torch.arange(len(weight), device=x.device).split(slab), batch["targets"]
     sweep = (measure(x @ weight[columns].T, columns, targets) for columns in slabs)

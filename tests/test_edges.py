@@ -533,7 +533,9 @@ def test_the_default_device_decides_nothing(tmp_path) -> None:
     with torch.device("meta"):
         for term in (hl.gspo(), hl.any_of(), hl.grpo().where("kept")):
             hl.check_term(term)
-        hl.check_term(hl.soft_cross_entropy(), candidate_probs=torch.ones(28, 4, device="cpu"))
+        hl.check_term(
+            hl.soft_cross_entropy(), candidate_probs=torch.full((28, 4), 0.25, device="cpu")
+        )
 
 
 def test_a_plan_of_temperatures_without_values() -> None:

@@ -50,8 +50,7 @@ BACKENDS = ("reference", "triton", "hopper")  # prefixes of files in kernels/
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
 LINES_PER_KERNEL = 110
-# Targets are 73,000 and 37,000; lower both limits as the code shrinks.
-MOST = {"core tokens": 74_027, "kernels tokens": 37_265, "files on top": 14}
+MOST = {"core tokens": 73_000, "kernels tokens": 37_000, "files on top": 14}
 
 
 def most_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -40,10 +40,9 @@ def next_in_row(value: Tensor, dim: int, fill: float = 0) -> Tensor:
 def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
     """Return the value [..] or [.., K] of the next position where `inside` [..] is True; elsewhere
     `fill`."""
-    outside = inside.to(value.device).logical_not().flatten()
     moved = value.flatten(0, inside.dim() - 1).roll(-1, 0)
-    rows = outside.reshape(-1, *[1] * (moved.dim() - 1))
-    return moved.masked_fill(rows, fill).reshape(value.shape)
+    outside = inside.to(value.device).logical_not().view(-1, *[1] * (moved.dim() - 1))
+    return moved.masked_fill(outside, fill).reshape(value.shape)
 
 
 def is_beside(value: object, shape: torch.Size) -> bool:

@@ -209,8 +209,8 @@ class SupportPairs:
     def take(self, index: Tensor) -> SupportPairs:
         """Return the pairs of the tokens `index`."""
         if self.width is not None:
-            ids = self.ids.view(-1, self.width)[index]
-            taken = SupportPairs(ids.reshape(-1), width=self.width)
+            ids = self.ids.view(-1, self.width)[index].reshape(-1)
+            taken = SupportPairs(ids, width=self.width)
         else:
             counts = self.offsets.diff()[index]
             offsets = offsets_of(counts)

@@ -284,5 +284,5 @@ def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
             "vocab_group", a.group, prepare, getattr(a.options, "static", False)
         )
         shard = VocabShard(a.group, numbers, a.head and a.head.vocab_size, a.batch)
-    inputs = inputs_of(a, required, shard)
-    return required, shard, make_plan(inputs, required.options, required.backend)
+    plan = make_plan(inputs_of(a, required, shard), required.options, required.backend)
+    return required, shard, plan

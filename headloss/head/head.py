@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 
 from ..arguments import LARGEST, brief, check_dense, check_device, is_dtensor, plain_numbers
 from ..kernels.transform import Transform
-from .products import PLAIN, Products, WideLinear, sum_dtype
+from .products import Products, WideLinear, sum_dtype
 from .reading import Fields, read_model, read_module
 
 Dropout = Callable[[Tensor, float], Tensor]
@@ -67,7 +67,7 @@ class Lora:
             raise ValueError(f"lora.dropout: got {self.dropout}, want 0 <= dropout < 1")
 
     def features(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
+        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products | None = None
     ) -> Tensor:
         """Return scaling * dropout(hidden) @ a.T, [T, H] to [T, r], in float32 or float64."""
         if self.dropout:
@@ -202,7 +202,7 @@ class Head:
         return self.weight.shape[0] if self.vocab_size is None else self.vocab_size
 
     def factors(
-        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products = PLAIN
+        self, hidden: Tensor, dropout: Dropout = F.dropout, products: Products | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.

@@ -176,10 +176,10 @@ class WideLinear(torch.autograd.Function):
     adapter."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, products: Products = PLAIN) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, products: Products | None = None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products = products
-        return products.logits(x, weight)
+        ctx.products = products or PLAIN  # The compiler cannot trace an object as a default.
+        return ctx.products.logits(x, weight)
 
     @staticmethod
     def backward(ctx, gradient: Tensor):  # type: ignore[override]

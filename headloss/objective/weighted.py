@@ -68,7 +68,8 @@ class WeightedTerm(NamedTuple):
         except (AttributeError, TypeError) as error:
             # Possibly caused by a statistic of None, which the trace did not read.
             error.add_note(
-                f"term {self.name}: was given {sorted(stats.tensors())}, as it read of a sample"
+                f"term {self.name}: was given {sorted(stats.tensors())}, "
+                "as it read of a small sample"
             )
             raise
         return losses if included is None else torch.where(included, losses, 0)

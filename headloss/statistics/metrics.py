@@ -193,6 +193,6 @@ def fold_all(
         else:
             totals = values.sum(1) * share
         for (name, o), total in zip(group.items(), totals.unbind(), strict=True):
-            numbers = [total * o.kind.sign, count * share]
-            metrics[name] = o.kind(*numbers[: 2 if issubclass(o.kind, Mean) else 1])
+            counted = (count * share,) if issubclass(o.kind, Mean) else ()
+            metrics[name] = o.kind(total * o.kind.sign, *counted)
     return metrics
