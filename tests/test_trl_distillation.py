@@ -29,7 +29,7 @@ class Step:
     """Hidden states, heads and logits of a student and a teacher."""
 
     def __init__(self, name: str = "random", scale: float = 2.0) -> None:
-        generator = torch.Generator().manual_seed(len(name))
+        generator = torch.Generator().manual_seed([*LENGTHS].index(name))
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)

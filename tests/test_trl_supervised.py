@@ -21,7 +21,7 @@ LENGTHS = {"random": (5, 3, 4), "one_token": (1, 1, 1), "empty_answer": (4, 0, 2
 
 def problem(name: str = "random") -> tuple[Tensor, Tensor, Tensor]:
     """Return hidden states, head and labels."""
-    generator = torch.Generator().manual_seed(len(name))
+    generator = torch.Generator().manual_seed([*LENGTHS].index(name))
     hidden = torch.randn(B, T, H, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64).requires_grad_()
     mask = torch.arange(T) < torch.tensor(LENGTHS[name])[:, None]
