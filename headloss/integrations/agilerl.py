@@ -56,7 +56,7 @@ class LogProbs:
         cast_to_fp32: bool,
         chunk_rows: int,
     ) -> Tensor:
-        """Return log-probs [B, T], always float32: `cast_to_fp32` has no effect."""
+        """Return float32 log-probs [B, T]; the argument `cast_to_fp32` has no effect."""
         return log_probs(hidden, head_w, head_b, target_ids, temperature)
 
 
@@ -69,7 +69,8 @@ def log_probs(
     lora: tuple[Lora, ...] = (),
 ) -> Tensor:
     weight, bias = gathered(head_w), gathered(head_b)
-    if weight.dtype != hidden.dtype:  # AgileRL too multiplies in the wider of the two dtypes.
+    # AgileRL also multiplies in the wider dtype of hidden and weight.
+    if weight.dtype != hidden.dtype:
         wide = torch.promote_types(weight.dtype, hidden.dtype)
         hidden, weight = hidden.to(wide), weight.to(wide)
     head = Head(weight, bias, temperature, lora=lora)
@@ -124,10 +125,10 @@ def log_probs_of_layer(
 ) -> Tensor:
     """Return log-probs [B, T] float32 of a PEFT layer whose adapter AgileRL chooses for each row.
 
-    With a gradient, all rows use the actor's adapter, which is the first in AgileRL's routing.
+    In a call with a gradient, all rows use the actor's adapter, the first in AgileRL's routing.
     """
     routing, rows = part("agilerl", "agilerl.lora.fused", "ROUTING_STATE").get(layer), len(hidden)
-    if routing is None:  # Without AgileRL's routing, PEFT's active adapters are used.
+    if routing is None:  # If AgileRL routes no rows, PEFT's active adapters are used.
         names = () if layer.disable_adapters or layer.merged else tuple(layer.active_adapters)
         runs = [(names, rows)]
     elif with_gradient:

@@ -1,4 +1,4 @@
-"""AReaL's log-probs and entropies from hidden states, in place of logits.
+"""AReaL's log-probs and entropies, computed from hidden states without logits.
 
 N packed positions, H hidden width, V vocabulary.
 """

@@ -21,7 +21,7 @@ from .transformers import apply
 BasePlugin: Any = part("axolotl", "axolotl.integrations.base", "BasePlugin")
 GROUP = "axolotl.plugins"  # Entry-point group where Axolotl 0.21 and newer find plugins.
 LINE = "plugins: [headloss.integrations.axolotl.HeadlossPlugin]"
-# Settings that replace the loss, or compute a loss from logits.
+# Axolotl settings that replace the loss, or compute a loss from logits.
 OTHERS = ("cut_cross_entropy", "liger_cross_entropy", "liger_fused_linear_cross_entropy")
 OTHERS += ("chunked_cross_entropy", "use_dft", "use_eaft", "orpo_alpha", "rl", "kd_trainer")
 OTHERS += ("reward_model", "process_reward_model", "label_smoothing_factor")

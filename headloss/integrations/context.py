@@ -1,7 +1,6 @@
 """Context parallelism of Transformers-style trainers.
 
-Each rank of a context-parallel group holds a part of the tokens of every row; accelerate's torch
-backend shards the rows.
+Accelerate's torch backend shards every row over the ranks of a context-parallel group.
 
 B rows of L positions, of which a rank holds L / cp.
 """
@@ -41,8 +40,8 @@ class Shards:
 
     @classmethod
     def of(cls, batch: Batch, group: Any) -> Shards:
-        """Return the shards of whole rows; ValueError for `support_ids`, which have no column to
-        shard."""
+        """Return a micro-batch's tensors to shard; ValueError for `support_ids`, which have no
+        column."""
         if batch.support is not None:
             raise ValueError(
                 "support_ids: got them under context parallelism, want [B, L, K] ids that the call "
@@ -71,7 +70,7 @@ class Shards:
 
 
 def group_of(trainer: Any) -> Any:
-    """Return the group of ranks that share rows; None if each rank has whole rows.
+    """Return the context-parallel process group; None if each rank has whole rows.
 
     Raises:
         ValueError: rows are sharded by a backend that does not tell headloss its shards and ranks.

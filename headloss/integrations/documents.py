@@ -1,8 +1,8 @@
 """Documents of packed rows [B, L], as the segments of terms that need segments.
 
 Padding is not a document. Padding marked by a mask belongs to the preceding document. Without a
-mask, padding is recognised at a row's end: unscored documents of one token, or of one repeated
-token id. A row's first document always counts, as in an unpacked batch.
+mask, unscored documents at a row's end are padding if they repeat one token id or have only one
+token. A row's first document is never treated as padding, as in an unpacked batch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TOLD_BY = (*ENDS, "seq_idx", "position_ids", "attention_mask", "input_ids")
 
 
 def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
-    """Return the documents of a call's tokens; None if no argument marks documents: each row is
-    one.
+    """Return the documents of a call's tokens; None (a document per row) if no argument marks any.
 
     Args:
-        call: arguments of the call by name. The first argument of `TOLD_BY` in the call marks the
-            documents. `cu_seq_lens_q` [S + 1] are cumulative lengths over all B x L tokens; a
-            repeated end is no document. `seq_idx` [B, L] changes where a document begins, and is
-            negative at padding. `position_ids` stop increasing by 1 where a document begins.
+        call: arguments of the call by name. `TOLD_BY` lists arguments that can mark documents; the
+            first listed argument in the call does so. `cu_seq_lens_q` [S + 1] are cumulative
+            lengths over all B x L tokens; a repeated cumulative length marks no document. `seq_idx`
+            [B, L] changes where a document begins, and is negative at padding. `position_ids` stop
+            increasing by 1 where a document begins.
         targets: [B, L], shifted labels.
 
     Raises:
@@ -41,7 +41,7 @@ def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
         if (ends := call.get(name)) is not None:
             starts, end = _starts_of_ends(name, ends, shape)
             documents = _numbered(starts.to(device), targets, tokens)
-            # Tokens after the last end are in no document, and an error if scored.
+            # Tokens after the last document are in no document, and raise an error if scored.
             documents.ids.view(-1)[end:] = -1
             return documents
     if (index := call.get("seq_idx")) is not None:
@@ -65,11 +65,11 @@ def as_documents(
     targets: Tensor | None = None,
     tokens: Any = None,
 ) -> Segments:
-    """Return the documents of tokens [B, L], which begin where positions stop increasing by 1.
+    """Return the documents of tokens [B, L]: each begins where positions stop increasing by 1.
 
-    Positions are [B, L], [1, L], or the first of M-RoPE's [4, B, L]. Padding begins no document;
-    `attended` is a padding mask [B, L] (0 at padding), and `targets` and `tokens` [B, L] show
-    padding at a row's end.
+    The positions are [B, L], [1, L], or the first of M-RoPE's four position tensors [4, B, L].
+    Padding begins no document; `attended` is a padding mask [B, L] (0 at padding), and `targets`
+    and `tokens` [B, L] show padding at a row's end.
     """
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
 
@@ -80,7 +80,7 @@ def of_text(positions: Tensor) -> Tensor:
 
 
 def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Tensor:
-    """Return a mask [B, L], True at tokens where a document begins by the positions."""
+    """Return a mask [B, L], True where the position ids show that a document begins."""
     positions = of_text(positions)
     if positions.shape not in (shape, (1, shape[1]), shape[1:]):
         wanted = " or ".join(map(str, dict.fromkeys([tuple(shape), (1, shape[1]), (4, *shape)])))
@@ -93,7 +93,7 @@ def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Ten
     if isinstance(attended, Tensor) and attended.shape == shape:
         real = attended.to(starts.device) != 0
         places = torch.arange(shape[1], device=starts.device).where(real, -1)
-        # Last token before that is not padding; -1: no such token.
+        # Column of the latest token that is not padding, up to each column; -1: no such token.
         last = places.cummax(1).values[:, :-1]
         goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
         starts = real[:, 1:] & (last >= 0) & ~goes_on
@@ -101,7 +101,7 @@ def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Ten
 
 
 def _starts_of_ends(name: str, ends: Any, shape: torch.Size) -> tuple[Tensor, int]:
-    """Return a mask [B, L] of document starts on the CPU, and the last end."""
+    """Return a mask [B, L] of document starts on the CPU, and the end of the last document."""
     if not is_integers(ends) or ends.dim() != 1 or not len(ends):
         got = tuple(ends.shape) if isinstance(ends, Tensor) else type(ends).__name__
         raise ValueError(f"{name}: got {got}, want [S + 1] integers")
@@ -123,7 +123,7 @@ def _numbered(starts: Tensor, targets: Tensor | None, tokens: Any) -> Segments:
     end."""
     starts, column = starts.clone(), torch.arange(starts.shape[1], device=starts.device)
     if targets is not None:
-        data = ~starts  # True at tokens that a padding document cannot have.
+        data = ~starts  # True at tokens that rule out padding.
         if isinstance(tokens, Tensor) and tokens.shape == starts.shape:
             differs = tokens.diff(dim=1).to(starts.device) != 0
             data = data & nn.functional.pad(differs, (1, 0))

@@ -1,4 +1,4 @@
-"""Rows of draft models: heads that return their inputs, and losses per row from hidden states.
+"""Per-row losses of draft models from hidden states, with heads that return their inputs.
 
 n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
 """
@@ -27,12 +27,12 @@ from ..statistics.metrics import Observed
 
 
 def _lk_hybrid(stats: Any) -> Tensor:
-    share = (-3.0 * stats.acceptance.detach()).exp()  # Uses the eta of speculators' own functions.
+    share = (-3.0 * stats.acceptance.detach()).exp()  # Speculators' eta is 3.
     forward, distance = stats.divergence("forward_kl"), stats.divergence("total_variation")
     return share * forward + (1 - share) * distance
 
 
-# Losses [T] by speculators' names; "nla" omits speculators' clamp at an acceptance of 1e-5.
+# Losses [T] by speculators' names; headloss's "nla" does not clamp the acceptance at 1e-5.
 VALUES: dict[str, Callable[[Any], Tensor]] = {
     "kl_div": lambda stats: stats.divergence("forward_kl"),
     "rkl": lambda stats: stats.divergence("reverse_kl"),
@@ -61,8 +61,7 @@ class DraftHeads:
         return 0 if self.markov is None else self.markov.in_features
 
     def heads(self, dtype: torch.dtype) -> tuple[Head, Head]:
-        """Return the heads of draft and verifier in the states' dtype, which autocast may have
-        changed."""
+        """Return the heads of draft and verifier, cast to the dtype of the hidden states."""
         draft, verifier = (replace(h, weight=h.weight.to(dtype)) for h in self._heads)
         return draft, verifier
 
@@ -83,9 +82,9 @@ class DraftHeads:
     def returning_states(self) -> Iterator[None]:
         """Make the heads return their inputs inside the context.
 
-        The draft's head returns [h | 0] and a Markov head [0 | u], both [.., H + r], so that their
-        sum is [h | u]. The verifier's head returns [.., H], or [h | 0] if draft and verifier share
-        one head.
+        The draft's head returns [h | 0] and a Markov head [0 | u], both [.., H + r]; the sum of
+        both outputs is [h | u]. The verifier's head returns [.., H], or [h | 0] if draft and
+        verifier share one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -104,7 +103,7 @@ class DraftHeads:
         acceptance: bool = False,
         **fields: Any,
     ) -> Output:
-        """Return the sum of slope_kt loss_kt over rows t and losses k.
+        """Return the sum over rows t and losses k of slope_kt times loss_kt.
 
         The output's `per_token` has "ce/value" (and likewise for each loss), "top1", and with
         `acceptance` the first loss's acceptance, for example "ce/acceptance".
@@ -126,10 +125,9 @@ class DraftHeads:
 
 @functools.cache
 def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
-    """Return a forward for a head that returns its input between zeros, in the dtype of its
-    product.
+    """Return a head's replacement forward: its input padded with zeros, in the product's dtype.
 
-    The function is cached per pair of widths, so that a compiled model is not compiled again.
+    The forward is cached for each pair `before`, `after`, so that torch.compile does not recompile.
     """
 
     def forward(states: Tensor) -> Tensor:
@@ -156,8 +154,8 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
 class Parts(torch.autograd.Function):
     """Values whose sum with weights `shares` equals `total`, and passes its gradient to `total`.
 
-    A program that computes the sum itself then needs no second pass. RuntimeError in the backward
-    pass if the program's weights are not multiples of `shares`.
+    A framework that computes the weighted sum itself needs no second pass over the head.
+    RuntimeError in the backward pass if the framework's weights are not multiples of `shares`.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Followed logits: logits without memory that know their head, hidden states and formula.
+"""Followed logits: a tensor without storage that knows its head, hidden states and formula.
 
 B rows, L positions, H hidden width, V vocabulary. The head's module returns `Followed` [.., V] in
 place of logits. Row selection, a cast, a factor, one tanh and a constant bias return new followed
-logits. Any other operation runs on real logits, made with their gradient by the module's forward.
+logits. An operation not named here runs on real logits, computed by the head's own forward.
 `Recipe.hidden` and `Recipe.head_of` are the arguments of `head_loss` for followed logits.
 """
 
@@ -39,7 +39,7 @@ STALE = (
 
 
 class Steps:
-    """Count of the process's optimizer steps: fused optimizers keep a tensor's version."""
+    """Number of optimizer steps so far; fused optimizers leave tensor versions unchanged."""
 
     count = 0
 
@@ -52,7 +52,7 @@ register_optimizer_step_post_hook(_stepped)
 
 
 class HeadCall:
-    """A call of a head with hidden states [.., H].
+    """One call of the model's head with hidden states [.., H].
 
     Args:
         seam: the `FollowedHead` whose module was called.
@@ -81,7 +81,7 @@ class HeadCall:
         return Recipe(self, self.hidden).followed(shape, dtype, self.tensors(self.head))
 
     def tensors(self, head: Head) -> list[Tensor]:
-        """Return hidden states, weight, bias and adapters."""
+        """Return the call's hidden states and the head's weight, bias and adapters."""
         adapters = [x for lora in head.lora for x in (lora.a, lora.b)]
         return [x for x in (self.hidden, head.weight, head.bias, *adapters) if x is not None]
 
@@ -90,7 +90,7 @@ class HeadCall:
         return [*versions, *((lora.scaling, lora.dropout) for lora in head.lora)]
 
     def draw(self) -> None:
-        """Record that the adapters' dropout was drawn: a second draw would have another mask."""
+        """Record that the adapters' dropout mask was drawn, since a second draw would differ."""
         if any(lora.dropout for lora in self.head.lora):
             self.closed = self.closed or "dropout of the head's adapter has been drawn"
 
@@ -105,7 +105,7 @@ class HeadCall:
             return inside(self.seam.module, self._unchanged, self.hidden)
 
     def _unchanged(self, hidden: Tensor) -> Tensor:
-        gathered = self.seam.external or self.seam.unit  # Each gather makes new tensors.
+        gathered = self.seam.external or self.seam.unit  # A gathered weight is a new tensor.
         if not gathered and self.state != self._state(Head.of(self.seam.module)):
             what = "the head's weight, its adapters or the hidden states have changed"
             raise RuntimeError(STALE.format(what))
@@ -145,7 +145,7 @@ class Recipe:
         return self.real
 
     def head_of(self, head: Head) -> Head:
-        """Return `head` with the bias, scale and soft cap of these logits."""
+        """Return `head` with the bias, scale and soft cap of the followed logits."""
         if self.scale == 1 and self.factor is None and self.bias is None:
             return head
         bias, scale = head.bias, self.scale * (self.factor or 1)
@@ -157,13 +157,13 @@ class Recipe:
 
 
 class Followed(Tensor):
-    """Logits [.., V] without memory; `recipe` makes real logits."""
+    """Logits [.., V] without storage; the `recipe` can compute real logits."""
 
     own: Recipe
 
     @property
     def node(self) -> Any:
-        """The autograd node of these logits, below DeepSpeed's hooks, which detach copies."""
+        """The autograd node of followed logits, below DeepSpeed's hooks, which detach copies."""
         node: Any = self.grad_fn
         while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
             node = node.next_functions[0][0]
@@ -180,8 +180,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Return the tensors of `act(hidden, head)` for these logits, with a gradient. `act` runs
-        under the autocast of the head's call, and with gathered weights in forward and backward."""
+        """Return the tensors of `act(hidden, head)` for followed logits, with a gradient. `act`
+        runs under the autocast of the head's call, with gathered weights in forward and
+        backward."""
         recipe, call = self.recipe, self.recipe.call
         seam, exact = call.seam, list[Tensor]()
 
@@ -197,7 +198,7 @@ class Followed(Tensor):
             torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()),
             torch.autocast(**call.autocast),
         ):
-            if seam.unit:  # These logits carry FSDP2's hook that gathers for the backward pass.
+            if seam.unit:  # The logits have FSDP2's hook that gathers weights.
                 return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
             if not seam.external:
                 return of_hidden(recipe.hidden)
@@ -220,7 +221,7 @@ class Followed(Tensor):
                 return result
         elif name in WRITES or (name[-1] == "_" and name[-2:] != "__"):
             with torch.set_grad_enabled(first.requires_grad):
-                first.make()  # A later read with a gradient then finds the written values.
+                first.make()  # Later reads must see the written values.
             first.recipe.call.written = True
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
@@ -246,8 +247,8 @@ def real(value: Any) -> Any:
 
 
 class _Node(torch.autograd.Function):
-    """Autograd node of followed logits, with hidden states and head as inputs. Its backward serves
-    autograd functions, which get the followed logits as a plain tensor."""
+    """Autograd node of followed logits, with hidden states and head as inputs. The node's backward
+    serves autograd functions, which see followed logits as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
@@ -266,7 +267,7 @@ class _Node(torch.autograd.Function):
         if gradients[0] is None:
             return (None,) * len(needed)
         tensors = ctx.recipe.call.tensors(ctx.recipe.call.head)
-        before = len(needed) - len(tensors)  # Number of inputs before the head's tensors.
+        before = len(needed) - len(tensors)  # Number of inputs that precede the head's tensors.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]

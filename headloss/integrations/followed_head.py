@@ -1,4 +1,4 @@
-"""Context in which a model's head returns followed logits."""
+"""Context in which a model's head returns followed logits (a tensor without storage)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ eager: Any = torch.compiler.disable  # typed
 
 
 class FollowedHead:
-    """Context in which calls of a model's head return followed logits.
+    """Context in which a model's head returns followed logits, a tensor subclass without storage.
 
     Args:
         model: a model with output embeddings.
@@ -58,10 +58,9 @@ class FollowedHead:
 
     @eager(reason=BREAKS)
     def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """Return followed logits, in place of the head's forward.
+        """Return followed logits; replaces the head's forward.
 
-        Extra arguments, such as PEFT's `adapter_names`, change the head's formula, so logits are
-        real.
+        With extra arguments, such as PEFT's `adapter_names`, the head returns real logits.
         """
         if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
             return self.own(hidden, **more)

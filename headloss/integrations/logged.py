@@ -1,7 +1,7 @@
 """Values of terms and metrics, accumulated between two entries of a log.
 
-Each call of the loss adds its numbers to a vector on the device. The vector is read once per log
-entry.
+Each call of the loss adds the values of terms and metrics to a vector on the device. The host reads
+the vector of accumulated values once per log entry.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..statistics.metrics import Max, Mean, Measurement, Metrics, Min, Sum
 
-PROBE = "probe"  # An adapter's term of value 0, left out of the log.
-# Names and types of the measurements in a vector.
+PROBE = "probe"  # A term of value 0 that an adapter added; left out of the log.
+# Names and types of the measurements, in the order of the vector on the device.
 Kinds = tuple[tuple[str, type[Measurement]], ...]
 
 
@@ -91,8 +91,8 @@ class Logged:
 def in_log(args: Any, state: Any) -> bool:
     """Return whether `Trainer` logs the current optimizer step, by its arguments.
 
-    Metrics are not measured in other steps. With logging by epochs every step is measured, since
-    any step may be the epoch's last.
+    Metrics are measured only in steps that `Trainer` logs. With logging per epoch, metrics are
+    measured in every step, since any step may end the epoch.
     """
     step = state.global_step + 1
     if args.logging_strategy == "steps":
@@ -101,8 +101,7 @@ def in_log(args: Any, state: Any) -> bool:
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
-    """Yield the numbers of extremes (minima negated) if `ends` is set, else of all other
-    measurements."""
+    """Yield the values of minima (negated) and maxima if `ends` is set, else of sums and means."""
     for m in measured.values():
         if isinstance(m, Max | Min) is ends:
             yield from (x if m.sign > 0 else -x for x in vars(m).values())
@@ -113,7 +112,7 @@ def _vector(numbers: list[Tensor]) -> Tensor:
 
 
 def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:
-    """Return the measurements whose numbers are stored in the two vectors."""
+    """Return the measurements whose values are stored in the two device vectors."""
     vectors, metrics = (iter(sums.unbind()), iter(extremes.unbind())), Metrics()
     for name, kind in kinds:
         numbers = vectors[issubclass(kind, Max | Min)]

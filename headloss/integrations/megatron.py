@@ -111,7 +111,7 @@ class Processor:
 class TokenLosses(Processor):
     """Negative log-probs of the labels, [b, s] float32, 0 at unscored positions.
 
-    The model returns the tensor in place of its own losses.
+    The model returns headloss's tensor in place of Megatron's losses.
     """
 
     def _act(self, hidden: Tensor, head: Head, batch: Batch, options: Options) -> Tensor:
@@ -175,7 +175,7 @@ def _segments(packed: Any, loss_mask: Tensor | None, targets: Tensor, config: An
     if packed is None:
         return Segments.from_ids(torch.arange(b, device=targets.device).expand(s, b), b)
     ends, padded = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
-    holds_tokens = ends.diff() > 0  # Empty sequences fill up a buffer of fixed size.
+    holds_tokens = ends.diff() > 0  # Megatron pads buffers of fixed size with empty sequences.
     if padded is not None:
         ends = padded
         if loss_mask is None:

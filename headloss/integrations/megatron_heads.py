@@ -80,7 +80,7 @@ def check_layer(
     """Check that `head_of` can read the layer.
 
     A layer of a class other than Megatron's is called once without labels, on one row of each rank.
-    Its logits are compared with the product of hidden states and weight.
+    The called layer's logits are compared with the product of hidden states and weight.
 
     Args:
         hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
@@ -123,13 +123,13 @@ def check_layer(
 # ---------------------------------------------------------------------- class of the layer
 
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
-COMPARED: WeakSet[Any] = WeakSet()  # Layers whose logits were compared and equal the product.
+COMPARED: WeakSet[Any] = WeakSet()  # Layers whose logits were found equal to the product.
 HANDS_ON = "hands_on"  # Attribute of a replaced forward: the layer's original forward.
-LARGEST = 100.0  # Scale of the compared logits, beyond every common soft cap.
+LARGEST = 100.0  # Scale of the test logits, large enough to reveal any common soft cap.
 
 
 def _is_known(linear: Any) -> bool:
-    """Return whether the layer's forward is Megatron's, or one whose name `head_of` knows."""
+    """Return whether the layer's forward is Megatron's, or another forward that `head_of` knows."""
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
     replaced = vars(linear).get("forward")
     if replaced is not None and not hasattr(replaced, HANDS_ON):
@@ -139,7 +139,8 @@ def _is_known(linear: Any) -> bool:
 
 @torch.no_grad()
 def _compare(linear: Any, row: Tensor, weight: Any) -> None:
-    """Raise TypeError if the layer's logits of a row [1, 1, H] differ from those of `head_of`."""
+    """Raise TypeError if the layer's logits of a row [1, 1, H] differ from the logits of
+    `head_of`."""
     bias = linear.bias if linear.bias is not None and linear.bias.numel() else None
     largest = nn.functional.linear(row, weight).abs().amax()
     row = row * (LARGEST / largest.clamp_min(1e-2))
@@ -160,8 +161,8 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
         )
 
 
-# A layer is recognised by its forward: Megatron-Bridge adds a soft cap by another class of an equal
-# name.
+# Layers are compared by forward, because a Megatron-Bridge class with Megatron's name adds a soft
+# cap.
 BRIDGE = "megatron.bridge"
 MXFP8 = "megatron.core.extensions.transformer_engine.TELMHeadColumnParallelLinear.forward"
 CAPPED = (
@@ -187,8 +188,8 @@ def _has_lora(layer: Any) -> bool:
 
 
 def _is_fused(linear: Any) -> bool:
-    """Return whether the weight's gradient is added to `main_grad`, by Megatron's or Transformer
-    Engine's flag."""
+    """Return whether a flag of Megatron or Transformer Engine adds the weight's gradient to
+    `main_grad`."""
     name = "fuse_wgrad_accumulation"
     return bool(getattr(linear, name, getattr(linear, "gradient_accumulation_fusion", False)))
 
@@ -235,8 +236,8 @@ def _dropout(adapter: Any) -> float:
 def _lora(adapter: Any, group: Any) -> Lora:
     """Return the adapter, with its A gathered from the tensor-parallel ranks.
 
-    Each rank gets the whole gradient of A from `head_loss` and keeps the gradient of its own rows.
-    Gathering through the wrapper's `weight` would lose the gradient.
+    Each rank gets the whole gradient of LoRA's A from `head_loss`, and keeps its rows of the
+    gradient. Gathering through the wrapper's `weight` would lose the gradient.
     """
     a = adapter.linear_in.weight  # Shape [r / tp, H].
     if group.size() > 1:
@@ -250,10 +251,9 @@ def _lora(adapter: Any, group: Any) -> Lora:
 
 
 class _InMainGrad(torch.autograd.Function):
-    """The weight, unchanged. Its backward tells Megatron's hooks that `main_grad` has the gradient.
+    """The weight, unchanged. The backward tells Megatron's hooks that `main_grad` has the gradient.
 
-    The hooks run only where a gradient arrives, so the backward returns a gradient without a
-    meaning.
+    Megatron's hooks run only if a gradient arrives, so the backward returns a dummy gradient.
     """
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""Megatron-Core models whose output layer returns hidden states, for code that reads logits.
+"""Megatron-Core models whose output layer returns hidden states in place of logits.
 
-No `output_processor` is needed, so `HybridModel` and forks older than 0.18 are supported too.
+The model needs no `output_processor` argument, so `HybridModel` and forks older than 0.18 are
+supported.
 
     door = hand_on(model)                # once; None on stages without an output layer
     losses = model(ids, positions, mask, labels=labels)              # [b, s], as before
@@ -77,17 +78,20 @@ LATEST: ContextVar[Door | None] = ContextVar("latest", default=None)
 
 
 def latest() -> Door:
-    """Return the door whose layer was called last. RuntimeError if no layer was called."""
+    """Return the `Door` (replaced output layer) whose layer was called last. RuntimeError if no
+    layer was called."""
     if (door := LATEST.get()) is None:
         raise misfit(PACKAGE, "output_layer: was not called, so that it handed on no hidden states")
     return door
 
 
 class Door:
-    """A model's output layer that returns hidden states, and the head that it would compute.
+    """An output layer that returns hidden states, with the head (weight, bias, scale) to apply to
+    them.
 
-    Three kinds of calls still run the layer's own forward: calls that gather logits (inference),
-    calls with labels, and calls with a detached weight (multi-token prediction in forks).
+    Three kinds of calls still run Megatron's forward of the layer: calls that gather logits
+    (inference), calls with labels, and calls with a detached weight (multi-token prediction in
+    forks).
 
     Attributes:
         options: options of `head_stats`.
@@ -125,7 +129,7 @@ class Door:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that share the rows of a sequence, under sequence parallelism."""
+        """Number of ranks over which sequence parallelism shards a sequence."""
         linear = linear_of(self.layer)
         return linear.tp_group.size() if linear.sequence_parallel else 1
 
@@ -196,7 +200,7 @@ class Door:
         head, options = head_of(
             self.layer, self._tied, self.config, self.options, temperature, vocab_size
         )
-        # MuP scales after the layer: the returned states already have the scale.
+        # MuP scales the layer's outputs, so the returned hidden states are already scaled.
         head = replace(head, logit_scale=1.0)
         if gathered:
             options = replace(options, sequence_parallel=False)

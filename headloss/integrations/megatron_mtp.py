@@ -1,4 +1,4 @@
-"""Megatron-Core's multi-token prediction (MTP) without the logits of its depths.
+"""Megatron-Core's multi-token prediction (MTP) without the logits of MTP's depths.
 
     install()       in each process; loss, scale and Megatron's log stay equal
     uninstall()     restores Megatron-Core's functions
@@ -7,8 +7,8 @@
 
 D depths; depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted
 like the labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the
-sum of the unshifted mask). All depths are one `head_loss` call with a weight per row. Megatron's
-`MTPLossAutoScaler` adds the gradient of the MTP loss, whose value is in no other loss. The
+sum of the unshifted mask). One `head_loss` call with a weight per row computes all depths' losses.
+Megatron's `MTPLossAutoScaler` adds the MTP loss's gradient; no other loss includes its value. The
 processor `HeadLoss` computes the model's main prediction in the same call if its terms are means of
 tokens.
 
@@ -91,7 +91,7 @@ def _seams(options: Options) -> Seams:
         input_ids: Tensor | None = None,  # [b, s]
         sequence_roll_context: Any = None,
     ) -> Tensor:
-        """Return the hidden states of the main prediction, whose backward also adds the depths'
+        """Return the main prediction's hidden states; their backward also adds the MTP depths'
         gradient."""
         main = hidden_states.chunk(1 + config.mtp_num_layers)[0]
         if (labels is None and input_ids is None) or not (is_training or torch.is_grad_enabled()):
@@ -117,7 +117,8 @@ def _seams(options: Options) -> Seams:
     theirs, model = part(PACKAGE, HOME, NAME), part(PACKAGE, MODEL)
     ours = fitted(theirs, process, NAME, PACKAGE)
 
-    @functools.wraps(theirs)  # Code that reads the signature, such as verl, finds Megatron's.
+    # Code that reads the signature, such as verl, finds Megatron's parameters.
+    @functools.wraps(theirs)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
         return ours(*args, **kwargs)
 
@@ -130,7 +131,7 @@ def _seams(options: Options) -> Seams:
 
 @dataclass(frozen=True)
 class Depths:
-    """Predictions of all depths of one forward.
+    """Predictions of all MTP depths (one depth per predicted token) in one forward.
 
     Attributes:
         hidden: hidden states of all rows, the main prediction's first.
@@ -199,7 +200,8 @@ def _rolled(
 
 
 def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
-    """Return the main prediction's hidden states, tied to the depths' loss for the backward."""
+    """Return the main prediction's hidden states, tied in the autograd graph to the MTP depths'
+    loss."""
     out, _ = _run(depths, depths.hidden[len(main) :], head, options)
     return part(PACKAGE, HOME, "MTPLossAutoScaler").apply(main, out.loss[None])
 
@@ -212,8 +214,7 @@ def _run(
     main: Batch | None = None,
     objective: Objective | None = None,
 ) -> tuple[Output, list[str]]:
-    """Run one `head_loss` of the depths and, if given, of `objective` on the `main` rows before
-    them.
+    """Run one `head_loss` of the MTP depths' rows and, if given, of `objective` on the main rows.
 
     Returns:
         the output, with log-probs [blocks, s, b]; the names of the depths' terms.
@@ -225,7 +226,7 @@ def _run(
     ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
 
     def rows(values: Tensor, at: int) -> Tensor:
-        """Return values [n, s, b, ..] of n blocks in the order of hidden rows, with 0 in all other
+        """Return values [n, s, b, ..] of n blocks in the order of hidden rows, and 0 in further
         blocks."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
@@ -251,7 +252,7 @@ def _run(
             return None
         return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
 
-    out = replace(found)  # A copy whose values are by block.
+    out = replace(found)  # A copy, because log-probs and entropies are replaced.
     vars(out).update(logps=by_block(found.logps), entropies=by_block(found.entropies))
     if options.metrics:
         _log(depths, out, names)
@@ -273,8 +274,8 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return the main prediction's totals for terms restricted to its block. The depths need no
-    totals."""
+    """Return the main prediction's totals for terms restricted to its block. The terms of the MTP
+    depths need no totals."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
@@ -312,7 +313,7 @@ WAITING: ContextVar[list[Depths] | None] = ContextVar("waiting", default=None)
 
 
 def _waited_for(theirs: Any) -> Any:
-    """Return a model's forward that passes its depths to a processor with `takes_depths`."""
+    """Return a model's forward that passes its MTP depths to a processor with `takes_depths`."""
 
     @functools.wraps(theirs)
     def forward(*args: Any, output_processor: Any = None, **kwargs: Any) -> Any:
@@ -327,7 +328,7 @@ def _waited_for(theirs: Any) -> Any:
 
 
 def handed_on() -> Depths | None:
-    """Return the depths of the model's current call, for its processor."""
+    """Return the MTP depths of the model's current call, for the model's output processor."""
     waiting = WAITING.get()
     return waiting.pop() if waiting else None
 
@@ -336,7 +337,7 @@ def _is_alike(config: Any) -> bool:
     """Return whether a step scales the depths' loss like the main loss, so that one gradient serves
     both.
 
-    Detached heads always need two gradients.
+    A detached head always needs two gradient passes.
     """
     return not (
         config.calculate_per_token_loss
@@ -349,9 +350,9 @@ def _is_alike(config: Any) -> bool:
 def with_depths(
     depths: Depths, main: Tensor, head: Head, batch: Batch, objective: Objective, options: Options
 ) -> Output:
-    """Return `head_loss` of the main prediction, whose backward also adds the depths' gradient.
+    """Return the main prediction's `head_loss`; its backward also adds the MTP depths' gradient.
 
-    The loss needs one pass if its terms are means of the tokens, else two passes.
+    The loss of main prediction and depths needs one pass if its terms are token means, else two.
     """
     if not _is_of_tokens(head, batch, objective):
         plain = replace(head, temperature=1.0, vocab_size=None)
@@ -361,7 +362,7 @@ def with_depths(
     out, names = _run(depths, depths.hidden, head, options, batch, objective)
     terms = {name: value for name, value in out.terms.items() if name not in names}
     value: Any = sum(c * terms[name] for name, c, _ in objective.named())
-    # The gradient is that of all rows, main and depths.
+    # The value is the main loss; the gradient is of all rows, main prediction and MTP depths.
     loss = value + (out.loss - out.loss.detach())
     entropies = None if out.entropies is None else out.entropies[0]
     result = replace(out, loss=loss, terms=terms)
@@ -370,7 +371,7 @@ def with_depths(
 
 
 def _is_of_tokens(head: Head, batch: Batch, objective: Objective) -> bool:
-    """Return whether one `head_loss` can compute the depths' rows together with the main rows."""
+    """Return whether one `head_loss` can compute the rows of MTP depths and main prediction."""
     shape, heat = batch.targets.shape, head.temperature
     return (
         not isinstance(heat, Tensor)

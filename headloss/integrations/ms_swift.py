@@ -27,7 +27,7 @@ STOCK = "ms-swift without `--callbacks headloss`"
 def register(
     terms: Term | Objective | None = None, options: Options | None = None, name: str = "headloss"
 ) -> None:
-    """Register the callback `name`, so that `--callbacks name` applies headloss to the trained
+    """Register ms-swift's callback `name`, so that `--callbacks name` applies headloss to the
     model.
 
     Args:
@@ -75,7 +75,7 @@ class Callback(HeadLossCallback):
     ) -> None:
         super().__init__(terms, options)
         self.trainer, kind = trainer, type(trainer)
-        if "rlhf" in kind.__module__:  # which sets a loss_type that no user has set
+        if "rlhf" in kind.__module__:  # `swift rlhf` sets `loss_type` by itself.
             raise ValueError(
                 f"callbacks: got headloss with {kind.__name__}, a trainer of `swift rlhf`, which "
                 "computes a loss of its own; want `swift sft` or `swift pt`"

@@ -49,7 +49,8 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
     ) -> None:
         announce(PACKAGE, check())
         super().__init__()
-        # Automodel silently uses its own loss for models whose forward does not fit.
+        # Automodel silently uses Automodel's loss if a model's forward does not accept the
+        # arguments.
         watch_of(PACKAGE).start()
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)

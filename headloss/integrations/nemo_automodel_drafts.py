@@ -3,8 +3,9 @@
     install()       DSparkTrainerModule and DFlashTrainerModule
     uninstall()     restores Automodel
 
-During a training forward the heads return their inputs. Automodel still computes sums, denominators
-over ranks, and metrics. One headloss call computes each row's values and the gradient.
+During a training forward the heads of the draft model return their inputs in place of logits.
+Automodel still computes sums, denominators over ranks, and metrics. One headloss call computes the
+losses of each row and the gradient.
 
 B sequences, N blocks of K places, H hidden width, r rank of a Markov head.
 """
@@ -226,7 +227,7 @@ def _decay_loss(
 def _acceptance_stats(pred_ids_4d: Tensor, target_ids_4d: Tensor, valid_mask_4d: Tensor) -> Any:
     call = BLOCKS.get()
     theirs = SEAMS.theirs[DFLASH, "compute_acceptance_stats"]
-    if call is not None and call.agreed is not None:  # The argmax of hidden states is not a token.
+    if call is not None and call.agreed is not None:  # `pred_ids_4d` are no token ids.
         pred_ids_4d = torch.where(call.agreed.view_as(target_ids_4d), target_ids_4d, -1)
     return theirs(pred_ids_4d, target_ids_4d, valid_mask_4d)
 

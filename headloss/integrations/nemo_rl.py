@@ -51,7 +51,7 @@ def logprobs(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    # Tied embeddings' weight; NeMo-RL 0.6 passes both weights.
+    # Weight of tied embeddings; NeMo-RL 0.6 also passes `output_weight_layer`.
     output_weight: Tensor | None = None,
 ) -> Tensor:
     """Return log-probs [B, L - 1] float32, in place of

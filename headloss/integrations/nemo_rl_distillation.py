@@ -4,8 +4,8 @@ over the whole vocabulary (`opd_full`).
     install()       in each policy worker; losses and metrics stay NeMo-RL's
     uninstall()     restores NeMo-RL's functions
 
-The student's model returns hidden states only in forwards with a distillation loss. A policy's
-log-probs and a teacher's own top k still come from logits.
+The student's model returns hidden states only in forwards with a distillation loss. The policy's
+log-probs and the teacher's top-k ids are still computed from logits.
 
 B rows of L positions, S of them on this rank under context parallelism, H hidden width, K ids.
 """
@@ -32,7 +32,8 @@ PACKAGE = "nemo-rl"
 TRAIN, MODELS = "nemo_rl.models.megatron.train", "nemo_rl.distributed.model_utils"
 FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logprobs_from_logits"
 INPUTS, FULL = "nemo_rl.algorithms.loss.loss_input", "_prepare_opd_full_loss_input"
-FIELDS = "nemo_rl.algorithms.opd"  # NeMo-RL's module that names the columns of a teacher's payload.
+# NeMo-RL's module that names the batch columns with a teacher's data.
+FIELDS = "nemo_rl.algorithms.opd"
 KINDS = ("DISTILLATION", "OPD_FULL")  # NeMo-RL's `LossInputType` of the replaced losses.
 
 
@@ -103,7 +104,7 @@ def _distils(post_processing_fn: Any) -> bool:
 def _gathered(hidden: Tensor) -> Tensor:
     """Return hidden states [B, S, H] gathered from [B, S / tp, H].
 
-    NeMo-RL cuts packed sequences out of whole rows.
+    NeMo-RL cuts packed sequences out of rows that are not sharded.
     """
     if latest().ranks == 1:
         return hidden
@@ -160,7 +161,8 @@ def topk_logprobs(
 
     Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs are over the
     whole vocabulary, or over the K ids if `zero_outside_topk` is off; the teacher's are over the K
-    ids. The sum [B, L - 1] is over the whole vocabulary; None unless `calculate_entropy` is set.
+    ids. The sum of p log p, [B, L - 1], is over the whole vocabulary; None unless
+    `calculate_entropy` is set.
     """
     refuse("Automodel's worker without headloss", cp_sharder=cp_sharder is not None)
     group, width = context_parallel_group, teacher_topk_indices.shape[1] - 1
@@ -248,8 +250,8 @@ def full_divergence(
 def _teachers(
     data: Any, config: Any, heads: dict[int, Tensor], vocab_group: Any
 ) -> Iterator[tuple[Tensor, Teacher, dict[str, Tensor]]]:
-    """Yield rows of the batch, their teacher, and the teacher's payload [rows, L, ..] by field
-    name."""
+    """Yield row numbers of the batch, the rows' teacher, and the teacher's data [rows, L, ..] by
+    field name."""
     fields = import_module(FIELDS)
     name, of_index = (
         fields.opd_full_payload_field(config),

@@ -56,10 +56,10 @@ def forward(
     return_entropy: bool = False,
     **mm_inputs: Any,
 ) -> Any:
-    """Return log-probs [B, L - 1], or the last [B, A] of them, in place of `Actor.forward`.
+    """Return log-probs [B, L - 1], or the actions' log-probs [B, A]; replaces `Actor.forward`.
 
-    The returned output has no logits. A call that asks only for the output runs OpenRLHF's own
-    method.
+    The returned output has no logits. A call that asks only for the model's output runs OpenRLHF's
+    method unchanged.
 
     Raises:
         ValueError: the call has images, or the head cannot be read.
@@ -89,18 +89,18 @@ def forward(
     else:
         tokens, padding = sequences, attention_mask.roll(-1, 1) == 0
         targets = sequences.roll(-1, 1).masked_fill(padding, IGNORE)
-        if action_mask is not None:  # OpenRLHF reads only the log-probs of actions.
+        if action_mask is not None:  # OpenRLHF uses only the actions' log-probs.
             actions = action_mask.shape[1]
             targets[:, : -actions - 1] = IGNORE
         positions = attention_mask.long().cumsum(-1) - 1
-        vision = getattr(self, "is_vlm", False)  # A vision model computes its own positions.
+        vision = getattr(self, "is_vlm", False)  # A vision model computes its position ids.
         positions = None if vision else positions.masked_fill(attention_mask == 0, 1)
     output, stats = measured(
         self, targets, return_entropy, tokens, attention_mask=attention_mask, position_ids=positions
     )
 
     def of_rows(values: Tensor) -> Tensor:
-        """Return values of rows, [B, L - 1]."""
+        """Return per-token statistics unpacked into rows, [B, L - 1]."""
         if packed:
             added, places = packed
             values = actor.gather_and_pad_tensor(values, ring_attn_group, added, places, *shape)
@@ -137,7 +137,7 @@ def measured(
                 "factor, one soft cap and a constant bias; call uninstall()"
             )
         statistics.extend(logits.through(model, act))
-        output["logits"] = torch.stack(statistics)  # Wrappers hang their hooks on this tensor.
+        output["logits"] = torch.stack(statistics)  # Wrappers put hooks on the output's tensors.
         return output
 
     with in_place_of(model, forward):

@@ -4,8 +4,8 @@ the one-pass loss of SFT.
     install()       with `model.fused_lm_head_token_chunk_size` set; the losses stay prime-rl's
     uninstall()     restores prime-rl's layers
 
-B rows of L positions, H hidden width. Only the forward of prime-rl's layer is replaced: FSDP2's
-hooks stay on prime-rl's own module.
+B rows of L positions, H hidden width. Only the forward of prime-rl's layer is replaced, so FSDP2's
+hooks stay on prime-rl's module.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def forward(
     Without a temperature, return only `loss`, a summed cross-entropy, [] float32. Labels of -100
     are not scored.
 
-    The log-prob and entropy of a token whose sampled ids hold its label are over the token's K ids,
-    by K products in place of V (prime-rl's entropy is over the whole vocabulary). A token without
-    ids, or whose ids miss its label, has the whole vocabulary, as in prime-rl. If the layer's
-    `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the ids' log-probs, with a
-    gradient. `mask_logprobs` is 0 in empty slots, and for tokens with the whole vocabulary.
+    If the K ids that the sampler kept for a token include the token's label, log-prob and entropy
+    are over the K ids. In prime-rl the entropy is over the whole vocabulary. As in prime-rl, the
+    softmax is over the whole vocabulary for a token without ids, or with ids that miss the label.
+    If the layer's `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the ids' log-probs,
+    with a gradient. `mask_logprobs` is 0 where an id is -1, and for tokens whose softmax is over
+    the whole vocabulary.
 
     Raises:
         ValueError: no labels, a sampling mask of another shape, or a mask with ids but no

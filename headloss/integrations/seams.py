@@ -34,7 +34,8 @@ ADAPTERS = {
     "speculators": "speculators",
     "specforge": "specforge",
 }
-# Releases tested with an adapter's whole suite. Other releases are served if the checks pass.
+# Framework releases tested with an adapter's whole test suite. An untested release works if the
+# signature checks pass.
 TESTED: dict[str, tuple[str, ...]] = {
     "transformers": ("5.20.1", "5.23.0", "5.24.0"),
     "trl": ("1.16.0",),
@@ -66,7 +67,7 @@ def release(package: str) -> str | None:
 
 
 def misfit(package: str, problem: str) -> RuntimeError:
-    """Return the error of a failed check, with the installed release and a remedy."""
+    """Return the RuntimeError of a failed check, which names the installed release and a remedy."""
     if not package:
         return RuntimeError(problem)
     return RuntimeError(
@@ -93,7 +94,7 @@ def part(package: str, place: str, name: str = "") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if "." not in missing or not f"{module}.".startswith(f"{missing}."):
-            raise  # The package, or a package that it needs, is not installed.
+            raise  # The framework, or a package that the framework imports, is not installed.
         raise misfit(package, f"{module}: is not there") from error
     for attribute in filter(None, (holder, name)):
         if not hasattr(value, attribute):
@@ -111,8 +112,8 @@ def check_signature(
 ) -> None:
     """Raise RuntimeError if a call valid for `theirs` would bind other arguments of `ours`.
 
-    An argument that only `theirs` has is accepted if it has a default; a call that passes the
-    argument is refused.
+    An argument that only `theirs` has is allowed if the argument has a default; a call that passes
+    the argument is refused.
 
     Args:
         package: the distribution, for the error.
@@ -138,7 +139,8 @@ def require_arguments(
 
 
 def called(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the named parameters of a call; for an autograd function, those of `apply`."""
+    """Return the named parameters of a function; for an autograd function, the parameters of
+    `apply`."""
     variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     parameters = _signature(function).parameters
     return {name: p for name, p in parameters.items() if p.kind not in variable}
@@ -146,7 +148,7 @@ def called(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _signature(function: Any) -> inspect.Signature:
     if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        # `apply` accepts all parameters of `forward` except the context.
+        # `apply` accepts all parameters of `forward` except autograd's context `ctx`.
         signature = inspect.signature(function.forward)
         parameters = [p for name, p in signature.parameters.items() if name != "ctx"]
         return signature.replace(parameters=parameters)
@@ -159,7 +161,8 @@ def _signature(function: Any) -> inspect.Signature:
 def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     """Return the arguments of `theirs` that `ours` does not accept.
 
-    With `**kwargs`, `ours` accepts keyword-only arguments; with `*args` as well, all arguments.
+    If `ours` has `**kwargs`, `ours` accepts keyword-only arguments; with `*args` also, all
+    arguments.
     """
     kinds = {p.kind for p in _signature(ours).parameters.values()}
     any_name = inspect.Parameter.VAR_KEYWORD in kinds
@@ -175,8 +178,8 @@ def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
     """Return `ours` for calls written for `theirs`.
 
     Returns:
-        `ours` itself if all arguments have equal places. Otherwise a function that calls `ours` by
-        name, and raises TypeError if a call passes an argument that `ours` does not accept.
+        `ours` itself if all arguments have equal positions. Otherwise a function that calls `ours`
+        by name, and raises TypeError if a call passes an argument that `ours` does not accept.
 
     Raises:
         RuntimeError: as from `check_signature`.
@@ -224,10 +227,10 @@ def announce(package: str, checked: str) -> None:
 
 
 class Watch:
-    """Watch over the calls of an adapter.
+    """Record of whether a framework calls an adapter's functions.
 
     After the first step of any optimizer in the process, headloss warns if the adapter is
-    installed but the framework has called none of its functions.
+    installed but the framework has called none of the adapter's functions.
 
     Attributes:
         called: whether the adapter was called since `start()`.
@@ -266,7 +269,7 @@ class Watch:
     def _after_step(self, *_: Any) -> None:
         if self.judged:
             return
-        self.judged = True  # The hook stays, since torch is iterating over all hooks.
+        self.judged = True  # The hook is not removed here, since torch is iterating over all hooks.
         if not self.called:
             warnings.warn(
                 f"{self.package}: headloss's adapter was put in place, and by the end of this "
@@ -281,7 +284,7 @@ watch_of = functools.cache(Watch)  # One `Watch` per package.
 
 
 class Seams:
-    """Attributes of a framework's modules or classes, with headloss's replacements.
+    """Table of a framework's functions and classes, and of headloss's replacements.
 
     Args:
         ours: replacements by ("module" or "module:Class", attribute). A replacement is called by
@@ -352,7 +355,8 @@ def fits() -> dict[str, str]:
 
 
 def _fit(package: str, installed: str) -> str:
-    if installed in TESTED[package]:  # A tested release need not be imported.
+    # A tested release is known to fit without importing the framework.
+    if installed in TESTED[package]:
         return f"{installed}, tested"
     try:
         with warnings.catch_warnings():
@@ -361,7 +365,8 @@ def _fit(package: str, installed: str) -> str:
             if not hasattr(adapter, "check"):
                 return f"{installed}, not tested (tested: {_tested(package)})"
             return f"{installed}, not tested; {adapter.check()} was checked and holds"
-    except Exception as error:  # Raised by a check, or by the framework's own imports.
+    # The error comes from a signature check, or from the framework's imports.
+    except Exception as error:
         if isinstance(error, RuntimeError) and str(error).startswith(package):
             return str(error).removeprefix(f"{package} ")
         reason = str(error).partition("\n")[0]

@@ -21,8 +21,8 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
     """Return a head with the DTensors of FSDP2 or tensor parallelism gathered.
 
     Under data parallelism each rank has its own gradient, and the ranks' gradients are averaged.
-    Under tensor parallelism all ranks have equal gradients, whose average is again that gradient. A
-    weight sharded by FSDP2 is cast to `dtype`, the dtype that FSDP2 computes in.
+    Under tensor parallelism all ranks have equal gradients, and averaging does not change the
+    gradient. A weight sharded by FSDP2 is cast to `dtype`, the dtype that FSDP2 computes in.
     """
 
     def computed(tensor: Any) -> Any:
@@ -35,8 +35,8 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
 
 
 def gathered(tensor: Any) -> Any:
-    """Return a DTensor as one plain tensor, whose gradient is the ranks' average; return others as
-    is."""
+    """Return a DTensor as one plain tensor, whose gradient is the ranks' average; return other
+    tensors as is."""
     if not hasattr(tensor, "full_tensor"):
         return tensor
     from torch.distributed.tensor import Partial
@@ -77,11 +77,11 @@ def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Itera
 
 
 def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
-    """Return `act(hidden)`, run as the forward of a module so that the module's hooks gather
+    """Return `act(hidden)`, run as a module's forward so that the module's hooks gather
     parameters."""
 
     def forward(hidden: Tensor) -> T:
-        with in_place_of(module):  # Code inside `act` that reads the module finds its own forward.
+        with in_place_of(module):  # Code inside `act` finds the module's original forward.
             return act(hidden)
 
     with in_place_of(module, forward):
@@ -89,7 +89,8 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
 
 
 def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
-    """Return `exact`, tied in the autograd graph to `passed`, so that a wrapper's hooks fire.
+    """Return the tensor `exact`, tied by autograd to `passed`, so that a wrapper's backward hooks
+    run.
 
     `passed` is the wrapper's rounded copy of `exact`. In the backward pass `passed` gets a gradient
     of zeros, or None if `zeros` is False.
@@ -157,9 +158,8 @@ def is_fsdp2(model: nn.Module) -> bool:
 def in_step(model: Any) -> Iterator[None]:
     """Let `generate` run equally many forwards on all ranks, if FSDP2 shards the model.
 
-    transformers does so only for models that it sharded itself, not for models sharded by
-    accelerate. Without this context, the first rank whose completions end would leave the others
-    waiting.
+    transformers synchronises `generate` only for models sharded by transformers, not by accelerate.
+    Without the context, a rank whose completions end early would leave the remaining ranks waiting.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     mark = "_is_fsdp_managed_module"

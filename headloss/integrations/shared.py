@@ -1,5 +1,4 @@
-"""Helpers of several adapters: refused options, holders of a function, a framework's
-denominators."""
+"""Helpers of several adapters: refused options, modules that hold a function, and denominators."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from ..losses import Objective, Term, cispo
 
 
 def refuse(instead: str, **asked: bool) -> None:
-    """Raise ValueError for the first option that is on in `asked`, naming the option and
+    """Raise ValueError for the first option in `asked` that is on; the error also names
     `instead`."""
     for name, on in asked.items():
         if on:
@@ -45,7 +44,7 @@ def per(denominator: float | Tensor) -> Reduction:
 
 
 def raw_cispo(cap: float, level: Any = "token") -> Term:
-    """Return CISPO as defined by TRL and Liger: `epsilon_high` is the cap itself, possibly below
+    """Return CISPO as in TRL and Liger: `epsilon_high` is the cap of the ratio, and may be below
     1."""
     term: Any = cispo(importance_sampling_level=level)
     clip = {"clip": (-math.inf, cap)}
@@ -72,9 +71,10 @@ def over_count(
 ) -> Objective:
     """Return `objective` with means of all scored tokens divided by `count`, the tokens of a step.
 
-    A count of 0 acts as 1. None means that the step's count is unknown, and acts as 1. Other
-    reductions take their weights from the batch if the batch is the whole step, that is, has
-    `count` tokens. Constant denominators, and the batch's own totals, are kept.
+    A `count` of 0 is treated as 1. A `count` of None means that the step's number of tokens is
+    unknown, and is treated as 1. A reduction that is not a mean of all tokens reads its weights
+    from the batch if the batch is the whole step (has `count` tokens). Constant denominators, and
+    the batch's own totals, are kept.
 
     Args:
         name: name of the count, for the error.
@@ -86,7 +86,7 @@ def over_count(
     if batch.totals is not None:
         return objective
     if count is not None and all(_is_token_mean(term) for _, term in objective.parts):
-        # The terms read the count from the totals.
+        # The terms read `count` from the batch's totals.
         batch.totals = Totals(count, batch.segments.count)
         return objective
     others = [term for _, term in objective.parts if not _is_token_mean(term)]
@@ -117,8 +117,8 @@ def _is_token_mean(term: Term) -> bool:
 
 
 def _reads_totals(reduction: Reduction, tokens: int, device: torch.device) -> bool:
-    """Return whether a reduction's weights depend on totals; a user's reduction is tried with
-    several."""
+    """Return whether a reduction's weights depend on totals; a user's reduction is run with several
+    totals."""
     if isinstance(reduction.weigh, StandardWeight):
         return reduction.weigh.of != "none"
     lengths = torch.ones(tokens, dtype=torch.float64, device=device)

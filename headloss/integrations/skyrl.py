@@ -54,7 +54,8 @@ def logprobs(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         hidden = hidden.to(weight.dtype)
         if ranks > 1 and hidden.requires_grad:
-            # SkyRL adds the ranks' gradients, but headloss's gradient is whole on each rank.
+            # SkyRL sums the gradients of all ranks, but headloss's gradient is already the sum on
+            # each rank.
             hidden = hidden.view_as(hidden)
             hidden.register_hook(lambda gradient: gradient / ranks)
         head = Head(weight, vocab_group=tp_group if ranks > 1 else None)

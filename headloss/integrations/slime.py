@@ -3,8 +3,8 @@
     --custom-megatron-init-path headloss.integrations.slime.init
 
 Actors, references and teachers return hidden states in place of logits. headloss computes log-probs
-and entropies of the response tokens from the hidden states. Losses, advantages and metrics stay the
-framework's. `install()` and `uninstall()` switch headloss on and off by hand.
+and entropies of the response tokens from the hidden states. Losses, advantages and metrics are
+still computed by slime or miles. `install()` and `uninstall()` switch headloss on and off by hand.
 
 T rows of this rank (under tensor parallelism, rows of all its ranks), H hidden width.
 """
@@ -55,7 +55,8 @@ def init(args: Any) -> None:
 
 
 def install() -> None:
-    """Replace the framework's log-probs in every module that holds them, until `uninstall()`.
+    """Replace the framework's log-prob functions in every module that has them, until
+    `uninstall()`.
 
     Models built after `install()` return hidden states.
 
@@ -74,7 +75,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Models that have been built still return hidden states."""
+    """Undo `install()`. Models built before `uninstall()` still return hidden states."""
     while INSTALLED:
         INSTALLED.pop().uninstall()
 
@@ -93,7 +94,7 @@ def _seams(package: str) -> Seams:
     @functools.wraps(theirs, assigned=("__doc__",))
     def log_probs_and_entropy(logits: Tensor, **settings: Any) -> Any:
         values = _values(module, responses, logits, **settings)
-        # slime returns two results, miles one.
+        # slime returns an empty tensor and the values, miles the values alone.
         if "top_p_token_ids" in inspect.signature(theirs).parameters:
             return torch.empty(0, device=logits.device), values
         return values
@@ -175,7 +176,7 @@ def _values(
     heat = float(getattr(args, "rollout_temperature", 1.0))
     if entropy_requires_grad is None:
         entropy_requires_grad = getattr(args, "entropy_coef", 0.0) != 0
-    # One call serves both, unless sets restrict log-probs: entropies are of the whole vocabulary.
+    # Log-probs restricted to recorded ids need a call apart from the whole-vocabulary entropies.
     one = with_entropy and not fields
     names = ("logp", "entropy") if one and entropy_requires_grad else ("logp",)
     stats = door.stats(logits, targets.view(shape), heat, names, **fields)
@@ -196,7 +197,7 @@ def _redistribute(
     module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
 ) -> None:
     """Exchange values from contiguous parts to zigzag parts, by the framework's own function."""
-    if hasattr(module, "_allgather_cp_redistribute"):  # The function of slime; miles has another.
+    if hasattr(module, "_allgather_cp_redistribute"):  # Only slime has this function.
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
     else:
         module.allgather_cp_redistribute(values, logits=rows, args=args, **lengths)
@@ -205,10 +206,10 @@ def _redistribute(
 def _support(
     pairs: list[tuple[Tensor, Tensor]], targets: Tensor, sets: list[tuple[int, Any, Any]]
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and offsets of the tokens' sets, over all rows.
+    """Return the ids that the sampler kept for each token, and each token's offset, over all rows.
 
-    A response token's set holds the recorded ids and the token itself, which slime always keeps. A
-    token without a record has the whole vocabulary.
+    A response token's set of ids holds the ids recorded by the sampler and the token itself. The
+    softmax of a token without recorded ids is over the whole vocabulary.
 
     Args:
         pairs: each sample's rows, and the numbers of the rows' tokens among all samples' tokens.

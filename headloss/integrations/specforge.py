@@ -1,10 +1,10 @@
-"""Losses and metrics of SpecForge's draft models from hidden states, without any logits.
+"""Losses and metrics of SpecForge's draft models, computed from hidden states without logits.
 
     install()       DFlash, D-PACE, Domino, DSpark; EAGLE-3 offline with a compact teacher
     uninstall()     restores SpecForge
 
-Sums over the rows of a block and means over an unrolled step keep SpecForge's formulas. One
-headloss call computes their values and gradient, with SpecForge's weight of each row.
+Sums over a block's rows and means over an unrolled step follow SpecForge's formulas. One headloss
+call computes the values and gradient of all sums and means, with SpecForge's row weights.
 
 B sequences, N blocks of K places, T positions, S unrolled steps, H hidden width.
 """
@@ -66,7 +66,7 @@ def check() -> str:
 
 
 def _once(function: Any, *tensors: Any, chunk_size: int, dim: int = 0) -> Any:
-    """Return the sums of all blocks from one unchunked call.
+    """Return the loss sums of all blocks, from one call without chunks.
 
     SpecForge's chunks run inside a checkpoint, which would run each headloss pass twice.
     """
@@ -112,7 +112,7 @@ def _domino(
     weight_mask: Tensor,
     eval_weight_mask: Tensor,
 ) -> tuple[Any, ...]:
-    """Return the sums of Domino, from two rows per place: one with the correction, one without.
+    """Return Domino's loss sums, from two rows per place: with and without Domino's correction.
 
     The correction enters as extra columns next to the hidden states.
     """
@@ -148,7 +148,7 @@ def _dspark(
     eval_mask: Tensor,
     aligned_target_hidden: Tensor | None,
 ) -> tuple[Any, ...]:
-    """Return the 14 sums of DSpark."""
+    """Return DSpark's 14 sums of losses and counts."""
     draft, scored = self.draft_model, eval_mask.float()
     markov = None if draft.markov_head is None else draft.markov_head.markov_w2
     heads = DraftHeads(self.lm_head, self.lm_head, markov)
@@ -245,8 +245,8 @@ def _eagle_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _target(hidden: Tensor, lm_head_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return zeros [B, T + S, 1] in place of unread probabilities, with SpecForge's ids and
-    mask."""
+    """Return zeros [B, T + S, 1] in place of probabilities that are not read, with SpecForge's ids
+    and mask."""
     call = CURRENT.get()
     theirs = SEAMS.theirs[EAGLE, "compute_target_p_padded_from_hidden"]
     if call is None:
@@ -263,12 +263,12 @@ def _step(self: Any, **arguments: Any) -> Any:
     call = CURRENT.get()
     if call is None:
         return SEAMS.theirs[f"{EAGLE}:OnlineEagle3Model", "_acc_and_loss"](self, **arguments)
-    call.steps.append(arguments)  # Kept for one headloss call over all steps.
+    call.steps.append(arguments)  # Stored until one headloss call computes all steps.
     return (call.lse.new_zeros(()),) * 7
 
 
 def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
-    """Return SpecForge's seven lists over steps.
+    """Return SpecForge's seven lists, each with one value per unrolled step.
 
     Row t of a step is aligned with the verifier's row t + step.
     """
@@ -304,7 +304,7 @@ def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     slopes = {"kl_div": of_kl}
     if self.lk_loss_type == "alpha":
         slopes = {"nla": decay * mask / total}
-    elif self.lk_loss_type == "lambda":  # The weights depend on each step's acceptance.
+    elif self.lk_loss_type == "lambda":  # "lambda" weights depend on each step's acceptance.
         with torch.no_grad():
             acceptance = mean(losses(slopes).per_token["kl_div/acceptance"])
         share = self.kl_scale * torch.exp(-self.kl_decay * acceptance)

@@ -1,13 +1,13 @@
-"""Losses and metrics of speculators' draft models from hidden states, without any logits.
+"""Losses and metrics of speculators' draft models, computed from hidden states without logits.
 
     install()       EAGLE-3, P-EAGLE, DFlash and DSpark; reductions and metrics stay speculators'
     uninstall()     restores speculators
 
 During a training forward the heads of draft and verifier return their inputs. speculators'
-`compute_metrics` is called twice. The first call gives the derivative of its reduction with respect
-to each row's loss. Then one headloss call computes the losses, weighted by the derivatives. The
-second `compute_metrics` call computes the metrics from the losses. All steps of EAGLE-3 share one
-headloss call, after the last step.
+`compute_metrics` is called twice. The first `compute_metrics` call gives the derivative of
+speculators' reduction by each row's loss. One headloss call computes the row losses, weighted by
+the derivatives of speculators' reduction. The second `compute_metrics` call computes the metrics
+from headloss's row losses. All steps of EAGLE-3 share one headloss call, after the last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -149,7 +149,7 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 
     def compute_metrics(*args: Any, **kwargs: Any) -> Any:
         theirs, forward = SEAMS.theirs[at], CURRENT.get()
-        if forward is None:  # The call comes from outside of a draft model's forward.
+        if forward is None:  # The caller is not a draft model's forward.
             return theirs(*args, **kwargs)
         arguments = _bound(theirs, args, kwargs)
         if kind == "eagle3":  # All EAGLE-3 steps are computed after the last step.
@@ -168,15 +168,16 @@ class Rows:
     verifier: Tensor  # Shape [1, n, H], or [T, H].
     targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
     read: Tensor  # Bool mask in the shape of `targets`.
-    # Verifier row of each row, in the shape of `targets`; None: equal rows.
+    # Index of the verifier's row for each draft row, in the shape of `targets`; None: the same
+    # index.
     index: Tensor | None = None
     parts: tuple[Any, ...] = (...,)  # Rows of each `compute_metrics` call.
 
 
 def _unrolled(forward: Forward) -> Rows:
-    """Return the rows of all EAGLE-3 steps, aligned with the verifier's rows.
+    """Return the draft rows of all EAGLE-3 steps, aligned with the verifier's rows.
 
-    Step i is shifted by i rows.
+    The rows of EAGLE-3's step i are shifted by i.
     """
     steps, states = forward.steps, forward.steps[0]["targets"]
     length, count = states.shape[1], len(steps)
@@ -186,7 +187,7 @@ def _unrolled(forward: Forward) -> Rows:
         hidden.append(F.pad(arguments["logits"][:, :kept], (0, 0, step, 0)))
         mask, before = arguments["loss_mask"], arguments["prev_correct"]
         alive = torch.ones(1, kept, dtype=torch.bool, device=states.device)
-        if mask is not None:  # A row that disagreed in an earlier step stays out of `before`.
+        if mask is not None:  # `before` is 0 where an earlier step's draft was wrong.
             alive = (mask[:, step:] > 0) | (False if before is None else before[:, :kept] > 0)
         read.append(F.pad(alive, (step, 0)))
     targets = forward.targets(states)[..., None].expand(-1, -1, count)
@@ -241,7 +242,7 @@ _fused: Any = torch.compiler.disable(_outside_graphs)
 
 
 def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the losses by name, each with speculators' own function and weight."""
+    """Return the configured losses by name, each with speculators' loss function and weight."""
     theirs = [part(PACKAGE, LOSSES, maps) for maps in (FUSED, EAGER)]
     config = {"kl_div": (theirs[0]["kl_div"], 1.0)} if loss_config is None else loss_config
     for name, (function, _) in config.items():
@@ -254,7 +255,7 @@ def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _loss(rows: Rows, forward: Forward, slopes: dict[str, Tensor], acceptance: bool) -> Output:
-    """Return the sum of slope_kt loss_kt over losses k and the read rows t."""
+    """Return the sum over losses k and rows t of slope_kt times loss_kt."""
     targets = rows.targets.masked_fill(~rows.read, -100)
     fields = {} if rows.index is None else {"teacher_index": rows.index}
     return forward.losses(rows.hidden, targets, slopes, rows.verifier, acceptance, **fields)
@@ -273,7 +274,7 @@ def _slopes(
     if "confidence_logits" in alone:
         alone["confidence_logits"] = None
     if alone.get("prev_correct") is not None:
-        # `compute_metrics` writes to this argument.
+        # A copy, because `compute_metrics` writes to `prev_correct`.
         alone["prev_correct"] = alone["prev_correct"].clone()
     with torch.enable_grad():
         losses = {f"{name}/value": leaf for name, leaf in leaves.items()}
@@ -288,10 +289,11 @@ def _called(
     config: dict[str, Any],
     values: dict[str, Tensor],
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the result of speculators' own `compute_metrics`, called with losses that are known.
+    """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    The call gets two columns in place of logits. The verifier's likeliest column is always the
-    first; the draft's likeliest column is the first only in rows where both models agree.
+    speculators' `compute_metrics` is passed two columns in place of logits. The verifier's
+    likeliest column is always the first; the draft's likeliest column is the first only in rows
+    where both models agree.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

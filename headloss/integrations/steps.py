@@ -1,4 +1,4 @@
-"""Transformers-style trainers whose losses are divided by the totals of the optimizer step."""
+"""Mixin for `transformers.Trainer` that divides losses by the totals of the optimizer step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .seams import misfit
 
 
 class CountsSteps:
-    """Mixin before a `transformers.Trainer` that counts all micro-batches of a step before its
-    first forward.
+    """Mixin for `transformers.Trainer`, which counts the tokens and segments of all micro-batches
+    of an optimizer step before the step's first forward.
 
-    The totals are over all ranks, unless `average_tokens_across_devices` is off. All attributes
-    that are not defined here are the `Trainer`'s.
+    The step's totals are over all ranks, unless `average_tokens_across_devices` is off. Attributes
+    not defined by the mixin belong to the `Trainer`.
 
     Attributes:
         step_totals: totals of the current step; None before the first step, or without labels.
@@ -63,8 +63,8 @@ class CountsSteps:
     def of_call(self, inputs: dict[str, Any]) -> tuple[Any, Totals | None]:
         """Return batch and totals of a call of `compute_loss`.
 
-        The batch is this rank's tokens under context parallelism, else None. The totals are the
-        step's in training, and the call's in an evaluation.
+        Under context parallelism the batch has this rank's tokens; otherwise the batch is None. In
+        training the totals are of the optimizer step, in an evaluation of the call.
         """
         shards, self.shards = self.shards, None
         batch = None if shards is None else shards.batch(self.accelerator.device)
@@ -74,8 +74,8 @@ class CountsSteps:
         return batch, counted
 
     def totals_of(self, samples: list[dict[str, Any]]) -> Totals | None:
-        """Return the totals of this rank's micro-batches, or of all ranks' if the ranks are counted
-        together."""
+        """Return the totals of this rank's micro-batches, or of all ranks' micro-batches if ranks
+        are counted together."""
         device = self.accelerator.device
         batches = [self.batch_of(inputs, device) for inputs in samples]
         counted = [Totals.of(batch) for batch in batches if batch is not None]
@@ -88,7 +88,8 @@ class CountsSteps:
         totals = changed(totals, lambda n: n.to(device) if isinstance(n, Tensor) else n)
         if self.args.average_tokens_across_devices and self.accelerator.num_processes > 1:
             trainer: Any = self
-            same = trainer.get_tp_size() * trainer.get_cp_size()  # Number of ranks with equal rows.
+            # Number of ranks that count the same rows.
+            same = trainer.get_tp_size() * trainer.get_cp_size()
             totals = changed(totals.all_reduce(gradients="sum"), lambda n: n / same)
         return totals
 
@@ -131,5 +132,5 @@ class CountsSteps:
 
 
 def changed(totals: Totals, change: Callable[[Any], Any]) -> Totals:
-    """Return `totals` with `change` applied to each number."""
+    """Return `totals` with the function `change` applied to each number."""
     return totals._with([change(number) for number in totals._numbers])

@@ -49,15 +49,15 @@ class HeadLossWrapper(ChunkedLossWrapper):
     with `positions`; one `head_loss` call computes all 1 + D predictions.
 
     Terms over the mean of tokens are divided by `global_valid_tokens`, as in torchtitan's losses;
-    the default divisor is 1. Terms with another reduction need a step of one call. `loss_inputs`
-    become fields of the batch: `generator_logprobs` becomes `old_logps`, and `loss_mask` chooses
-    positions. Where `positions` restart at 0, a new document begins; documents are the segments of
-    terms.
+    the default divisor is 1. A term whose reduction is not the mean of tokens needs an optimizer
+    step of one call. `loss_inputs` become fields of the batch: `generator_logprobs` becomes
+    `old_logps`, and `loss_mask` chooses positions. Where `positions` restart at 0, a new document
+    begins; documents are the segments of terms.
 
-    A one-pass call holds the weight's gradient until the call's backward. While one call holds a
-    gradient, further calls use the schedule "recompute" if `options.schedule` is "auto". Thus a
-    pipeline with several forwards before the first backward, such as GPipe, holds only one
-    gradient.
+    A one-pass call holds the weight's gradient until the call's backward. While a call holds a
+    weight gradient, later calls use the schedule "recompute" if `options.schedule` is "auto". A
+    pipeline that runs several forwards before the first backward, such as GPipe, holds only one
+    weight gradient.
 
     Attributes:
         metrics: headloss's metrics of the last call; None before the first call.
@@ -153,7 +153,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         if needs_segments(self.objective):
             refuse("ChunkedLossWrapper", context_parallel=_is_cut(pred))
             if positions is not None:
-                rows = labels.view(-1, labels.shape[-1])  # Flat tokens are one row.
+                rows = labels.view(-1, labels.shape[-1])  # Flat tokens [T] are treated as one row.
                 documents = as_documents(positions, rows.shape, targets=rows)
                 segments = Segments.from_ids(documents.ids.view(labels.shape), documents.count)
         fields = {FIELDS.get(name, name): value for name, value in inputs.items()}
@@ -189,13 +189,13 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
 
 class _Held:
-    """Marker of a weight gradient that is held until its backward."""
+    """Marker of a weight gradient that is held in memory until the loss's backward."""
 
 
 def _releasing(held: WeakSet[_Held]) -> Any:
     """Return a backward hook for a loss that removes the loss's marker from `held`.
 
-    The marker also goes when autograd frees the loss's graph, since `held` is a weak set.
+    The marker is also removed when autograd frees the loss's graph, since `held` is a weak set.
     """
     gradient = _Held()
     held.add(gradient)
@@ -224,7 +224,7 @@ def _depths(
 
 
 def head_of(module: nn.Module) -> Head:
-    """Return the head of one of torchtitan's linear layers, with the tensor-parallel group.
+    """Return the `Head` of a torchtitan linear layer, with the layer's tensor-parallel group.
 
     TypeError for an unknown class of layer, ValueError for a weight with unsupported sharding.
     """

@@ -1,6 +1,6 @@
 """Liger's fused linear distillation loss."""
 
-# Constructors set attributes from their arguments by name, which pyright cannot follow.
+# The constructor sets attributes by name from its arguments, which pyright cannot see.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Liger's fused linear GRPO loss and its variants."""
 
-# Constructors set attributes from their arguments by name, which pyright cannot follow.
+# The constructor sets attributes by name from its arguments, which pyright cannot see.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -89,7 +89,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ratio = vllm_is_ratio
             refuse(vllm_is_ratio=self.loss_type == "vespo" and ratio.shape != scored.shape)
             fields["importance_sampling_ratio"] = ratio[:, 0] if ratio.shape[1:] == (1,) else ratio
-            if self.loss_type != "vespo":  # vespo includes the ratio in its own weight.
+            # The vespo loss already includes the ratio in its weight.
+            if self.loss_type != "vespo":
                 policy = policy.weighted("importance_sampling_ratio")
         objective = Objective.of(policy.over(over))
         # Without a reference model, the divergence and its gradient are 0.

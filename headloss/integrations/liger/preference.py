@@ -1,6 +1,6 @@
-"""Liger's fused linear preference losses."""
+"""Liger's preference losses, fused with the output layer (the linear head)."""
 
-# Constructors set attributes from their arguments by name, which pyright cannot follow.
+# The constructor sets attributes by name from its arguments, which pyright cannot see.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportOperatorIssue=false
 
@@ -22,11 +22,12 @@ from .cross_entropy import refuse
 
 
 class _Pairs(nn.Module):
-    """Losses of pairs: the first half of the rows are chosen answers, the second half rejected
-    answers.
+    """Losses of answer pairs: the first half of the rows is chosen answers, the second half
+    rejected answers.
 
     Returns the loss and a tuple: chosen and rejected log-probs, mean logits of chosen and rejected
-    answers, the chosen answers' negative log-likelihood, rewards, and the loss's further values.
+    answers, the chosen answers' negative log-likelihood, rewards, and further values that depend on
+    the loss.
     """
 
     average = False

@@ -9,8 +9,8 @@
 
 The model's own forward runs. In a call with labels, the model's head returns *followed logits*, a
 tensor subclass without memory that remembers its formula. The model's loss function, or a
-cross-entropy of the followed logits, is replaced by the objective. Any other operation on followed
-logits runs on real logits. Calls without labels, such as generation, are unchanged.
+cross-entropy of the followed logits, is replaced by the objective. Operations that followed logits
+do not support run on real logits. Calls without labels, such as generation, are unchanged.
 """
 
 from .apply import Applied, apply, remove

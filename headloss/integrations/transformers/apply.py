@@ -43,12 +43,12 @@ def apply(
     unwrapped.
 
     A call with labels returns the loss, logits and gradients of the model's own code with its loss
-    function replaced by the objective. A cross-entropy of the logits counts as the loss function if
-    the model calls no other. Labels, their shift and the token count are those passed to the loss
-    function. Terms over the mean of tokens are divided by `num_items_in_batch`, if the call has
-    that argument. Terms with another reduction need a step of one call; `TotalsMixin` supports all
-    reductions in a `Trainer`. Documents that `position_ids` mark in packed rows are the segments of
-    terms.
+    function replaced by the objective. If the model calls no loss function, a cross-entropy of the
+    logits is replaced instead. Labels, the labels' shift and the token count are read from the loss
+    function's arguments. Terms over the mean of tokens are divided by `num_items_in_batch`, if the
+    call has that argument. A term that is not a mean of tokens needs a step of one call; in a
+    `Trainer`, `TotalsMixin` supports all reductions. Documents that `position_ids` mark in packed
+    rows are the segments of terms.
 
     Args:
         model: a language model with output embeddings that `Head.of` can read.
@@ -105,7 +105,8 @@ def _causal(model: nn.Module) -> nn.Module:
 def _replaced(model: Any) -> bool:
     """Return whether the model's loss function is the shifted mean, which the objective replaces.
 
-    Any other loss function of Transformers runs, and the cross-entropy inside it is replaced.
+    If Transformers' loss function is not the shifted mean, the function runs and its cross-entropy
+    is replaced.
 
     Raises:
         ValueError: the loss function is the user's own.
@@ -130,7 +131,7 @@ def _is_transformers(function: Any) -> bool:
 
 
 class Applied:
-    """The objective of a model's calls with labels.
+    """A model to which headloss is applied: objective, last output and logged values.
 
     Attributes:
         objective, options, fields: arguments of `apply`; may be changed between calls.
@@ -152,12 +153,14 @@ class Applied:
         self.log_terms = True
         self.logged: dict[bool, Logged] | None = None
         self.in_log = True
-        self.step: Step | None = None  # The optimizer step that the next calls belong to.
+        # The optimizer step that the next calls of the model are part of.
+        self.step: Step | None = None
         self.call: Call | None = None
         # Number of running forwards of the model, during which its backbone may run.
         self.running = 0
         self.said: set[str] = set()
-        self.own_forward = enter(model)  # A forward set on the instance by other code.
+        # A forward that code outside headloss has set on the instance.
+        self.own_forward = enter(model)
         setattr(model, STATE, self)
         base = getattr(model, "base_model", model)
         hook = None if base is model else base.register_forward_pre_hook(self._outside)
@@ -295,7 +298,7 @@ class Applied:
         fields = {name: call[name] for name in self.fields if name in call}
         arguments = {name: call.get(name) for name in CALL}
         arguments["shift_labels"] = self.shift_labels(call)
-        if self._decodes:  # Positions and masks of the call belong to the encoder.
+        if self._decodes:  # In an encoder-decoder, positions and masks belong to the encoder.
             *rows, length = call["labels"].shape
             own = Segments.rows(math.prod(rows), length, device=device)
             fields.setdefault("segments", own)

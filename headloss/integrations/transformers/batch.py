@@ -23,10 +23,11 @@ CALL = ("labels", "num_items_in_batch", "shift_labels", *TOLD_BY)
 def batch_of(
     call: Mapping[str, Any], fields: Mapping[str, Any], objective: Objective, device: torch.device
 ) -> Batch:
-    """Return the batch of a call.
+    """Return the `Batch` of a model's call with labels.
 
-    If the call has `shift_labels`, its labels and fields are already shifted. Otherwise labels and
-    fields [B, L] or [B, L, ..] are shifted here. Other fields, such as `segments`, are unchanged.
+    If the call has `shift_labels`, its labels and fields are already shifted. Without
+    `shift_labels`, labels and fields [B, L] or [B, L, ..] are shifted here. Fields of other shapes,
+    such as `segments`, are unchanged.
 
     Raises:
         ValueError: each rank has a part of its sequences, but the objective needs whole sequences.

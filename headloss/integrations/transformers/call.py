@@ -55,8 +55,8 @@ class Call(FollowedHead):
         self.labels, self.step = arguments["labels"], applied.step
         self.shift_labels = applied.shift_labels(arguments)
         self.losses, self.asked, self.gradient = 0, False, torch.is_grad_enabled()
-        # The batch is made before the model's forward: its transfer to the host is awaited at the
-        # loss.
+        # The batch is made before the model's forward, so that the transfer to the host overlaps
+        # the forward.
         self.batch: Batch | None = self.step and self.step.batch
         if self.batch is None and self.replaces:
             self.batch = applied.batch_of({**arguments, **fields}, self.labels.device)
@@ -79,8 +79,8 @@ class Call(FollowedHead):
     def end(self, output: Any) -> Any:
         """Return `output`, with real logits if a sharded model is evaluated.
 
-        After the call, a sharded head has no weight to compute logits with. In training, a later
-        read of the logits raises.
+        After the call, the weight of a sharded head is freed, so real logits cannot be computed. In
+        training, reading the logits of a sharded model after the call raises an error.
         """
         if not self.model.training and (self.external or is_fsdp2(self.model)):
             for value in output.values() if hasattr(output, "values") else output:
@@ -102,7 +102,7 @@ class Call(FollowedHead):
         shift_labels: Any = None,
         **more: Any,
     ) -> Tensor:
-        """Return the objective, in place of the model's loss function."""
+        """Return the objective's loss; replaces the model's loss function."""
         self.asked = True
         return self.loss(logits, labels, shift_labels, num_items_in_batch, ignore_index)
 

@@ -1,4 +1,4 @@
-"""Denominators of a call's terms, for a call that is a part of an optimizer step."""
+"""Denominators of the terms of one call among the several calls of an optimizer step."""
 
 from __future__ import annotations
 

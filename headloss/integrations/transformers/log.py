@@ -16,8 +16,8 @@ class TermLog(TrainerCallback):
 
     `install` puts the callback among Transformers' default callbacks, before the reporting
     callbacks, so that every `Trainer` built later has one. The callback does nothing for a model
-    without headloss, or if `Applied.log_terms` is False. Terms are averaged over all steps; metrics
-    only over the steps that `logging_steps` logs.
+    without `apply`, or if `Applied.log_terms` is False. Terms are averaged over all steps, metrics
+    only over the steps that `logging_steps` selects.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -47,7 +47,7 @@ class TermLog(TrainerCallback):
             return
         prefix = "" if training else f"{names[0].removesuffix('_loss')}_"
         steps, ranks = None, None
-        if logged.ranks is None:  # The loss is divided by the step's token count, as in `Trainer`.
+        if logged.ranks is None:  # `Trainer` divides the loss by the step's token count.
             ranks = args.world_size if args.average_tokens_across_devices else 1
             steps = state.global_step - self.step if training else None
         if training:

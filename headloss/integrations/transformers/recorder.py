@@ -94,16 +94,18 @@ class SupportRecorder:
 
     @property
     def support_ids(self) -> Tensor:
-        """Kept ids [B, C, K] int64, ascending, then -1; a token with only -1 had no id removed.
+        """Kept ids [B, C, K] int64, ascending and padded with -1; all -1 means that no id was
+        removed.
 
-        Greedy decoding keeps one id.
+        Greedy decoding keeps one id for each token.
         """
         sets = self._ended()
         ids = padded_pairs(sets.ids, sets.counts.flatten())
         return ids.view(*sets.counts.shape, ids.shape[1])
 
     def logps(self, tokens: Tensor) -> Tensor:
-        """Return the log-probs [B, C] float32 in the distributions that the tokens were drawn from.
+        """Return float32 log-probs [B, C] of the tokens, in the distributions that `generate` drew
+        from.
 
         After a row's end, padding has log-prob -inf if the sampler had removed the padding id.
 
@@ -134,7 +136,8 @@ class SupportRecorder:
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Make the recorder the last of the model's logits processors, inside the context."""
+        """Append the recorder to the logits processors of the model's `generate`, inside the
+        context."""
         model = unwrap(model)
         while hasattr(model, "get_base_model"):
             model = unwrap(model.get_base_model())
@@ -171,7 +174,8 @@ class SupportRecorder:
 
     def _begin(self, assistant: Any) -> None:
         self.sets, self._assistant, self._greedy = None, assistant, False
-        self._steps: list[tuple[Tensor, Tensor]] = []  # Pairs of ids and counts.
+        # For each step, the kept ids and each row's number of kept ids.
+        self._steps: list[tuple[Tensor, Tensor]] = []
         self._step_logps: list[Tensor] = []
         self._scores: Tensor | None = None  # Scores of a step whose tokens are not drawn yet.
         self._first = 0  # Number of columns of the prompt.

@@ -1,7 +1,7 @@
-"""Subclasses of a model's class with another forward and an equal name.
+"""Subclasses of a model's class, with an equal name and headloss's forward.
 
-Wrappers of the forward, put on or taken off the instance, then leave headloss's forward innermost.
-FSDP2 also makes such a subclass.
+headloss's forward stays innermost when wrappers are set on the instance's forward or removed. FSDP2
+also changes a model's class to a subclass.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def enter(model: Any) -> Any:
 
 
 def leave(model: Any) -> None:
-    """Undo `enter`. If FSDP2's class derives from the subclass, the subclass stays without
-    effect."""
+    """Undo `enter`. If FSDP2's class derives from headloss's subclass, headloss's subclass stays
+    but has no effect."""
     kind = type(model)
     if BASE in vars(kind):
         _swap(model, kind, vars(kind)[BASE])

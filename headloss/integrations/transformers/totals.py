@@ -16,14 +16,13 @@ from .denominators import Step
 
 
 class TotalsMixin(CountsSteps):
-    """Mixin before a `Trainer`, for a model with `apply`:
+    """Mixin for a `Trainer` (listed before `Trainer` as a base class) of a model with `apply`:
 
         class MyTrainer(TotalsMixin, transformers.Trainer): ...
 
     Loss, gradient and logged loss then equal those of one large batch, for every reduction and with
-    `.where`, however the batch is split into micro-batches and ranks. For this, the tokens and
-    segments of a step, and those that boolean fields keep, are counted before the step's first
-    forward.
+    `.where`, however the batch is split into micro-batches and ranks. The tokens and segments of a
+    step, also as kept by boolean fields, are counted before the step's first forward.
 
     A user's own denominators (a `headloss.Reduction` with a constant, `totals` among a call's
     fields) are kept. Losses that a model adds, such as a router's loss, are averaged over
@@ -31,8 +30,8 @@ class TotalsMixin(CountsSteps):
     denominators, and the ranks' losses are averaged.
 
     Under context parallelism (accelerate's torch backend), labels, documents and fields per token
-    are shifted over whole rows and then sharded like the tokens. Terms over segments sum over the
-    group.
+    are shifted over whole rows and then sharded like the tokens. Terms over segments are summed
+    over the context-parallel group.
 
     Raises:
         ValueError: in the first step, for a model without `apply`; for `label_smoothing_factor` and

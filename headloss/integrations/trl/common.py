@@ -1,4 +1,4 @@
-"""Refused options and logged metrics of all TRL trainers."""
+"""Checks of unsupported options, and logging of metrics, for all of headloss's TRL trainers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CHECKED = "each function of it that headloss takes the place of"
 def require(owner: Any, *names: str, ours: Any = None) -> None:
     """Raise RuntimeError if TRL lacks a name, or has a method with other arguments than `ours`.
 
-    headloss's replacement of such a method would never run, or would get wrong arguments.
+    With a missing or different TRL method, headloss's override would not run, or would get wrong
+    arguments.
     """
     for name in names:
         if not hasattr(owner, name):
@@ -35,7 +36,8 @@ def require(owner: Any, *names: str, ours: Any = None) -> None:
 
 
 def refuse(trainer: object, **unsupported: tuple[bool, str]) -> None:
-    """Raise ValueError for the first option that is on, naming the option and an alternative."""
+    """Raise ValueError for the first unsupported option that is on; the error names an
+    alternative."""
     for name, (on, instead) in unsupported.items():
         if on:
             raise ValueError(
@@ -96,8 +98,7 @@ def append_logged(trainer: Any) -> None:
 
 
 class Logs:
-    """Mixin before a TRL trainer, which adds headloss's terms and metrics to its log as
-    "headloss/...".
+    """Mixin for a TRL trainer that adds headloss's terms and metrics to the log as "headloss/...".
 
     Attributes:
         log_terms: whether the values are logged.
@@ -114,7 +115,7 @@ class Logs:
 def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
     """A term of value 0 without a gradient, which requests statistics for TRL's metrics.
 
-    `of_probe` reads the statistics, which the loss itself does not need.
+    `of_probe` reads the requested statistics from the result.
     """
     for name in names:
         getattr(stats, name)

@@ -24,7 +24,7 @@ NOT_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 
 
 class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
-    """`trl.DPOTrainer` with one pass from hidden states to loss and gradients.
+    """`trl.DPOTrainer` that computes loss and gradients from hidden states in one pass.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: the loss types "sigmoid" and
     "ipo" and their weighted sums, with a reference model, an adapter, or precomputed log-probs.
@@ -32,7 +32,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
 
     Override `objective` to add terms, and set `options` for memory and schedule. Terms are divided
     by the totals of the optimizer step over all ranks: pairs have equal weight even if
-    micro-batches differ in size. A pair without tokens has the loss of a margin of 0, as in TRL.
+    micro-batches differ in size. A pair without tokens has the loss that a margin of 0 gives, as in
+    TRL.
 
     Raises:
         ValueError: an unsupported configuration; the message names the option.
@@ -103,7 +104,7 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         """Run one token through an FSDP2 model before the reference pass.
 
         FSDP2 fixes the dtypes of gradients at its first forward, from the parameters trainable in
-        that forward. In the reference pass, adapters are frozen.
+        that forward. In the reference pass adapters are frozen, so FSDP2 must not fix dtypes there.
         """
         if not self._begun and is_fsdp2(model):
             with torch.no_grad():
@@ -134,9 +135,9 @@ def answers(inputs: dict[str, Any]) -> tuple[Tensor, Segments]:
 
 
 def preference_batch(inputs: dict[str, Any]) -> Batch:
-    """Return the batch of pairs.
+    """Return the `Batch` of answer pairs, chosen answers first.
 
-    The reference's log-prob is known per answer only, so each token gets an equal part.
+    TRL gives one reference log-prob per answer, so each token of the answer gets an equal part.
     """
     targets, segments = answers(inputs)
     reference: Tensor = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
@@ -147,7 +148,7 @@ def preference_batch(inputs: dict[str, Any]) -> Batch:
 def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
     """Return the loss [] of the pairs without a token, which TRL adds: the loss of two scores of 0.
 
-    Such a pair has no token at which a term could place a value.
+    A term has a value only at tokens, so a pair without tokens is added here.
     """
     scored = (batch.targets != IGNORE).any(1)
     empty = ~scored.view(2, -1).any(0)

@@ -8,12 +8,13 @@ signature of TRL's `add_fused_lm_head`, and replaces it while a trainer is built
     model(..., labels=labels, fused_lm_head=True)              log-probs and entropies, for TRL
     model(...)                                                 the model's own forward
 
-The head is read at each call, inside the forward of the model's wrappers, where FSDP has gathered
-the head and PEFT has switched its adapters.
+The head is read in each call, inside the wrappers' forwards, where FSDP has gathered the head and
+PEFT has switched adapters.
 
 Wrappers with mixed precision (FSDP2's hooks, accelerate under DDP) cast the tensors that enter and
-leave a forward, and rebuild containers and dataclasses. So a forward returns only tensors. Values
-that must not be cast are stored on the `Request`, which wrappers do not inspect.
+leave a forward, and rebuild containers and dataclasses. Because wrappers rebuild containers, a
+forward returns only tensors. Values that must not be cast are stored on the `Request`, which
+wrappers do not inspect.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def add_head(
     switches: Switches | None = None,
     resolved: list[Paths] | None = None,
 ) -> None:
-    """Let `model`'s forward end in headloss on request, with logits divided by `temperature`.
+    """Let the forward of `model` compute a passed `Request`, with logits divided by `temperature`.
 
     The model's `Paths` are appended to `resolved`.
 
@@ -172,7 +173,7 @@ def _of_any_model(model: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """The way to compute log-probs in one kind of pass.
+    """The way to compute log-probs in a kind of pass: the loss, or a pass without gradient.
 
     Attributes:
         fused: whether the logits are never made.
@@ -362,7 +363,7 @@ class Unrounded:
 
     def __init__(self, model: Any, support: list[Row] | None = None, columns: int = 0) -> None:
         self.model, self.support, self.columns = model, support, columns
-        self.done = 0  # Number of rows computed so far.
+        self.done = 0  # Number of rows that TRL has passed so far.
 
     def __call__(self, *, fused_lm_head: bool, labels: Tensor, **inputs: Any) -> HeadOutput:
         rows = slice(self.done, self.done + len(labels))
@@ -375,7 +376,8 @@ class Unrounded:
 
 
 class Measured:
-    """Stand-in for the model when TRL's loss method only measures a computed pass."""
+    """Stand-in for the model that returns a finished pass's results, for TRL's loss method to
+    log."""
 
     def __init__(self, output: HeadOutput) -> None:
         self.output = output

@@ -28,7 +28,7 @@ from .support import Row, drawn_logps, rows_drawn, rows_given, sampling_metrics,
 
 
 class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
-    """`trl.GRPOTrainer` with one pass from hidden states to loss and gradients.
+    """`trl.GRPOTrainer` that computes loss and gradients from hidden states in one pass.
 
     Arguments, configuration, losses, gradients and metrics are TRL's. headloss adds:
 
@@ -36,11 +36,12 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     - LoRA on the head;
     - headloss's own metrics, as "headloss/...";
     - `sampling_support`: log-probs and entropies of all passes over the ids that top-k, top-p or
-      min-p sampling kept. True: on, and any obstacle raises ValueError. False: off, as in TRL.
-      None, the default: on if the sampler removes ids; if the kept ids cannot be recorded, TRL's
-      log-probs with a warning. A `rollout_func` returns the kept ids as "support_ids" next to its
-      "completion_ids": for each completion [C, K] integers with -1 in empty slots, or a list with
-      each token's ids (an empty list means the whole vocabulary).
+      min-p sampling kept. True: kept ids are used, and any obstacle raises ValueError. False: kept
+      ids are not used, as in TRL. None, the default: kept ids are used if the sampler removes ids;
+      if the kept ids cannot be recorded, TRL's log-probs are used, with a warning. A `rollout_func`
+      returns the kept ids as "support_ids" next to its "completion_ids": for each completion [C, K]
+      integers with -1 in empty slots, or a list with each token's ids (an empty list means the
+      whole vocabulary).
 
     Override `objective` to add terms, and set `options` for memory and schedule.
 
@@ -55,14 +56,15 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     sampling_support: bool | None = None
     without_sets: str | None = None  # Reason why the generating engine returns no sets of ids.
     _rows: list[Row] | None = None  # Kept ids of the current generation.
-    _replayed: bool | None = None  # Whether tokens carry kept ids; None: not drawn by this trainer.
+    # Whether the tokens have kept ids; None: tokens were not drawn by this trainer.
+    _replayed: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         passes = "_get_per_token_logps_and_entropies"
         generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
-        self.warned_of: set[str] = set()  # Options already warned of, see `replay`.
+        self.warned_of: set[str] = set()  # Options of which `replay` has already warned.
         self.paths: list[Paths] = []  # Paths of the models with headloss's head.
         with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
             super().__init__(*args, **kwargs)
@@ -70,7 +72,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         refuse_common(self, "trl.GRPOTrainer")
         wanted(self)
         if self.importance_sampling_level == "sequence_token":
-            # Makes TRL's metrics of the ratio, which has an equal value.
+            # TRL's metrics of the ratio are computed at level "sequence", where the ratio has the
+            # same values as at "sequence_token".
             self.importance_sampling_level = "sequence"
 
     def policy_term(self) -> Term:
@@ -96,8 +99,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
             objective=Objective.of(self.objective(inputs)),
             options=self.options,
         )
-        # TRL's own method prepares the model's inputs, and updates its metrics and its entropy
-        # controller from this pass's log-probs. TRL's loss is not used.
+        # TRL's loss method prepares the model's inputs, and updates TRL's metrics and entropy
+        # controller from headloss's log-probs. The loss that TRL's method returns is not used.
         asked = Asked(model, request)
         with torch.no_grad():
             super()._compute_loss(asked, inputs)
@@ -163,7 +166,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run TRL's passes over the model; a measured pass has already been computed."""
+        """Run TRL's passes over the model, except a pass whose results are already known."""
         if not isinstance(model, Measured):
             model = Unrounded(model, self._rows, logits_to_keep)
         given = (model, input_ids, attention_mask, logits_to_keep, *args)

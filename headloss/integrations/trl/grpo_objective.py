@@ -1,7 +1,7 @@
 """TRL's GRPO settings as an objective of headloss.
 
-B rows, C completion columns. The settings are read from a trainer, under TRL's names. The loss
-equals TRL's `_compute_loss` without the routers' auxiliary loss.
+B rows, C completion columns. TRL's GRPO settings are attributes of the trainer, with TRL's names.
+The loss equals TRL's `_compute_loss` without the routers' auxiliary loss.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .support import pairs
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-OVER_THE_STEP = ("cispo", "dapo", "vespo")  # Divided by the tokens of the optimizer step.
+# Loss types divided by the optimizer step's number of tokens.
+OVER_THE_STEP = ("cispo", "dapo", "vespo")
 
 
 def check_settings(trainer: Any) -> None:
-    """Raise ValueError for a setting without an objective."""
+    """Raise ValueError for a TRL setting that headloss has no objective for."""
     for name, value, known in (
         ("loss_type", trainer.args.loss_type, LOSS_TYPES),
         ("importance_sampling_level", trainer.args.importance_sampling_level, tuple(LEVELS)),
@@ -73,10 +74,11 @@ def make_batch(trainer: Any, inputs: dict[str, Any]) -> Batch:
 
 
 def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
-    """Return policy, reference and entropy terms, each over TRL's denominator.
+    """Return the objective of policy, reference and entropy terms, each divided as in TRL.
 
     TRL's means over the tokens of a micro-batch ("bnpo", the entropy) are averaged over the
-    micro-batches of a step. All other denominators are the step's.
+    micro-batches of a step. Every denominator that is not a micro-batch's token count is the
+    optimizer step's total.
     """
     reduction = _reduction(trainer, inputs)
     objective = Objective.of(_modified(trainer.policy_term(), trainer).over(reduction))
@@ -129,7 +131,7 @@ def _modified(policy: Term, trainer: Any) -> Term:
         policy = policy.off_policy_masked(trainer.off_policy_mask_threshold)
     if trainer.top_entropy_quantile < 1.0:
         policy = policy.top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
-    # vespo includes the ratio in its own weight.
+    # The vespo loss already includes the ratio in its weight.
     if _corrects(trainer) and trainer.loss_type != "vespo":
         policy = policy.weighted("importance_sampling_ratio")
     return policy
@@ -158,7 +160,7 @@ def _parts(trainer: Any) -> int:
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
     """Return a rank's share of the step's totals, also for a user's own terms.
 
-    All micro-batches of TRL have an equal size. An evaluation has no step, hence None.
+    All micro-batches of TRL have an equal size. None in an evaluation, which has no optimizer step.
     """
     if not trainer.model.training:
         return None

@@ -28,15 +28,15 @@ from .common import CHECKED, of_probe, probe, require
 from .install_check import check_divergence, check_log_probs
 
 SEAMS = ((utils, "_ChunkedLogProbFunction"), (distillation_trainer, "_chunked_divergence_loss"))
-_replaced: list[tuple[Any, Any]] = []  # Pairs of TRL's function and headloss's.
+_replaced: list[tuple[Any, Any]] = []  # Pairs of a TRL function and headloss's replacement.
 
 
 def install() -> None:
-    """Replace TRL's two functions in this process, until `uninstall()`.
+    """Replace TRL's chunked log-probs and chunked divergence in this process, until `uninstall()`.
 
-    The functions are replaced in every module of TRL that holds them. First, TRL's own functions
-    are called with three rows, seven columns, a soft cap, a scale and a temperature, and compared
-    with headloss's formula.
+    Each function is replaced in every TRL module that has imported the function. Before the
+    replacement, TRL's functions are called with three rows, seven columns, a soft cap, a scale and
+    a temperature, and their results compared with headloss's formula.
 
     Raises:
         RuntimeError: a function is missing, accepts other arguments or returns other numbers.
@@ -178,8 +178,8 @@ def divergence_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, sum of entropies and token count, in place of TRL's student-teacher loss.
 
-    The loss needs one pass. The temperature divides logits after scale and soft cap, without a
-    factor T^2.
+    The student-teacher loss and its gradient need one pass. The temperature divides logits after
+    scale and soft cap, without a factor T^2.
     """
     if _sharded(student_lm_head_weight, teacher_lm_head_weight):
         raise ValueError(

@@ -63,10 +63,11 @@ def _call(seam: str, function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def check_log_probs(theirs: Any, ours: Callable[..., Any]) -> None:
     """Raise RuntimeError if TRL's chunked log-probs differ from headloss's.
 
-    TRL calls the function with positional arguments.
+    The order of arguments matters, since TRL passes them by position.
     """
     seam = "trainer.utils._ChunkedLogProbFunction"
-    forward = functools.partial(theirs.forward, None)  # Autograd's context is left out.
+    # Without the first parameter, autograd's context.
+    forward = functools.partial(theirs.forward, None)
     got, want = (list(inspect.signature(f).parameters) for f in (forward, ours))
     if len(got) != len(want):
         raise broken(seam, f"it takes ({', '.join(got)}), want ({', '.join(want)})")

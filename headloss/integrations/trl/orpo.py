@@ -44,8 +44,8 @@ class LogProbs(Request):
 def mean_logits(hidden: Tensor, head: Head) -> Tensor:
     """Return the mean logit of each row, [B] from hidden states [B, L, H].
 
-    The mean over [L, V] is the product of the mean hidden state and the head's mean row. Soft cap
-    and dropout of adapters are left out.
+    The mean over [L, V] is the product of the mean hidden state and the head's mean row. The mean
+    logit ignores the soft cap and the adapters' dropout.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 
@@ -119,7 +119,7 @@ class WithoutLogits:
 
 
 def _shifted(labels: Tensor) -> Tensor:
-    """Return the label after each token, [.., L]; the last position has none, only a mean logit."""
+    """Return the label after each token, [.., L]; the last position has no label."""
     return next_in_row(labels, dim=1, fill=IGNORE)
 
 
@@ -150,7 +150,7 @@ class ORPOTrainer(WithoutLogits, orpo_trainer.ORPOTrainer):
 
 
 class CPOTrainer(WithoutLogits, cpo_trainer.CPOTrainer):
-    """`trl.experimental.cpo.CPOTrainer` without the logits, for every loss type.
+    """`trl.experimental.cpo.CPOTrainer` computed without logits, for every loss type.
 
     Options, metrics and errors are as in `ORPOTrainer`.
     """

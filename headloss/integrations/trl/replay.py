@@ -1,8 +1,8 @@
 """The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
 `sampling_support` is the trainer's option: True asks for kept ids, False keeps TRL's log-probs,
-None uses kept ids if a filter removes ids. An obstacle raises under True, and warns once under
-None.
+None uses kept ids if a filter removes ids. With `sampling_support=True` an obstacle raises
+ValueError; with None, it gives one warning.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ OPTIONS = {
 
 
 class Obstacle(NamedTuple):
-    """An option under which log-probs over the kept ids are unavailable, or not the sampler's."""
+    """An obstacle: an option with which log-probs over kept ids are unavailable, or differ from the
+    sampler's."""
 
     option: str
     problem: str
@@ -77,7 +78,8 @@ class Obstacle(NamedTuple):
 
 
 def wanted(trainer: Any) -> bool:
-    """Return whether to use kept ids, by the trainer's options; raise or warn as `settle`."""
+    """Return whether to use kept ids, judged by the trainer's options; raise or warn as
+    `settle`."""
     asked = trainer.sampling_support
     if asked is False or (asked is None and not _truncates(_options(trainer))):
         return False
@@ -85,7 +87,7 @@ def wanted(trainer: Any) -> bool:
 
 
 def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
-    """Return whether to use kept ids, by the processors that Transformers built.
+    """Return whether to use kept ids, judged by the logits processors that Transformers built.
 
     A model's own generation config may add processors.
     """
@@ -128,7 +130,7 @@ def _announce(trainer: Any) -> None:
 
 
 def obstacles(trainer: Any) -> Iterator[Obstacle]:
-    """Yield the obstacles of a trainer's options."""
+    """Yield the obstacles to the use of kept ids in a trainer's options."""
     options = _options(trainer)
     yield from _of_generation(trainer)
     if options["temperature"] != trainer.temperature:
@@ -149,7 +151,7 @@ def obstacles(trainer: Any) -> Iterator[Obstacle]:
 
 
 def _of_generation(trainer: Any) -> Iterator[Obstacle]:
-    """Yield the obstacles of the trainer's way to generate tokens."""
+    """Yield the obstacles to the use of kept ids in the trainer's way to generate tokens."""
     if trainer.rollout_func is not None and trainer.sampling_support:
         yield Obstacle("rollout_func", "its sets are not recorded; let it return support_ids")
     if trainer.use_vllm and trainer.vllm_mode != "colocate":
@@ -223,7 +225,7 @@ def _changes(option: str) -> Obstacle:
 @contextlib.contextmanager
 def engine_with_sets(trainer: Any) -> Iterator[None]:
     """Let the vLLM engine that TRL builds inside the context return its kept ids, if wanted."""
-    module: Any = sys.modules.get(ENGINE)  # TRL's trainer imports the module.
+    module: Any = sys.modules.get(ENGINE)  # TRL's trainer has imported the module.
     theirs = getattr(module, "LLM", None)
     if theirs is None:  # vLLM is not installed.
         yield

@@ -22,7 +22,7 @@ from .forward import Measured, Request, installed
 
 
 class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
-    """`trl.SFTTrainer` with one pass from hidden states to loss and gradients.
+    """`trl.SFTTrainer` that computes loss and gradients from hidden states in one pass.
 
     Arguments, configuration, losses, gradients and metrics are TRL's: `loss_type="nll"` on all
     tokens or on completions, padded or packed. headloss adds LoRA on the head, and its own metrics
@@ -56,7 +56,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         )
 
     def objective(self, inputs: dict[str, Any]) -> Term | Objective:
-        """Return the loss on one micro-batch."""
+        """Return the supervised loss on one micro-batch."""
         return Objective.of(cross_entropy())
 
     def compute_loss(

@@ -48,14 +48,15 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Models that have been built keep their forward."""
+    """Undo `install()`. Models built before `uninstall()` keep headloss's forward."""
     from . import seams
 
     seams.uninstall()
 
 
 def check() -> str:
-    """Return the name of the signature check that passed. RuntimeError as from `install()`."""
+    """Return the name of verl's signature check after the check has passed. RuntimeError as from
+    `install()`."""
     from . import seams
 
     return seams.check()
@@ -65,9 +66,9 @@ def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
     """Register an objective in verl as the policy loss `loss_mode=name`, computed in one pass.
 
     Args:
-        factory: maps verl's `ActorConfig` to a term or objective. The reductions of the term stay,
-            over the totals of verl's global batch; headloss adds the configuration's entropy and KL
-            terms. Fields of the batch: old_logps, advantages, and where verl has them ref_logps and
+        factory: maps verl's `ActorConfig` to a term or objective. The term's reductions are over
+            verl's global batch; headloss adds the configuration's entropy and KL terms. Fields of
+            the batch: old_logps, advantages, and where verl has them ref_logps and
             rollout_is_weights.
     """
     from . import losses
@@ -77,11 +78,12 @@ def register(name: str, factory: Callable[[Any], Term | Objective]) -> None:
 
 def register_teacher(factory: Callable[[torch.device], Head]) -> None:
     """Set the teacher's head that `distillation_loss.loss_mode=headloss_reverse_kl` (or another
-    kind of `distillation`) compares the student with. A second call replaces the first head.
+    kind of `distillation`) compares the student with. A second call of `distill_from` replaces the
+    teacher's head.
 
     Args:
-        factory: maps a device to the teacher's head on that device. The head's weight [V, H'] is
-            multiplied by the batch's `teacher_hidden`. headloss calls the factory once, at the
+        factory: maps a device to the teacher's head on that device. The teacher's head has a weight
+            [V, H'] for the batch's `teacher_hidden` [.., H']. `factory` is called once, in the
             first micro-batch.
     """
     from . import whole
@@ -105,7 +107,7 @@ def _watch() -> None:
 def _watch_distillation() -> None:
     """Register headloss's divergences before verl validates `loss_mode`.
 
-    verl looks up the `loss_mode` when the setting is read, even in processes without an engine.
+    verl looks `loss_mode` up when it reads the setting, even in processes without an engine.
     """
     original = DistillationLossConfig.__post_init__
 

@@ -58,7 +58,7 @@ class Engine(FSDPEngineWithLMHead):
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the model inputs and output arguments that verl prepares without fused kernels.
 
-        Only verl's path without fused kernels accepts a temperature per sample.
+        verl accepts a temperature per sample only in the code path without fused kernels.
         """
         if not tu.get_non_tensor_data(micro_batch, "use_fused_kernels", False):
             return super().prepare_model_inputs(micro_batch)
@@ -184,7 +184,7 @@ def _config_of(loss_function: Any) -> Any:
 
 
 class Request:
-    """A policy loss to compute within the model's forward, and the results of that forward.
+    """Request that a model's forward compute a policy loss; also stores the forward's results.
 
     A `Request` must not become a dataclass or a container: FSDP would cast the fields.
 
@@ -210,8 +210,8 @@ class Request:
     def run(
         self, hidden: Tensor, head: Head, labels: Tensor, options: Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs and entropies in the labels' shape, 0 at unscored positions, and the
-        loss."""
+        """Return the loss, and log-probs and entropies in the labels' shape with 0 at unscored
+        positions."""
         places = self.places
 
         def scored(values: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ class Request:
         parts = list(zip(self.objective.parts, out.terms.values(), strict=True))[: self.count]
         policy: Any = sum(c * value.detach() for (c, _), value in parts)
         loss, metrics, group = out.loss, out.metrics, self.segments.group
-        # Each rank's loss is a share of the sum, but verl averages the ranks' losses.
+        # Each rank's loss is a part of a sum over ranks, but verl averages the ranks' losses.
         if group is not None:
             metrics = metrics.all_reduce(group)
             whole = torch.stack([loss.detach(), policy])

@@ -78,8 +78,8 @@ class Fused:
             stats = head_stats(hidden, head, targets, self.options)
             return stats.logp, stats.entropy
 
-        # FSDP2 shards an untied head as a module of its own: the weight is whole only inside its
-        # forward.
+        # FSDP2 shards an untied head as a separate unit, so the weight is whole only inside the
+        # head's forward.
         module = None if self.model is None else self.model.get_output_embeddings()
         alone = isinstance(module, FSDPModule)
         found = inside(module, act, hidden_states) if alone else act(hidden_states)
@@ -107,18 +107,18 @@ def patch_forward(
         _patch(model, use_fused_kernels, fused_kernels_backend)  # type: ignore[arg-type]
         return
     fused = Fused(model)
-    # An unreadable head raises here, not in the first step.
+    # Read the head now, so that an unsupported head raises before the first step.
     fused.head(model.get_output_embeddings().weight, 1.0, model.dtype)
     kind: Any = type(model)
     own = kind.forward
-    # verl patches the forward of the class, that is, of every model of the class.
+    # verl patches the class's forward, and thus the forward of every model of the class.
     _patch(model, True, "torch")
     function, kind.forward = model.forward.__func__, own
     setattr(model, BACKEND, fused)
 
     @functools.wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A copy of the model has a `Fused` of its own.
+        # Read from `self`, since a copy of the model has a separate `Fused`.
         output, request = function(self, *args, **kwargs), getattr(self, BACKEND).request
         return output if request is None else request.put(output)
 
@@ -129,7 +129,7 @@ def fused_of(module: Any) -> Fused:
     """Return the `Fused` of a model, also of a model wrapped by FSDP or PEFT.
 
     Raises:
-        ValueError: verl has not given the model a fused forward.
+        ValueError: verl has not replaced the model's forward by a fused forward.
     """
     module = unwrap(module)
     module = unwrap(module.get_base_model()) if hasattr(module, "get_base_model") else module

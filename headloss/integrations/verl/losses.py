@@ -49,7 +49,8 @@ KL: dict[str, dict[str, Any]] = {
 }
 ALSO = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _factories: dict[str, tuple[Factory, str | None]] = {}
-# Stack of requests: verl's loss function is measuring the metrics of the last request.
+# Stack of `Request`s; verl's loss function reads log-probs of the last `Request` to compute
+# metrics.
 measured: list[Any] = []
 
 
@@ -89,7 +90,7 @@ def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
 
 
 def reduction(config: Any, responses: int, ranks: float) -> Reduction:
-    """Return the reduction that equals verl's `loss_agg_mode`.
+    """Return headloss's reduction for verl's setting `loss_agg_mode`.
 
     Args:
         responses: greatest number of tokens in a response.
@@ -106,8 +107,8 @@ def reduction(config: Any, responses: int, ranks: float) -> Reduction:
 
 
 def objective(config: Any, over: Reduction, fields: Any, entropy: bool) -> tuple[Objective, int]:
-    """Return the objective of verl's `ppo_loss`, and the number of its parts that are the policy
-    loss."""
+    """Return the objective of verl's `ppo_loss`, and how many of the objective's terms are the
+    policy loss."""
     factory, of_verl = _factories[config.policy_loss.loss_mode]
     policy = factory(config)
     if of_verl is not None and isinstance(policy, Term):

@@ -1,5 +1,4 @@
-"""Scored positions of a micro-batch on this rank, and the sets of ids that their tokens were drawn
-from.
+"""Scored positions of a micro-batch on this rank, and the ids that the sampler kept for each token.
 
 B sequences of at most R response tokens, N flattened positions of this rank, T of them scored, P
 pairs of a token and an id.
@@ -49,8 +48,8 @@ class Scored:
         self.positions = shape.numel()
 
     def support(self, data: Any) -> Pairs | None:
-        """Return the sets of ids of the T tokens, in order of position; None for a batch without
-        sets.
+        """Return the kept ids of the T scored tokens, in order of position; None for a batch
+        without kept ids.
 
         The batch's `support_ids` holds one list per response token, with the ids that the sampler
         kept. An empty list means that the sampler kept the whole vocabulary.
@@ -75,7 +74,7 @@ class Scored:
         return ids.to(self.at.device), _offsets(counts[chosen]).to(self.at.device)
 
     def everywhere(self, data: Any) -> Pairs | None:
-        """Return the sets of ids of all N positions; unscored positions have an empty set."""
+        """Return the kept ids of all N positions; unscored positions have none."""
         if (pairs := self.support(data)) is None:
             return None
         counts = pairs[1].new_zeros(self.positions)

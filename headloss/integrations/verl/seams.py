@@ -67,9 +67,10 @@ def _new(theirs: Any) -> Any:
 def _under_megatron() -> None:
     """Let Megatron models return hidden states in place of logits, whether or not verl's fused
     kernels would serve the model. Multi-token prediction is replaced separately."""
-    from . import megatron  # Imports Megatron-Core, which FSDP does not need.
+    from . import megatron  # Imported on demand, since the FSDP engine does not need Megatron-Core.
 
-    megatron.SEAMS.install(quiet=True)  # `install()` has already announced verl.
+    # `install()` has already warned of an untested verl release.
+    megatron.SEAMS.install(quiet=True)
     megatron_mtp.install()
     if megatron.SEAMS not in under_megatron:
         under_megatron.append(megatron.SEAMS)

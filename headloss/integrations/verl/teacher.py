@@ -25,7 +25,7 @@ from .scored import Scored
 @dataclass
 class TopK(ModelOutput):
     """Distillation losses and masses [..] in the labels' shape, 0 at unscored positions. Only the
-    losses have a gradient."""
+    distillation losses have a gradient; the masses have none."""
 
     distillation_losses: Tensor
     student_mass: Any = None  # A `ModelOutput` dataclass allows one field without a default.
@@ -38,7 +38,7 @@ class Teacher:
         sum over the teacher's k likeliest of p (log p - log q)
 
     log p is the teacher's log-prob and log q the student's over the whole vocabulary, both clamped
-    from below. The masses are the sums of p and q before the clamp.
+    from below. The masses are the sums of p and of q over the k ids, before the clamp.
 
     A `Teacher` must not become a dataclass or a container: FSDP would cast the fields.
 

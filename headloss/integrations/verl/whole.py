@@ -29,16 +29,17 @@ from .asked import DIVERGENCE
 from .scored import Scored
 from .teacher import Teacher, TopK, spread
 
-HIDDEN = "teacher_hidden"  # Name of the batch's field.
-RUNNING: list[str] = []  # Stack of `loss_mode`s whose forward a headloss engine is running.
-# Factory of the teacher's head, at most one.
+HIDDEN = "teacher_hidden"  # Batch field with the teacher's hidden states.
+# Stack of `loss_mode`s of the forwards that headloss's engine is running now.
+RUNNING: list[str] = []
+# The registered factory of the teacher's head; empty before registration.
 FACTORIES: list[Callable[[torch.device], hl.Head]] = []
 
 
 def add() -> None:
     """Register each divergence in verl as a `loss_mode`.
 
-    verl keeps aggregation, the loss ceiling, the policy gradient and the metrics.
+    verl still computes aggregation, the loss ceiling, the policy gradient and the metrics.
     """
     for name in map(f"{DIVERGENCE}{{}}".format, KINDS):
         if name not in DISTILLATION_LOSS_REGISTRY:
@@ -128,7 +129,7 @@ class WholeVocabulary(Teacher):
             divergences=(self.kind,),
         )
         losses = stats.divergences[self.kind]
-        # verl's output needs masses next to the losses.
+        # verl's output must have masses in addition to the losses.
         mass = spread(torch.ones_like(losses), self.at, labels)
         self.topk = TopK(spread(losses, self.at, labels), mass, mass.clone())
         logp, entropy = (spread(x, self.at, labels) for x in (stats.logp, stats.entropy))
