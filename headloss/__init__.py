@@ -67,6 +67,6 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names only, since some names of modules differ from a public name in case
-    alone."""
+    """Return the public names alone, because the names of some modules differ from public names
+    only in upper and lower case."""
     return __all__

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 R = TypeVar("R")
-INT64 = 1 << 63  # One more than the largest integer of a tensor.
+INT64 = 1 << 63  # One more than the largest integer that an int64 tensor can hold.
 LARGEST = sys.float_info.max
 IGNORE = -100  # the target of an unscored position, as in torch.nn.functional.cross_entropy
 
 
 def as_float(number: Any) -> float:
-    """Return a real number as a float; inf for a number above all floats."""
+    """Return a real number as a float; inf for a number larger than every float."""
     try:
         return float(number)
     except OverflowError:
@@ -29,8 +29,8 @@ def as_float(number: Any) -> float:
 
 
 def check_dense(name: str, value: Tensor) -> None:
-    """TypeError for a tensor without strides (sparse, mkldnn, nested), which no kernel can read, or
-    a quantised one."""
+    """Raise TypeError for a quantised tensor, and for a tensor without strides (sparse, mkldnn,
+    nested), which no kernel can read."""
     if value.layout is not torch.strided or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else str(value.layout)
         kind = str(value.dtype) if value.is_quantized else f"layout {kind}"
@@ -38,8 +38,9 @@ def check_dense(name: str, value: Tensor) -> None:
 
 
 def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
-    """ValueError for a tensor to be written whose elements may share an address. In some order of
-    the dimensions, each stride must exceed the reach of all inner dimensions."""
+    """Raise ValueError for an output tensor whose elements may share memory. Elements are distinct
+    if, in some order of the dimensions, each stride exceeds the largest offset of the inner
+    dimensions."""
     reach = 0
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -49,7 +50,7 @@ def check_own_places(name: str, value: Tensor, what: str = "memory") -> None:
 
 
 def check_device(name: str, value: Tensor, other: Tensor, whose: str = "the targets'") -> None:
-    """ValueError if a tensor is not on the device of the tensor `other`."""
+    """Raise ValueError if a tensor is not on the device of the tensor `other`."""
     if value.device != other.device:
         raise ValueError(f"{name}: got device {value.device}, want {whose} {other.device}")
 
@@ -82,8 +83,8 @@ def check_number(
     accept: Callable[[float], bool] = lambda x: True,
     of: type = Real,
 ) -> None:
-    """Check a number: TypeError that names `kind` for a value that is not of type `of`, ValueError
-    that names `want` for a number that is not finite or not accepted."""
+    """Raise TypeError, naming `kind`, for a value that is not of type `of`; raise ValueError,
+    naming `want`, for a number that is not finite or not accepted."""
     if isinstance(value, bool) or not isinstance(value, of):
         raise TypeError(f"{name}: got {value!r}, want {kind}")
     number = as_float(value)
@@ -93,8 +94,8 @@ def check_number(
 
 def plain_number(value: Any) -> Any:
     """Return the int or float of any real number, such as a fraction, a NumPy number or an integer
-    of more than 64 bits, since a tensor cannot be multiplied by these types. Return other values
-    unchanged, for later checks to name."""
+    of more than 64 bits, since a tensor cannot be multiplied by these types. Return a value that is
+    not a real number unchanged; a later check raises the error."""
     if not isinstance(value, Real):
         return value
     number: Any = value
@@ -140,8 +141,8 @@ def with_nearest_name(record: type[R]) -> type[R]:
 
 
 def brief(value: object) -> str:
-    """Return shape and dtype of a tensor, for the repr of its container; return the repr of other
-    values."""
+    """Return the shape and dtype of a tensor, for the repr of an object that holds the tensor;
+    return the repr of any other value."""
     if not isinstance(value, Tensor):
         return repr(value)
     return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -37,11 +37,11 @@ class TermReport:
     """The report of `check_term`.
 
     Attributes:
-        statistics: the statistics that the term reads, and the kinds of its divergences from a
-            teacher.
+        statistics: the statistics that the term reads, and the kinds of the term's divergences from
+            a teacher.
         fields: the batch fields that the term reads.
         gradients: the statistics on which the term's value depends differentiably.
-        cuts: the divisions of the batch on which the term's values agreed with the whole batch.
+        cuts: the divisions of the batch whose parts gave the same term values as the whole batch.
     """
 
     statistics: tuple[str, ...]
@@ -115,7 +115,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """Return a packed batch with every field that the term reads, and the term's reads."""
     unit = term.segments_per_unit
-    # Repeat the lengths to a whole number of segment units.
+    # Repeat the lengths until the number of segments is a multiple of the term's unit, such as a
+    # pair.
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit
     tokens = sum(lengths)
     segments = Segments.from_lengths(torch.tensor(lengths, device="cpu"))
@@ -169,7 +170,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     if term.scope == "token":
         borders["single tokens"] = [*range(ends[-1] + 1)]
     cuts = {name: [piece(*both) for both in pairwise(at)] for name, at in borders.items()}
-    # Reverse the order of the units of segments.
+    # Reverse the order of the units (groups of segments that a term needs together).
     count = batch.segments.count
     turned = torch.arange(count, device="cpu").view(-1, unit).flip(0).flatten()
     segments = Segments.from_ids(turned[batch.segments.ids], count)

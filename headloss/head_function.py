@@ -48,8 +48,8 @@ def head_function(
             sequences (`segments`); loss_fn reads all other data from its closure.
         loss_fn: `loss_fn(logps, entropies)` gets two float32 tensors (float64 for float64 inputs)
             in the targets' shape, 0 at unscored positions, and returns a scalar.
-        separable: the units whose losses are summed. Denominators must then be constants (a mask's
-            sum).
+        separable: the unit ("token" or "sequence") over which the loss is a sum; None for any loss.
+            A separable loss may be divided only by constants, such as a mask's sum.
 
             - None: any loss. loss_fn is called once, on all positions, and the gradient comes back
               through `head_stats`: *held* (6NHV) if the softmax terms of all tokens fit

@@ -88,8 +88,8 @@ class Output:
         return metrics
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies and pickles, with computed metrics in place of the closure
-        that computes metrics."""
+        """Return the state for copies and pickles, with the values of metrics in place of the
+        function that computes metrics."""
         return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
     def __repr__(self) -> str:
@@ -188,11 +188,13 @@ def logits_loss(
 
     Args:
         logits: [.., V] raw logits, any float dtype and layout.
-        temperature, softcap, logit_scale: as in `Head`: raw -> scale -> soft cap -> / temperature.
+        temperature, softcap, logit_scale: as in `Head`; raw logits are scaled, then soft-capped,
+            then divided by the temperature.
         vocab_group: process group over whose ranks the vocabulary is sharded, in rank order;
             `logits` are this rank's vocabulary shard.
-        inplace: the gradient may overwrite the logits, which hold nothing useful afterwards. For
-            float16 logits the gradient is a separate tensor, scaled for the upstream gradient.
+        inplace: True lets the gradient overwrite the logits, whose memory then no longer holds
+            logits. For float16 logits the gradient is a separate tensor, scaled for the upstream
+            gradient.
 
     Returns:
         An `Output`.
@@ -242,7 +244,7 @@ def plan(
         A `Plan`: schedule, chunks, tiles, bytes, and the reason for the schedule.
 
     Raises:
-        ValueError, TypeError: as `head_loss`, for errors that shapes and options show.
+        ValueError, TypeError: as `head_loss`, for errors visible in shapes and options alone.
 
     >>> import torch, headloss as hl
     >>> hidden, head = torch.zeros(6, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))
@@ -332,8 +334,8 @@ def _metrics(
     stats: Statistics,
     tolerance: Tolerance | None,
 ) -> Metrics:
-    """Return the folded observations of all terms, and the count of rows that the tolerance
-    skipped."""
+    """Return the metrics of all terms (reported values, reduced over tokens or segments), and the
+    number of rows that the gradient tolerance skipped."""
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)

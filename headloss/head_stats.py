@@ -85,10 +85,11 @@ def head_stats(
     object share the batch's packing. A batch may have another shape than the hidden states under
     `Options(sequence_parallel=True)`.
 
-    The `one_pass` schedule is not available, as the loss needs all statistics first. Schedule
-    "auto" chooses *frozen* (4NHV) for a head without gradient under `gradients=("logp",)`, *held*
-    (6NHV) if the softmax terms (or logits) of all tokens fit `memory_budget`, else *recompute*
-    (8NHV). `torch.compile` always runs *recompute*, as a registered operator without a graph break.
+    The `one_pass` schedule is not available, because the outside loss reads the statistics of all
+    tokens before any gradient. Schedule "auto" chooses *frozen* (4NHV) for a head without gradient
+    under `gradients=("logp",)`, *held* (6NHV) if the softmax terms (or logits) of all tokens fit
+    `memory_budget`, else *recompute* (8NHV). `torch.compile` always runs *recompute*, as a
+    registered operator without a graph break.
 
     Args:
         options: see `Options`. The backward pass writes `main_grad`. `upstream` is refused.
@@ -136,7 +137,7 @@ def head_stats(
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
-        except Exception as error:  # To be raised on all ranks, in the comparison of their calls.
+        except Exception as error:  # Raised on every rank by the comparison of their calls.
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):

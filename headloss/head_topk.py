@@ -102,8 +102,8 @@ def head_topk(
 
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return ids [n, k] and log-probs [n, k] of some rows, merging the best of each tile of
-    columns."""
+    """Return ids [n, k] and log-probs [n, k] of the k likeliest tokens of some rows, from one tile
+    of columns after the next."""
     forward = source.context.forward(rows)
     shard = source.context.shard
     partials: SoftmaxState | None = None
@@ -111,7 +111,7 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
     best = ids.to(source.dtype)
     for tile in steps(source.vocabulary, width):
         raw = source.raw(rows, tile)
-        if k == 1:  # One read of the tile gives the maximum together with the softmax state.
+        if k == 1:  # One read of the tile gives the maximum and the online-softmax state.
             state, columns = source.acts.best(raw, forward.transform)
             partials = state if partials is None else merge(partials, state)
             values = state.max_logit.unsqueeze(1)

@@ -17,8 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @with_nearest_name
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of `head_loss`, `logits_loss`, `head_stats`, `head_function`, `head_topk` and `plan`,
-    each as far as applicable.
+    """Options of `head_loss`, `logits_loss`, `head_stats`, `head_function`, `head_topk` and `plan`;
+    each function uses the options that apply.
 
     Attributes:
         backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit backend that
@@ -30,7 +30,7 @@ class Options:
             most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers, candidates,
             supports, `logits_dtype` and `main_grad`: with any of these features, "auto" chooses
             "recompute".
-        chunk_tokens: tokens per chunk; schedule "auto" accepts any number with any objective.
+        chunk_tokens: tokens per chunk; with schedule "auto", any number works for any objective.
         memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps; gradients
             and their accumulators come on top. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
             (1.25 GiB of 80 GiB; of the smallest GPU in a vocabulary group). A budget below the
@@ -42,24 +42,27 @@ class Options:
             device, no skipped row, no check of values. Hidden states at unscored positions count as
             zeros. A batch-scoped term also sees unscored positions and must use `batch.live`, [T]
             bool; a batch-scoped term without `batch.live` is refused.
-        skip_rows: leave rows without gradient out of the two backward products, if the products are
-            large. Each chunk reads the number of rows from the device.
-        gradient_tolerance: a number x >= 0 for skipping rows with almost no gradient in the two
-            backward products. Skipped rows are the rows with the least |dL/dz| in each chunk (under
+        skip_rows: leave tokens without a gradient out of the two backward matmuls, where the
+            matmuls are large enough to gain. With `skip_rows`, the host reads the number of tokens
+            with a gradient from the device once per chunk.
+        gradient_tolerance: a number x >= 0; tokens with almost no gradient are left out of the two
+            backward matmuls. Skipped rows are the rows with the least |dL/dz| in each chunk (under
             "held" and "recompute", in the whole call), as long as the sum of their |dL/dz| is at
             most x times the sum over the chunk. The metrics `skipped_rows` and `skipped_mass`
             report the skipped rows. In the Frobenius norm, `skipped_mass.sum` times the largest
             norm of a weight row bounds the error of the hidden gradient; `skipped_mass.sum` times
             the largest norm of a hidden state bounds the error of the weight gradient. No row is
-            skipped under "frozen", or in a block too small to repay a GPU's wait. Dense teachers,
-            given logits and static shapes are refused.
+            skipped under "frozen", or in a block of tokens so small that a GPU's wait for the
+            number of rows costs more than skipping saves. A teacher with logits over the whole
+            vocabulary, `logits_loss`, and static shapes do not support `gradient_tolerance` and
+            raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
             on a GPU without this option. `batch_invariant` makes other heads of at most 32 bits
-            batch-invariant on a GPU, through matmuls slower than the vendor's. A token's row of the
-            hidden gradient then has the same bits too, for given coefficients and one schedule. The
-            weight gradient, divergences, and results of different devices or numbers of shards may
-            still differ.
+            batch-invariant on a GPU, through matmuls slower than the vendor's. A token's hidden
+            gradient then has the same bits too, under one schedule and for equal slopes of the
+            loss. The weight gradient, divergences, and results of different devices or numbers of
+            shards may still differ.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's

@@ -26,7 +26,7 @@ class Current:
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
-    def __reduce__(self) -> str:  # Copies and pickles give the module's only instance.
+    def __reduce__(self) -> str:  # Copying or unpickling CURRENT gives the module's only instance.
         return "CURRENT"
 
 
@@ -38,13 +38,14 @@ REAL = ("advantages", *OF_TOKENS)
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
-# A field's kind: its dtype (None for CURRENT) and its shape per token, () for one value.
+# The kind of a field: the dtype (None for CURRENT), and the shape of a token's value, () for a
+# number.
 Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
 def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kind:
-    """Return the kind of a field [.., K] with `rank` dimensions before K; floating vectors have the
-    dtype `wide`."""
+    """Return the kind (dtype, shape per token) of a field [.., K] with `rank` dimensions before K;
+    floating vectors get the dtype `wide`."""
     if isinstance(value, Current):
         return None, ()
     more = tuple(value.shape[rank:])
@@ -62,8 +63,9 @@ class Batch:
             target -100 is not scored.
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
-        advantages: [..] per token or [S] per segment. If a shape fits both, the values are per
-            token; with segments that run across ranks, only if the shape fits [..] on all ranks.
+        advantages: [..] per token or [S] per segment. If the shape fits both [..] and [S], the
+            values count as per token; with segments that run across ranks, only if the shape is
+            [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.
@@ -184,8 +186,8 @@ class Batch:
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
         """Return a batch of the same tokens with fields added, replaced or removed (None). Values
-        are aligned with the targets. The new batch shares the packing of this batch, unless fields
-        of ids change.
+        are aligned with the targets. The new batch shares the packing of this batch, unless a field
+        of vocabulary ids (such as `candidate_ids` or `support_ids`) changes.
 
         >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
         """
@@ -193,7 +195,8 @@ class Batch:
         batch.fields = {n: v for n, v in self.fields.items() if n not in fields}
         batch._set_fields(fields)
         if not fields.keys() & {"support_ids", *ID_FIELDS}:
-            # `Batch.__getstate__` leaves the survey out of copies.
+            # `Batch.__getstate__` leaves the survey (extremes and counts read from the device) out
+            # of copies.
             batch._last_survey = self._last_survey
         return batch
 
@@ -234,9 +237,9 @@ class Batch:
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
-        """Return the survey of the batch's tensors; make a survey now if the last survey is of
-        other tensors. RuntimeError if targets, segments or stored ids were changed in place since
-        the last survey."""
+        """Return the survey (extremes and counts read from the device) of the batch's tensors; make
+        a survey now if the last survey is of other tensors. RuntimeError if targets, segments or
+        stored ids were changed in place since the last survey."""
         survey = self._last_survey
         support = self.support
         fields = self.fields
@@ -311,28 +314,30 @@ class Batch:
         return self._fits(name)[0]
 
     def _fits(self, name: str) -> tuple[bool, bool]:
-        """Return two flags of a field's shape: values per position, and values per segment."""
+        """Return two flags: the field's shape fits a value per position; the shape fits a value per
+        segment."""
         value = self.fields[name]
         if isinstance(value, Current):
             return True, False
         as_segment = name not in OF_TOKENS and value.shape == (self.segments.count,)
-        # Prompts are per segment even if there are as many segments as positions.
+        # `prompts` has a value per segment, also where the shape fits a value per position.
         if name == "prompts":
             return False, as_segment
         if name == "teacher_hidden" and "teacher_index" in self.fields:
-            return False, value.dim() == 2  # Positions share rows through `teacher_index`.
+            # `teacher_index` lets several positions share a row of `teacher_hidden`.
+            return False, value.dim() == 2
         rank = None if name in REAL else self.targets.dim()
         return value.shape[:rank] == self.targets.shape, as_segment
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
-        """Return the kinds of the fields by name, as terms see the fields, with floating vectors in
-        `wide`."""
+        """Return the kinds (dtype, shape per token) of the fields by name, as terms see the fields;
+        floating vectors have the dtype `wide`."""
         rank = self.targets.dim()
         fields = self.fields.items()
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}
 
 
-MOST_IDS = 512  # The most ids of a position.
+MOST_IDS = 512  # Largest number of ids of a position.
 # Attributes of `Batch` and of `PackedBatch`.
 RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}
 RESERVED |= {"get", "live", "on", "slice", "replacing", "wide", "index", "stats", "as_given"}
@@ -356,7 +361,7 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    # Check here, since the constructor, which runs for each cut of a batch, checks nothing.
+    # Check here, because `Segments()` runs for every chunk of a batch and therefore checks nothing.
     ids = check_integers("segments.ids", segments.ids, "an integer tensor")
     check_integer("segments.count", segments.count, 0)
     if ids.numel() != value.numel():
@@ -368,8 +373,8 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
 
 
 def check_ids(name: str, ids: Tensor, shape: torch.Size, most: int | None = None) -> None:
-    """ValueError or TypeError if ids are not integers of shape [.., K] with 1 <= K (<= `most`),
-    where [..] is `shape`."""
+    """Raise ValueError or TypeError if ids are not integers of shape [.., K] with 1 <= K (<=
+    `most`), where [..] is `shape`."""
     if ids.shape[:-1] != shape or not 1 <= ids.shape[-1] <= (most or ids.shape[-1]):
         want = f"{(*shape, 'K')} with {'K >= 1' if most is None else f'1 <= K <= {most}'}"
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, want {want}")

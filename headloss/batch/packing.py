@@ -55,10 +55,12 @@ class PackedBatch:
     segments: Segments  # Segments of sorted tokens.
     _fields: Mapping[str, Tensor | Current]  # Shapes [N, ..]; gathered when a term reads the field.
     live: Tensor | None = None  # Shape [T], bool: True for scored tokens; None without `static`.
-    index: Tensor | None = None  # Shape [T]: position of each token; None for all N in order.
+    # Shape [T]: position of each token; None if the tokens are all N positions in order.
+    index: Tensor | None = None
     _per_segment: frozenset[str] = frozenset()  # Names of fields that are [S].
-    _dtype: torch.dtype | None = None  # Dtype of gathered floating vectors; None: unchanged.
-    _count: int = 0  # S, without the extra segments of static shapes.
+    # Dtype of the floating vectors that terms read; None keeps each field's dtype.
+    _dtype: torch.dtype | None = None
+    _count: int = 0  # Number of segments S, without the extra segments that static shapes add.
     _read: dict[str, Any] = field(default_factory=dict)  # Gathered fields.
     _cut_of: tuple[PackedBatch, slice] | None = None
 
@@ -89,7 +91,8 @@ class PackedBatch:
         value = self.as_given(name)
         if name in self._per_segment:
             ids = self.segments.ids
-            if live is not None:  # The value 0 for extra segments, which are not scored.
+            # Extra segments of static shapes are not scored and get the value 0.
+            if live is not None:
                 value, ids = pad(value, (0, 1)), ids.clamp_max(len(value))
             value = value[ids]
         elif self.index is not None:
@@ -102,8 +105,8 @@ class PackedBatch:
         return value if live is None else value.masked_fill(~live, 0)
 
     def as_given(self, name: str) -> Any:
-        """Return a field before gathering: [N, ..], or [S] if per segment; None for a missing
-        field."""
+        """Return a field before the selection of scored tokens: [N, ..], or [S] if per segment;
+        None for a missing field."""
         return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
@@ -144,7 +147,7 @@ def answers(batch: PackedBatch) -> Segments:
     of_tokens = batch.prompts
     segments = batch.segments
     prompts = batch.as_given("prompts")
-    # A sample batch of a trace holds vectors of tokens only.
+    # The small sample batch on which a term is traced holds only vectors of tokens.
     if "prompts" not in batch._per_segment:
         first = segments.lengths.cumsum(0) - segments.lengths
         prompts = of_tokens[first.clamp_max(len(batch) - 1)]
@@ -156,19 +159,21 @@ def answers(batch: PackedBatch) -> Segments:
 
 
 class Packing:
-    """Positions of the packed tokens in the batch, and the tokens' counts on the host.
+    """Positions of the scored tokens in the batch, and the number of scored tokens per segment, on
+    the host.
 
     Args:
-        unit: with static shapes, the number of extra segments at the end, which hold positions
-            without a target or with a bad id, so that the device need not be read. None without
-            static shapes.
+        unit: with static shapes, the number of extra segments at the end. Positions without a
+            target or with a bad id go to the extra segments, so that the device need not be read.
+            None without static shapes.
     """
 
     shape: torch.Size  # Shape of the targets as given.
     count: int  # Number of segments as given, S.
     targets: Tensor  # Shape [T].
     segments: Segments  # Segments of sorted tokens.
-    index: Tensor | None = None  # Shape [T]: position of each token; None for all N in order.
+    # Shape [T]: position of each token; None if the tokens are all N positions in order.
+    index: Tensor | None = None
     scored: Tensor  # Shape [N], bool; absent with static shapes.
     live: Tensor | None = None  # Shape [T], bool: True if scored; None without static shapes.
     lengths: list[int] | None = None  # Scored tokens of each segment; None with static shapes.
@@ -185,8 +190,8 @@ class Packing:
             self.index = _argsort(bins, count)
             ids = bins[self.index]
             self.live = ids < count
-            # Search segment starts in sorted ids: a GPU serializes atomic additions to few
-            # counters.
+            # Find the segment starts by a search in sorted ids, because a GPU serializes atomic
+            # additions to a few counters.
             numbers = torch.arange(count + unit + 1, device=ids.device)
             counts = torch.searchsorted(ids, numbers).diff()
         else:
@@ -235,8 +240,8 @@ class Packing:
         return PackedBatch(*of_tokens, per_segment, dtype, self.count)
 
     def scatter(self, values: Tensor, rows: slice = ALL) -> Tensor:
-        """Return values [n, ..] of the tokens `rows` in the caller's shape, in new memory; 0 at all
-        other positions."""
+        """Return a new tensor in the caller's shape, with the values [n, ..] at the positions of
+        the tokens `rows` and 0 at all further positions."""
         return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
@@ -254,8 +259,8 @@ def scattered(
     live: Tensor | None,
     rows: slice = ALL,
 ) -> Tensor:
-    """Return the result of `Packing.scatter` from the packing's fields, so that a closure need not
-    keep the batch alive."""
+    """Return the result of `Packing.scatter` from the packing's tensors alone, so that a closure
+    need not keep the batch alive."""
     if live is not None:
         values = values.masked_fill(~as_wide(live[rows], values), 0)
     full = values.new_zeros(*shape, *values.shape[1:])
@@ -269,7 +274,7 @@ def scattered(
 
 def places(chosen: Tensor, count: int) -> Tensor:
     """[count] indices of the True elements of a [N] bool vector, in order; `count` must be the
-    number of True elements. No read from the device."""
+    number of True elements. The host does not wait for the device."""
     return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
@@ -279,7 +284,8 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:
-    """[N] a stable order by bin number; narrow integers, which a GPU sorts faster."""
+    """Return the stable sort order [N] of bin numbers, which are first cast to narrow integers,
+    because a GPU sorts narrow integers faster."""
     return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)
 
 

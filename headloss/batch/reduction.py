@@ -89,7 +89,7 @@ class Totals:
             as_token, as_segment = batch._fits(name)
             rows.append(kept_of(mask.reshape(-1) if as_token else ~scored))
             rows.append(kept_of(mask[ids] if as_segment else ~scored))
-            # 1 if the mask is not per token on this rank.
+            # 1 if the mask has no value per token (but per segment) on this rank.
             rows.append(torch.full_like(rows[0], not as_token))
         counts = torch.stack(rows)  # Sum over the ranks that share the segments.
         if segments.group is not None:
@@ -204,10 +204,10 @@ class StandardWeight:
     """The weight rule of the library's own reductions: 1 / total for all tokens, or a weight by
     length. Totals may be plain numbers. `lengths` may be None unless `by_length` is set."""
 
-    # The total in the denominator; "none" uses `length` alone.
+    # The total in the weight's denominator; with "none", the denominator is `length` alone.
     of: Literal["tokens", "segments", "prompts", "none"]
     by_length: bool = False  # Also divide by the length of the token's segment or prompt.
-    length: Number = 1  # A factor of the denominator.
+    length: Number = 1  # A constant factor of the weight's denominator.
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:

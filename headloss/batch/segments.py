@@ -60,8 +60,8 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # Tokens per segment if `ids` were made in ascending order without gaps; 0 if lengths
-        # differ. None for arbitrary ids.
+        # Tokens per segment, if `ids` were made in ascending order without gaps; 0 if segment
+        # lengths differ. None for arbitrary ids.
         self._row = row
         # Ids are sorted, and the tokens of this rank per segment are known.
         self._packed = counts is not None
@@ -168,8 +168,9 @@ class Segments:
         return cast(Tensor, Linear.apply(self._at_tokens, self._own_sum, values))
 
     def split_pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [S] values into values of segments 2k and of segments 2k + 1, [S // 2] each."""
-        pairs = len(values) // 2  # Ignore an extra segment of static shapes.
+        """Split [S] values of pairs of segments into values of the first segments (2k) and of the
+        second segments (2k + 1), [S // 2] each."""
+        pairs = len(values) // 2  # Leave out an extra segment that static shapes add at the end.
         return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
 
     def slice(self, chunk: Chunk) -> Segments:
@@ -221,14 +222,15 @@ class Segments:
         return total.to(values.dtype if values.is_floating_point() else torch.int64)
 
     def _at_totals(self, gradient: Tensor) -> Tensor:
-        """Adjoint of a sum: the gradient's total over ranks, expanded to tokens."""
+        """Return the vjp of `sum`: the upstream gradient, summed over ranks and expanded to
+        tokens."""
         if self.group is not None:
             gradient = self._over_ranks(gradient.double()).to(gradient.dtype)
         return self._at_tokens(gradient)
 
     def _own_sum(self, gradient: Tensor) -> Tensor:
-        """Adjoint of an expansion: the sum over this rank's tokens, since all ranks add their
-        sums."""
+        """Return the vjp of `expand`: the upstream gradient, summed over this rank's tokens alone,
+        since the vjp of `sum` adds the ranks' sums."""
         return self._local_sum(gradient).to(gradient.dtype)
 
     def _over_ranks(self, values: Tensor) -> Tensor:
@@ -241,7 +243,8 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Linear(torch.autograd.Function):
-    """A linear map with a given adjoint, such as a map between tokens and segments."""
+    """Autograd function of a linear map with a given adjoint, such as a map between tokens and
+    segments."""
 
     @staticmethod
     def forward(ctx, run: Map, adjoint: Map, values: Tensor) -> Tensor:
@@ -254,19 +257,21 @@ class Linear(torch.autograd.Function):
 
 
 def count_in(ids: Tensor, count: int, included: Tensor) -> Tensor:
-    """[count] int64, the number of included elements of each id; `included` is [n] bool."""
+    """Return [count] int64, the number of elements with each id, counting only elements at which
+    `included` [n] is True."""
     counts = ids.new_zeros(count)  # `count` may be 0.
     return counts.scatter_add_(0, ids, included.to(counts.dtype)) if count else counts
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    """[n + 1] starts of n consecutive pieces of the given sizes, and the end of the last piece."""
+    """Return the [n + 1] start offsets of n consecutive runs of the given sizes, and the end of the
+    last run."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [n] the rank of each value among the distinct values, from 0 in ascending order, and
-    [] the number of distinct values. No read from the device."""
+    """Return the rank [n] of each value among the distinct values (0 for the smallest), and the
+    number [] of distinct values. The host does not wait for the device."""
     ordered, places = values.sort()
     firsts = torch.ones_like(places)  # 1 at the first occurrence of a value.
     firsts[1:] = ordered[1:] != ordered[:-1]

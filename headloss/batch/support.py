@@ -27,7 +27,8 @@ class SupportIds:
     def __init__(self, value: Any, targets: Tensor) -> None:
         self.value = value
         self.tensors = value if isinstance(value, tuple) else (value,)
-        self.width: int | None = None  # K; None for a pair of ids and offsets.
+        # Largest number K of ids of a position; None for a pair of ids and offsets.
+        self.width: int | None = None
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
             got = [getattr(t, "dtype", type(t).__name__) for t in self.tensors]
@@ -49,7 +50,7 @@ class SupportIds:
 
     @property
     def _pairs(self) -> SupportPairs:
-        """Pairs of all positions."""
+        """Pairs of a position and an id, for all positions."""
         ids, *offsets = (t.reshape(-1).long() for t in self.tensors)
         return SupportPairs(ids, width=self.width, offsets=next(iter(offsets), None))
 
@@ -127,9 +128,9 @@ class SupportIds:
 class SupportPairs:
     """Pairs of T packed tokens and their columns, in the order of tokens."""
 
-    ids: Tensor  # Shape [P], int64; negative in empty slots.
-    offsets: Tensor  # Shape [T + 1], int64.
-    width: int | None  # Pairs of each token; None if numbers differ.
+    ids: Tensor  # Columns [P], int64; a negative entry marks an empty slot (no column).
+    offsets: Tensor  # Start of each token's pairs, and the end of the last token's, [T + 1] int64.
+    width: int | None  # Number of pairs of every token; None if tokens have different numbers.
     # Tokens without ids, [m], which have all columns; None if all tokens have ids.
     free: Tensor | None = None
 
@@ -148,12 +149,12 @@ class SupportPairs:
 
     @cached_property
     def counts(self) -> Tensor:
-        """[T] number of ids of each token."""
+        """The number of columns in each token's support, [T]."""
         return count_in(self.tokens(), len(self), self.ids >= 0)
 
     def tokens(self, pairs: Tensor | None = None) -> Tensor:
-        """Return the token of each given pair, by default of all pairs; in range even for invalid
-        offsets."""
+        """Return the token of the given pairs (of a token and a column), by default of all pairs;
+        the token is in range even if `offsets` is invalid."""
         if pairs is None:
             pairs = torch.arange(len(self.ids), device=self.ids.device)
         ends = self.offsets[1:]
@@ -161,27 +162,29 @@ class SupportPairs:
 
     @property
     def restricted(self) -> int:
-        """The number of tokens with ids."""
+        """The number of tokens that have support ids."""
         return len(self) - (0 if self.free is None else len(self.free))
 
     @cached_property
     def _free(self) -> list[int]:
-        """The tokens without ids, on the host."""
+        """The tokens without support ids, on the host."""
         return [] if self.free is None else self.free.tolist()
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """The offsets, on the host."""
+        """The offsets of the tokens' pairs, on the host."""
         width = self.width
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
     def window(self, rows: slice, first: int, size: int) -> Support:
-        """Return the pairs of the tokens `rows` with columns in [first, first + size)."""
+        """Return the pairs (a token and a column of its support) of the tokens `rows`, with columns
+        in [first, first + size)."""
         begin = self._ends[rows.start]
         end = self._ends[rows.stop]
         ids = self.ids[begin:end]
         offsets = self.offsets[rows.start : rows.stop + 1] - begin
-        if begin == end:  # Provide an element to index; its id -1 is an empty slot.
+        # Add an element, because indexing needs at least one; the element's id -1 means no column.
+        if begin == end:
             ids = ids.new_full((1,), -1)
         return Support(ids, offsets, first, size)
 
@@ -192,8 +195,8 @@ class SupportPairs:
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 
     def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Support]:
-        """Return [P] pairs of the tokens `rows`, sorted by column, and the tokens of each column;
-        sorted on first use."""
+        """Return the pairs [P] of the tokens `rows`, sorted by column, and the tokens of each
+        column; the sort runs on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
             begin = self._ends[rows.start]
@@ -207,7 +210,7 @@ class SupportPairs:
         return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> SupportPairs:
-        """Return the pairs of the tokens `index`."""
+        """Return the support of the tokens `index` alone."""
         if self.width is not None:
             ids = self.ids.view(-1, self.width)[index].reshape(-1)
             taken = SupportPairs(ids, width=self.width)

@@ -1,4 +1,5 @@
-"""Conversions of kept ids, in the forms that samplers return, to `support_ids` of a batch.
+"""Conversions of the token ids that a sampler kept (by top-k or top-p), from the formats of
+samplers to a batch's `support_ids`.
 
 B completions of C tokens, N tokens in all, V vocabulary, P pairs of a token and an id, K the most
 ids of a token.
@@ -20,11 +21,11 @@ from .segments import offsets_of
 
 
 def support_from_scores(scores: Tensor) -> Tensor:
-    """Return the ids of kept scores, [.., K] int64 in ascending order, padded with -1, for
-    `support_ids`.
+    """Return the ids whose scores a sampler kept, [.., K] int64 in ascending order, padded with -1,
+    for `support_ids`.
 
-    A row that keeps all ids or no id is all -1, which means the whole vocabulary. K is the most
-    kept ids over all other rows, at least 1.
+    A row that keeps all ids or no id is all -1, which means the whole vocabulary. K is the largest
+    number of kept ids of a row (rows of -1 not counted), at least 1.
 
     >>> inf = float("inf")
     >>> support_from_scores(torch.tensor([[0.5, -inf, 1.0], [0.1, 0.2, 0.3]]))
@@ -55,7 +56,7 @@ def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
     row. A row without False gives no ids.
 
-    On a GPU, the host waits for P.
+    On a GPU, the host waits for the number P.
     """
     restricted = mask & ~mask.all(1, keepdim=True)
     return restricted.nonzero()[:, 1], restricted.sum(1)

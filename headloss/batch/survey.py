@@ -108,8 +108,8 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """Numbers on the host, in three lists: descents of the segment ids and extremes; counts of
-        positions per bin; numbers of the support."""
+        """The survey's numbers on the host, in three lists: descents of the segment ids and
+        extremes of the fields; counts of positions per bin; numbers of the support."""
         numbers = self._copy.tolist()
         count = self.segments.count
         extremes = 3 + 2 * len(self.id_fields)

@@ -27,8 +27,8 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 
 class HeadLoss(torch.autograd.Function):
     """The scalar loss as an autograd function, which also returns the statistics [T], each term's
-    contribution to its reduced value, and the weighted objective. Input tensors have the order of
-    the source's gradients."""
+    contribution to its reduced value, and the weighted objective. The input tensors come in the
+    order of the gradients that the source of logits returns."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -117,8 +117,8 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
-    """Return the call, the source of recomputed logits, and the forward result; RuntimeError if a
-    field that the backward pass reads was changed in place."""
+    """Return the call's record, the source that recomputes logits, and the result of the forward
+    pass; RuntimeError if a field that the backward pass reads was changed in place."""
     ctx.used = True
     for name, tensor, version in ctx.read_again:
         if tensor._version != version:
@@ -188,7 +188,7 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
 
 def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], object]:
     """Append the tensors of a block's tile to `tensors`; return a function that rebuilds the tile
-    from these tensors. Parts that the source can recompute are not saved."""
+    from these tensors. Tensors of the tile that the source can recompute are not saved."""
     if isinstance(tile, Tensor):
         tensors.append(tile)
         return next

@@ -49,13 +49,14 @@ class Call:
     shard: WholeVocabulary  # This rank's vocabulary shard.
     plan: Plan
     packed: PackedBatch  # The batch as terms see it.
-    context: RowContext  # Context of the packed tokens, for sources of logits.
+    # Settings of the scored tokens (targets, transform, kernels) that sources of logits read.
+    context: RowContext
     # Skips rows with almost no gradient; None without `gradient_tolerance`.
     tolerance: Tolerance | None
 
     @property
     def open(self) -> Callable[[Tensors], LogitSource]:
-        """A function that makes the source of the scored tokens' logits from the call's tensors."""
+        """Function that makes the source of the scored tokens' logits from the call's tensors."""
         required = self.requirements
         support = self.scored.support
         if required.given:
@@ -78,8 +79,8 @@ class Call:
 
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
-        """A function that makes the gradient accumulator of a source, for blocks of tokens or
-        (given logits) tiles."""
+        """Function that makes the gradient accumulator of a source of logits, for blocks of tokens
+        or, if the logits are an input of the call, for tiles."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -114,7 +115,8 @@ class Call:
 
     @property
     def in_one_launch(self) -> bool:
-        """True if a single launch gives statistics and gradient of given logits, in closed form."""
+        """True if one kernel launch gives statistics and gradient of logits that are an input of
+        the call, in closed form."""
         plan = self.plan
         alone = self.groups == (None, None)
         return plan.in_place and plan.schedule == "one_pass" and alone and self.requirements.slopes
@@ -193,8 +195,8 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 
 
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
-    """Return the call and its tensors: given logits alone, or features and weights pairwise, then
-    the bias."""
+    """Return the call's record and input tensors: the logits alone, or features and weights
+    pairwise, then the bias."""
     call = call_of(arguments)
     head = arguments.head
     if head is None:
@@ -225,9 +227,9 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 
 def call_of(a: Arguments) -> Call:
-    """Return a call after the ranks' agreement; ValueError for bad fields of teachers and
-    candidates. Hidden states may be on the meta device. Dropout in a teacher's adapter follows the
-    first rank of the vocabulary's group, in a collective."""
+    """Return the call's record after the ranks agree that their calls match; ValueError for bad
+    fields of teachers and candidates. Hidden states may be on the meta device. Dropout in a
+    teacher's adapter follows the first rank of the vocabulary's group, in a collective."""
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:

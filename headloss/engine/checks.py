@@ -36,7 +36,9 @@ class Arguments:
     batch: Batch
     terms: Term | Objective
     options: Options
-    transform: Transform  # The transform of the head, or of given logits.
+    # The transform (scale, soft cap, temperature) of the head, or of logits that are an input of
+    # the call.
+    transform: Transform
     group: distributed.ProcessGroup | None  # Process group whose ranks hold the vocabulary shards.
     inplace: bool = False  # The gradient may overwrite the logits.
     loss_fn: LossFunction | None = None  # An external loss function in place of an objective.
@@ -144,7 +146,7 @@ def check_linear(arguments: Arguments, objective: Objective) -> torch.dtype | No
 
 
 def check_given(arguments: Arguments) -> None:
-    """Check given logits and the options that apply to them."""
+    """Check logits that are an input of the call, and the options that apply to such logits."""
     logits = arguments.tensor
     options = arguments.options
     transform = arguments.transform

@@ -28,8 +28,8 @@ from .checks import Arguments
 from .plan import Plan
 from .requirements import Requirements
 
-# Fields compared apart: a sharded teacher's logits differ between ranks; candidates are compared
-# under their own name.
+# Fields that are compared separately: a sharded teacher's logits differ between ranks; candidates
+# are compared under their own name.
 APART = ("teacher_logits", "candidate_ids")
 OWN = (PROCESS_GROUP, torch.device)  # Types whose values differ between ranks.
 NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}
@@ -193,7 +193,8 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
-        # A different layout of the weight would give this rank another plan.
+        # A different layout of the weight would give this rank a different plan from the other
+        # ranks' plan.
         "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
@@ -244,7 +245,7 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]
-    # Rows of `teacher_hidden` that positions share.
+    # Several positions may share a row of `teacher_hidden`.
     if targets is None or targets.numel() != len(sample):
         return sample
     return sample.masked_fill(targets.reshape(-1) == IGNORE, 0)

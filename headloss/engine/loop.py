@@ -5,7 +5,7 @@
         coefficients of the objective -> gradient of the logits -> sums       (now or later)
 
 T tokens, V vocabulary, n tokens of a block. Schedules differ in the blocks and columns of the loop,
-and in the time of the gradient's computation (`engine.autograd` has the backward pass).
+and in the point at which the gradient is computed (`engine.autograd` has the backward pass).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ForwardResult(NamedTuple):
     measured: Measured  # Statistics of all tokens.
     # Tiles of each block under the `held` schedule, which the gradient uses up.
     tiles: list[SourceTile]
-    # Gradients up to a factor; for a frozen head, dlogp/dhidden without the slope of each token.
-    # None if the backward pass computes the gradients.
+    # Gradients that still lack a common factor; for a frozen head, dlogp/dhidden without the slope
+    # of each token. None if the backward pass computes the gradients.
     sums: GradientSums | None = None
     weighted: WeightedObjective | ExternalLoss | None = None  # None for an external loss.
     shares: Tensor | None = None  # Contributions to each term's reduced value, [K] float64.
@@ -70,9 +70,9 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
-    """Return statistics of given logits without a copy of the logits, and their gradient if the
-    gradient may overwrite the logits. A single launch computes statistics and gradient if the
-    objective has closed form."""
+    """Return the statistics of logits that are an input of the call, without a copy of the logits.
+    Also return the gradient if the gradient may overwrite the logits. A single launch computes
+    statistics and gradient if the objective's gradient has a closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule

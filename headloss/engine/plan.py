@@ -29,9 +29,13 @@ GPU_SHARE = 64
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Columns of a slab if a token's bits must not depend on other tokens.
-SWEEP_BYTES = 480 << 20  # Bytes of a sweep that writes softmax terms or gradients in 16 bits.
-TEACHER_BYTES = 660 << 20  # Bytes of a sweep with a teacher.
-SLAB_ELEMENTS = (48 << 20, 192 << 20)  # Least and most logits of a slab in a sweep.
+# Working memory of a sweep (a loop over tiles) that writes softmax terms or gradients in 16 bits,
+# in bytes.
+SWEEP_BYTES = 480 << 20
+# Working memory of a sweep (a loop over tiles) in a call with a teacher, in bytes.
+TEACHER_BYTES = 660 << 20
+# Smallest and largest number of logits of a slab (a slice of vocabulary columns) in a sweep.
+SLAB_ELEMENTS = (48 << 20, 192 << 20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +103,7 @@ class Plan:
         if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        return [  # Without tokens, one empty block.
+        return [  # A call without tokens has one empty block.
             Chunk(start, min(start + step, self.tokens), 0, 0)
             for start in range(0, max(1, self.tokens), step)
         ]
@@ -151,13 +155,14 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
     chunks = cut(p, rows, limit)
     if chunks and p.scope == "segment" and options.chunk_tokens is None:
-        # Equal chunks may be more numerous, and each chunk adds to the float32 sum of dW.
+        # Making chunks equal may add chunks, and each chunk adds to the float32 sum of dW.
         chunks = min(chunks, cut(p, limit, limit) or chunks, key=len)
     schedule, reason = _choose(p, options, chunks, budget[0])
     if not (p.input_gradient or p.weight_gradient):
         schedule = "statistics"
         reason = "nothing requires a gradient"
-    if schedule == "held":  # A teacher's measures of all tokens come before any gradient.
+    # With a teacher, the measures of all tokens are computed before any gradient.
+    if schedule == "held":
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
     if schedule in ("frozen", "held") or chunks is None:
@@ -272,7 +277,7 @@ def _choose(
 
 
 def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
-    """Return bytes, and the origin of the number."""
+    """Return the memory budget in bytes, and the origin of the number."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
     if not (p.on_gpu and p.memory):
@@ -314,7 +319,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     columns = max(1, min(p.vocabulary, elements // tall))
     if columns > WAVE_TILE[1]:
         columns -= columns % WAVE_TILE[1]
-        if p.teachers and p.multiprocessors:  # Whole waves of a part of the tokens.
+        # Give each part of the tokens whole waves of output tiles.
+        if p.teachers and p.multiprocessors:
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
             full = waves * p.multiprocessors // across * WAVE_TILE[1]

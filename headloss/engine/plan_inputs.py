@@ -15,8 +15,9 @@ Schedule = Literal["one_pass", "recompute", "frozen", "held", "narrow", "statist
 # Rows x columns of a matmul's output that a multiprocessor computes at a time.
 WAVE_TILE = (128, 256)
 WORKING_BLOCK = 1 << 20  # Logits in a working block of the reference backend.
-CANDIDATE_BYTES = 24  # Bytes of a candidate: id, log-prob and slope.
-# Bytes of a support's pair: float32 logit and gradient, and indices sorted by column.
+CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and slope).
+# Bytes per pair of a token and a support column: float32 logit and gradient, and indices sorted by
+# column.
 PAIR_BYTES = 48
 EXP_ROWS = 16384  # Tokens per matmul that writes statistics alone.
 
@@ -56,7 +57,8 @@ class PlanInputs:
     multiples: bool = False  # The gradient needs only d/dlogp and d/dlse.
     exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
     rescaled: bool = False  # Gradients are scaled against underflow: dW sums in float32.
-    row_bytes: int = 4  # Bytes per token and vocabulary entry of a chunk, including teachers.
+    # Bytes per logit of a chunk (per token and vocabulary entry), including teachers' logits.
+    row_bytes: int = 4
     on_gpu: bool = False
     multiprocessors: int = 0  # Multiprocessors of the GPU.
     memory: int = 0  # Bytes of the GPU; in a vocabulary group, of the smallest GPU.

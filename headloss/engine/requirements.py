@@ -203,7 +203,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     teachers = objective.teachers
     dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
     tiles = 1 + dense + (len(teachers) + (CANDIDATES in required.gradients) > 1)
-    # Fields of columns whose log-probs are computed one by one.
+    # Fields of vocabulary ids whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
     # These statistics need tiles of logits; candidates alone can also use hidden states and

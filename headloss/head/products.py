@@ -17,10 +17,13 @@ from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
-LARGE = 1 << 25  # Elements of dX above which Hopper's library chooses slower tiles.
-BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix converted at a time.
+# Elements of the hidden gradient above which the vendor's library picks slower tiles on Hopper
+# GPUs.
+LARGE = 1 << 25
+BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
 GRAIN = 128  # Rows of a chunk and columns of a slab are multiples of this number, for fast matmuls.
-PARTS = 8  # Parts of a slab's tokens with a teacher: logits of one part are in memory at a time.
+# Parts of a slab's tokens in a call with a teacher; logits of one part are in memory at a time.
+PARTS = 8
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -75,7 +78,7 @@ class Products:
 
     def input_gradient(
         self,
-        gradient: Tensor,  # Gradient of logits, [n, v].
+        gradient: Tensor,  # Gradient with respect to the logits, [n, v].
         weight: Tensor,  # Weight, [v, H].
         dtype: torch.dtype,
         memory: Tensor | None = None,  # Memory [n, H] of `dtype`, which may be overwritten.
@@ -101,7 +104,7 @@ class Products:
     def add_input_gradient_(
         self,
         total: Tensor,  # Accumulator [n, H], float32 or float64.
-        gradient: Tensor,  # Gradient of logits, [n, v].
+        gradient: Tensor,  # Gradient with respect to the logits, [n, v].
         weight: Tensor,  # Weight, [v, H].
     ) -> None:
         """total += gradient @ weight."""
@@ -136,9 +139,9 @@ PLAIN = Products()
 
 def add_weight_gradient_(
     total: Tensor,  # Accumulator of the weight gradient, [v, H].
-    gradient: Tensor,  # Gradient of logits, [n, v].
+    gradient: Tensor,  # Gradient with respect to the logits, [n, v].
     features: Tensor,  # [n, H]
-    fresh: bool = False,  # True if `total` is uninitialized.
+    fresh: bool = False,  # True if `total` holds no sum yet and is overwritten.
 ) -> None:
     """total += gradient.T @ features."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):

@@ -210,8 +210,8 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """Return the fields of a causal language model's output embeddings; unless `told`, add soft cap
-    and logit scale."""
+    """Return the fields of a causal language model's output embeddings, with the model's soft cap
+    and logit scale unless the caller gave a transform (`told`)."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

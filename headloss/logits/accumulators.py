@@ -43,12 +43,12 @@ class BlockAccumulator:
     """Sums of gradients that arrive by blocks of tokens, over all columns. A `single_block` is the
     whole gradient, so that no wider sum is needed.
 
-    `weights` are the wanted weight gradients, by number of the pair (features, weight). `totals`
-    are the weight gradients' rows for a tile's columns, to which a block is added; totals in
-    `fresh` hold nothing yet.
+    `weights` maps the index of a pair (features, weight) to the gradient of the pair's weight, if
+    the weight requires a gradient. `totals` are the weight gradients' rows for a tile's columns, to
+    which a block is added; totals in `fresh` hold nothing yet.
     """
 
-    by_factor = True  # The factor is missing from `weights` until the end.
+    by_factor = True  # `weights` are multiplied by the factor only at the end.
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class BlockAccumulator:
 
     def add(self, gradient: LogitGradient) -> None:
         """Add dL/draw of the next block."""
-        if self.hidden.group is not None:  # The ranks' sum runs during the weight gradient.
+        # The all-reduce over ranks runs while the weight gradient is computed.
+        if self.hidden.group is not None:
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
         else:  # May overwrite scaled features, which the weight gradient has read.
@@ -205,7 +206,8 @@ class SlabAccumulator(BlockAccumulator):
 
 
 class HiddenGradient:
-    """Gradients of features, block by block: `totals` by pair (features, weight), where wanted.
+    """Gradients of features, block by block; `totals` maps the index of a pair (features, weight)
+    to the gradient of the pair's features, if the features require a gradient.
 
     If a group of ranks shards the vocabulary, a block's hidden gradient is summed over the ranks,
     in float32, while the block's weight gradient is computed and before the next block's. All rows
@@ -220,7 +222,8 @@ class HiddenGradient:
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.blocks = iter(blocks)
         self.totals = dict[int, Tensor]()
-        self.factors = dict[int, Tensor]()  # Factors that the rows of `totals` still lack.
+        # Factors by which the rows of `totals` must still be multiplied.
+        self.factors = dict[int, Tensor]()
         for i in self.wanted if len(blocks) != 1 else ():  # A single block's gradient is the total.
             features = source.features[i]
             # Contiguous rows, whatever the layout of the features.
@@ -275,6 +278,6 @@ class HiddenGradient:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # Not rounded before scaling.
+            else:  # Multiply by the factor first, then round to the gradient's dtype.
                 self.totals[i] = value
         self.pending = []

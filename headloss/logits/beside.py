@@ -27,7 +27,7 @@ from ..statistics.softmax import (
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
-# Pair of the columns' z and the state of all other columns.
+# Pair: z of the chosen columns, and the online-softmax state of all other columns.
 CandidateState = tuple[Tensor, SoftmaxState | None]
 
 
@@ -47,7 +47,8 @@ class LogitTile(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Return the state of all columns but `without` [n, K], merged with the state `onto`."""
+        """Return the online-softmax state of all columns except `without` [n, K], merged with the
+        online-softmax state `onto`."""
         if without is not None:
             without = without - self.first
         return self.acts.partials(self.raw, Forward(None, 0, transform, NOTHING), onto, without)
@@ -61,8 +62,8 @@ class Pairs(NamedTuple):
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """Return z [n, K] of the columns `ids`: 0 for a column outside of the window, else -inf for
-        a column outside of the token's support."""
+        """Return z [n, K] of the columns `ids`: 0 for a column outside of this vocabulary slice,
+        -inf for a column in the slice but outside of the token's support."""
         places, inside, _ = self.find(ids)
         z = transform(self.raw[places])
         column = ids - self.support.first
@@ -72,8 +73,8 @@ class Pairs(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Return the state of all pairs but those of the columns `without`; a support has only one
-        tile."""
+        """Return the online-softmax state of all support columns except `without`; a support has
+        only one tile."""
         support = self.support if without is None else self.find(without)[2]
         forward = Forward(self.nowhere, 0, transform, NOTHING)
         return self.acts.support_partials(self.raw, support, forward)
@@ -84,8 +85,8 @@ class Pairs(NamedTuple):
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """Return the pair [n, K] of each column, the mask [n, K] of columns that have a pair, and
-        the support of all other pairs."""
+        """Return the index [n, K] of the pair (token, column) of each id, the mask [n, K] of ids
+        that have such a pair, and the support of the remaining pairs."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -101,7 +102,8 @@ class Pairs(NamedTuple):
 
 
 def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
-    """Return the normalizer over the whole vocabulary, from the state of a rank's slice."""
+    """Return the normalizer over the whole vocabulary, from the online-softmax state of a rank's
+    vocabulary slice."""
     return finish(shard.merge(partials), 1, NOTHING)[1]
 
 
@@ -111,8 +113,7 @@ def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
 
 
 class SquaredSum(NamedTuple):
-    """Measurement of sum p^2 [n]: exp of the log-sum-exp at half the temperature less twice the
-    log-sum-exp."""
+    """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
     transform: Transform  # Transform at half the temperature.
     shard: WholeVocabulary  # This rank's slice.
@@ -123,13 +124,13 @@ class SquaredSum(NamedTuple):
         """Return None: sum p^2 has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
-        """Return the measurement of some of the tokens."""
+        """Return the measurement for the tokens `index` alone."""
         return self._replace(transform=self.transform.rows(index))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: SoftmaxState | None
     ) -> SoftmaxState:
-        """Return the state after further logits of some tokens."""
+        """Return the online-softmax state after adding a tile's logits of the tokens `rows`."""
         return logits.state(self.transform.rows(rows), state)
 
     def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
@@ -158,19 +159,19 @@ class Candidates(NamedTuple):
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
-        """Return the measurement of some of the tokens."""
+        """Return the measurement for the tokens `index` alone."""
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
-        """Return the columns' numbers [n, K] in a tile; empty slots and other tiles' columns lie
-        outside."""
+        """Return the columns' indices [n, K] within a tile; empty slots and columns of other tiles
+        lie outside."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: CandidateState | None
     ) -> CandidateState:
-        """Return z of the columns, 0 for columns outside of the tiles so far, and the state of all
-        other columns."""
+        """Return z of the columns, 0 for columns outside of the tiles so far, and the
+        online-softmax state of all other columns."""
         ids = self.ids[rows].long()
         transform = self.transform.rows(rows)
         z = logits.at(ids, transform)
@@ -236,7 +237,8 @@ class Candidates(NamedTuple):
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
     def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """Return the record of the gradient on a tile, for slopes [n, K + 1] of `value`."""
+        """Return the inputs of the kernel that computes the gradient on a tile, from `value`'s
+        slopes [n, K + 1]."""
         if not self.heads_own:  # Turn slopes of log-probs into slopes of logits.
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)

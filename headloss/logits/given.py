@@ -1,4 +1,5 @@
-"""Given logits, which exist before the call, and the destination of their gradient.
+"""Logits that are an input of the call (not computed from hidden states), and the destination of
+their gradient.
 
 N positions, T tokens, V vocabulary; n tokens and v columns of a tile.
 """
@@ -32,7 +33,7 @@ class View:
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:
-        """Return the view of some of the tokens."""
+        """Return the view of the tokens `index` alone."""
         return View(self.logits, index if self.index is None else self.index[index])
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
@@ -69,8 +70,9 @@ class View:
 
 
 class GivenLogits(LogitSource):
-    """Copies of given logits, tile by tile, for any backend and teacher. The gradient goes to a new
-    tensor or, with `overwrites`, into the logits. `order`, a `Packing`, is the order of tokens."""
+    """Copies of the call's input logits, tile by tile, for any backend and teacher. The gradient
+    goes to a new tensor or, with `overwrites`, into the logits. `order`, a `Packing`, is the order
+    of tokens."""
 
     def __init__(
         self, tensors: Tensors, context: RowContext, *, order: Packing, overwrites: bool
@@ -95,7 +97,7 @@ class GivenLogits(LogitSource):
 
 
 class GivenAccumulator:
-    """Accumulator of the gradient of given logits, tile by tile."""
+    """Accumulator of the gradient of the call's input logits, tile by tile."""
 
     def __init__(self, source: GivenLogits) -> None:
         self.view = source.room()
@@ -117,7 +119,7 @@ class GivenAccumulator:
 
 
 class WrittenGradient(NamedTuple):
-    """Gradient of given logits, written by a kernel."""
+    """Gradient of the call's input logits, written by a kernel."""
 
     out: LogitRows
     acts: Kernels
@@ -129,15 +131,16 @@ class WrittenGradient(NamedTuple):
 
 
 class InPlaceLogits(GivenLogits):
-    """Given logits that a kernel reads in place: all rows and columns for the statistics, and once
-    more for the gradient, which the kernel writes."""
+    """Input logits that a kernel reads in place: once for the statistics of all rows and columns,
+    and once more for the gradient, which the kernel writes."""
 
     def measure(self) -> Measured:
         """Return the statistics of all tokens."""
         return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
 
     def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
-        """Return the gradient of coefficients, by a launch after the statistics' launch."""
+        """Return the gradient for the coefficients, by a second kernel launch after the launch for
+        the statistics."""
         out = self._out()
         self._walk(None, out, coefficients, None, normalizer)
         return WrittenGradient(out, self.acts)

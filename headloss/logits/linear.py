@@ -87,7 +87,8 @@ class RowContext(NamedTuple):
         )
 
     def measured(self, partials: SoftmaxState | None) -> Measured:
-        """Return the statistics over the whole vocabulary, from partials of this rank's slice."""
+        """Return the statistics over the whole vocabulary, from the online-softmax state of this
+        rank's slice."""
         assert partials is not None
         return self.shard.measured(self.acts, partials, self.needs)
 
@@ -116,7 +117,8 @@ class LogitSource:
     def __init__(self, context: RowContext) -> None:
         self.context = context
         self.acts = context.acts
-        self.vocabulary: int = context.shard.size  # Columns of this slice.
+        # Number of columns in this rank's vocabulary slice.
+        self.vocabulary: int = context.shard.size
         self.beside = context.beside
 
     def __len__(self) -> int:
@@ -155,9 +157,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return dL/draw of the tile's rows that carry a gradient. The gradient of all rows is
-        queued before the host reads the number of these rows, so that the products follow at
-        once."""
+        """Return dL/draw of the tile's rows that carry a gradient. The kernel for all rows is
+        queued before the host reads the number of rows with a gradient, so that the GPU does not
+        wait for the host before the matmuls."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         count = None if live is None else HostCopy(live.sum(0, keepdim=True))
@@ -175,7 +177,9 @@ class LogitSource:
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        for part in parts:  # All parts but the last need the student's logits unchanged.
+        # The last part of the gradient overwrites the student's logits, which the earlier parts
+        # still read.
+        for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
             gradient = self.acts.part_gradient_(raw, of_part, gradient, last)
@@ -232,15 +236,15 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """Return the arguments of an act with the bias of these columns, for acts that compute a
-        product."""
+        """Return a kernel's arguments with the bias of `columns` in the transform, for kernels that
+        also compute the matmul."""
         if self.bias is None:
             return arguments
         return arguments._replace(transform=replace(arguments.transform, bias=self.bias[columns]))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Return raw logits. The widest product comes last: its time hides the read of the narrower
-        products' sum."""
+        """Return raw logits. The widest matmul runs last, so that the matmul's time hides the read
+        of the narrower matmuls' sum."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             out = self.products.logits(features[rows], weight[columns], out).to(self.dtype)
@@ -251,7 +255,7 @@ class LinearLogits(LogitSource):
 
 
 class ExpLogits(LinearLogits):
-    """Exp logits exp(z - shift) [n, V] in bfloat16, written by the product in place of logits."""
+    """Head whose matmul writes exp(z - shift) [n, V] in bfloat16 in place of logits."""
 
     # Sweeps (passes over tiles that never leave the chip) give the statistics and, with `keep`, the
     # sums of the hidden gradient.
@@ -275,7 +279,7 @@ class ExpLogits(LinearLogits):
             else:
                 partials = self.acts.product_partials(x, weight, forward, tile)
                 measured = self.context.measured(partials)
-        states = [  # States of candidates without a tail, whose transform is the head's.
+        states = [  # z of the candidates, which have no tail and share the head's transform.
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
         ]
@@ -307,8 +311,9 @@ class ExpLogits(LinearLogits):
     def _of_terms(
         self, rows: slice, inputs: BackwardInputs, exp_tile: ExpTile, backward: Backward
     ) -> LogitGradient:
-        """Return dL/draw from exp logits. All kernels but the products are queued before the host
-        reads the number of rows, and most of them run meanwhile: the products follow at once."""
+        """Return dL/draw from the stored exp(z - shift). All kernels but the matmuls are queued
+        before the host reads the number of rows with a gradient, so that the GPU does not wait for
+        the host before the matmuls."""
         acts = self.acts
         x = self.features[0][rows]
         live = inputs.live
@@ -355,7 +360,8 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # A `SlabAccumulator`.
         inputs: BackwardInputs,  # Inputs of all tokens.
-        # Each block's sums; if empty, a second sweep gives the hidden gradient.
+        # Each block's sums for the hidden gradient, from the forward pass; if empty, a second loop
+        # over tiles computes the hidden gradient.
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,

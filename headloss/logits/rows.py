@@ -21,7 +21,8 @@ Rows = slice | Tensor  # Rows of a source's tokens.
 SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
 Tensors = Sequence[Tensor | None]  # Tensors of a source, in the order of its gradients.
 Gradients = list[Tensor | None]
-ALL = slice(None)  # Compared by `is`: indexing by ALL would be an operation.
+# Compare with `is` and skip the indexing: indexing by ALL would still run an operation.
+ALL = slice(None)
 
 
 class BackwardInputs(NamedTuple):
@@ -44,7 +45,7 @@ class PairGradient(NamedTuple):
     support: Support
     # Order [P] of pairs by column, and the tokens of each column.
     by_column: tuple[Tensor, Support]
-    rows: Rows  # Rows of the tokens.
+    rows: Rows  # The tokens' rows in [T, H] tensors.
     acts: Kernels
 
     def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
@@ -79,8 +80,9 @@ class LogitGradient(NamedTuple):
     dlogits: Tensor  # Shape [K, v].
     rows: Rows
     columns: slice = ALL
-    multiple: Tensor | None = None  # Factors [K] that dlogits still lack.
-    features: Tensor | None = None  # Hidden states [K, H], already times `multiple`.
+    # Factors [K] by which the rows of `dlogits` must still be multiplied.
+    multiple: Tensor | None = None
+    features: Tensor | None = None  # Hidden states [K, H], already multiplied by `multiple`.
     pairs: PairGradient | None = None  # Gradients of further rows, in a few columns each.
 
     def at(self, index: Tensor) -> LogitGradient:

@@ -42,7 +42,8 @@ class SupportLogits(LinearLogits):
         return SupportLogits(self.full.take(index), self.support.take(index))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Return raw logits [P] of the pairs of some tokens in some columns."""
+        """Return raw logits [P] for each pair of a token in `rows` and a support column in
+        `columns`."""
         assert isinstance(rows, slice)
         support = self._window(rows, columns)
         out = None
@@ -95,8 +96,8 @@ class SupportLogits(LinearLogits):
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
     ) -> PairGradient:
-        """Return dL/draw of pairs. The mean logit is the mean over the support, not over the whole
-        model's columns."""
+        """Return dL/draw for each pair of a token and a support column. The mean logit is the mean
+        over the support, not over the whole model's columns."""
         backward = self.context.backward(rows, columns, inputs)
         slopes = inputs.coefficients.extras
         support = self._window(rows, columns)

@@ -39,7 +39,7 @@ def measuring(
 ) -> RowContext:
     """Return the context with its measurements: dense teachers, each with the measures that terms
     read, stored top-k, candidates and sum p^2. The batch's fields are checked first. `wide` is the
-    dtype of statistics; `keeps_tiles` is a field of the plan."""
+    dtype of statistics; `keeps_tiles` means that logits stay in memory until the gradient."""
     transform = context.transform
     needs = context.needs
     shard = context.shard
@@ -100,13 +100,13 @@ class DenseTeacher:
                 self.rows = SharedRows.of(batch.teacher_index, count, batch.live is not None)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        # The statistics contain this normalizer.
+        # True if the student's normalizer is the head's own, which the statistics contain.
         self.heads_own = context.transform is self.student
         # The teacher's logits, and each token's row of these logits, until the gradient.
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Return the measurement of some of the tokens."""
+        """Return the measurement for the tokens `index` alone."""
         some = copy(self)
         if self.lse is not None:
             some.lse = self.lse[index]
@@ -117,7 +117,7 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """Return the student's logits of some tokens, which come in one tile."""
+        """Return the student's logits `tile`; with a teacher, one tile holds all columns."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
@@ -160,9 +160,9 @@ class DenseTeacher:
         return Pair(*sides, measures, places)
 
     def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
-        """Return raw logits [M, v], which must not be changed, and the row [n] of each token; None:
-        equal rows. The logits are a copy if no act accepts the given logits, or if the student's
-        logits are wider."""
+        """Return the teacher's raw logits [M, v], which must not be changed, and each token's row
+        [n] in these logits; None if each token has the row of the same index. The logits are a copy
+        if kernels cannot read the given tensor, or if the student's logits are wider."""
         index: Rows = rows
         places = None
         if self.rows is not None:  # Tokens share rows of hidden states.
@@ -182,7 +182,8 @@ class DenseTeacher:
     def vjp(
         self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
-        """Return the record of the gradient on a tile, for slopes of the measures."""
+        """Return the inputs of the kernel that computes the divergences' gradient on a tile, from
+        slopes of the measures."""
         raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
         sides = vjp_inputs(self.key, measured)

@@ -1,5 +1,5 @@
-"""External losses: a loss function outside of headloss in place of an objective. The engine gets
-only the gradient with respect to statistics."""
+"""External losses: a loss function outside of headloss in place of an objective. The engine
+receives only the external loss's gradient with respect to statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .weighted import Coefficients, differentiate
 
 HEAD_STATISTICS: tuple[str, ...] = ("logp", "lse", "entropy")
 LossFunction = Callable[[Tensor, Tensor], Tensor]  # Function of [..] log-probs and entropies.
-# Further statistics of a batch with candidates.
+# Statistics that a batch with `candidate_ids` adds.
 CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")
 
 

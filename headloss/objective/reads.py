@@ -24,7 +24,7 @@ Kinds = Mapping[str, Kind]  # Kinds of fields by name.
 SAMPLE = 2
 WEIGHTS = ("options", "reduction", "own_reduction")  # Fields that do not change a term's reads.
 OURS = ("sums over", "reads stats.")  # Beginnings of error texts that lack the term's name.
-TABLE_ENTRIES = 256  # Entries of the table.
+TABLE_ENTRIES = 256  # Largest number of cached entries.
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
@@ -55,7 +55,7 @@ def reads(
     that is made anew in each step is traced once.
     """
     by_term = {}
-    # Inference mode shows no gradient.
+    # Inference mode records no gradient; its reads are cached under a separate key.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
         content = tuple([value for name, value in vars(term).items() if name not in WEIGHTS])
@@ -84,8 +84,8 @@ def reads(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """True if `WeightedObjective.beforehand` supports the objective: modifiers and CURRENT read
-    statistics and are not supported."""
+    """True if the gradient can be computed before the statistics (by
+    `WeightedObjective.beforehand`); modifiers and CURRENT read statistics and rule this out."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -104,8 +104,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """Return two sample tokens with the fields of a batch; segments fill at least one unit of the
-    term."""
+    """Return two sample tokens with the fields of a batch; the segments fill at least one unit of
+    the term (such as a pair of segments)."""
     ids = torch.arange(SAMPLE, device=device)
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
@@ -131,7 +131,8 @@ def sample_statistics(
         return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
 
     def outcomes(ids: str, more: int = 0) -> Tensor:
-        """Return log-probs of K columns, of `more` further columns, and of the tail."""
+        """Return log-probs of K columns, of `more` further columns, and of the tail (all remaining
+        columns)."""
         return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
     extras = SampleExtras(leaf)

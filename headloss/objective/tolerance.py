@@ -51,8 +51,9 @@ def masses(
 
 
 def least(mass: Tensor, share: float) -> Tensor:
-    """Return [n] bool, True for the rows with the least mass whose sum is at most `share` of the
-    total; among equal masses, the first rows. All False if the total is not finite.
+    """Return the mask [n] of tokens to skip: tokens in ascending order of mass, as long as the sum
+    of masses is at most `share` of the total; of equal masses, the earlier token first. The mask is
+    all False if the total mass is not finite.
 
     Masses are added as integer numbers of units, rounded up. The integer sum is the same in any
     order, and never below the exact sum.
@@ -80,8 +81,8 @@ class Tolerance:
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
     ) -> Coefficients:
-        """Return the gradient of the tokens `rows` without the rows of least mass. `scale` is the
-        factor against underflow in the coefficients."""
+        """Return the coefficients of the tokens `rows`, without a gradient at the tokens of least
+        mass. `scale` is the factor in the coefficients that prevents float16 underflow."""
         if not self.share:
             return gradient
         mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)

@@ -34,7 +34,7 @@ from ..statistics.softmax import (
 from .reads import Kinds
 
 K = TypeVar("K")
-# Slope dz/draw of the logits that a term with the given teacher reads.
+# Function from a term's teacher to the slope dz/draw of the logits that the term reads.
 PerRaw = Callable[..., Number]
 # Large fields, which terms do not read and which stay unchanged.
 UNREAD = ("teacher_logits", "teacher_hidden")
@@ -66,7 +66,8 @@ class WeightedTerm(NamedTuple):
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:
-            # Possibly caused by a statistic of None, which the trace did not read.
+            # A likely cause is that the term reads a statistic that the trace did not read, and
+            # that is therefore None.
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, "
                 "as it read of a small sample"
@@ -107,8 +108,9 @@ class WeightedTerm(NamedTuple):
         return values
 
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
-        """Return the metrics of the term and its modifiers, folded over included tokens, or over
-        segments with an included token. `share` is the segments' `share` of `fold_all`."""
+        """Return the metrics of the term and its modifiers, reduced over included tokens, or over
+        segments with an included token. `share` is this rank's part of per-segment values that
+        several ranks report alike (see `fold_all`)."""
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for name, o in observed(self.term, stats, batch).items():
             reports[o.per][f"{self.name}/{name}"] = o
@@ -131,7 +133,9 @@ class Coefficients(NamedTuple):
     """Gradients of the objective on some tokens, in the form that kernels read."""
 
     softmax: SoftmaxCoefficients  # Shape [n].
-    extras: ByStatistic  # Slopes of `Statistics.extras`, [n] or [n, K + 1].
+    # Slopes of the loss with respect to `Statistics.extras` (divergences, candidates), [n] or [n, K
+    # + 1].
+    extras: ByStatistic
     shares: Tensor = NOT_NEEDED  # Contributions to each term's reduced value, [K] float64.
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
@@ -166,7 +170,7 @@ class WeightedObjective:
     # [] a power of two that multiplies the coefficients, against 16-bit underflow.
     scale: Tensor | None = None
     upstream: float = 1.0  # The upstream gradient; 1 if unknown in advance.
-    logp_only: bool = False  # The schedule needs a gradient of `logp` alone.
+    logp_only: bool = False  # The schedule needs only the gradient with respect to `logp`.
 
     def coefficients(
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
@@ -237,7 +241,7 @@ class WeightedObjective:
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         softmax = vjp(rates, Statistics(**zeros), self.vocabulary)
-        # Fill numbers in on the device: a copy from the host would block.
+        # Fill the tensor on the device, because a copy from the host would block.
         moving = [
             torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
             for slope in slopes
@@ -255,14 +259,14 @@ class WeightedObjective:
         for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
         preference loss on a sequence's summed log-probs. Gradients far below 1 keep fewer digits.
         """
-        # Fill on the device: a copy from the host would block.
+        # Fill the tensor on the device, because a copy from the host would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
-    """[n] sums of the slopes of each statistic, by statistic."""
+    """The sum [n] of all terms' slopes with respect to a statistic, for each statistic."""
     rates: ByStatistic = {}
     for slope in slopes:
         rate = slope.at(logp)

@@ -1,11 +1,12 @@
-"""Agreement of ranks on a call, before the call's first other collective: `agree`.
+"""`agree`: the ranks of a group check that their calls match, before any other collective of the
+call.
 
 Each group of a call gathers one small record of numbers from the host of every rank. A record says
 whether the rank has failed, contains checksums of values that must be equal on all ranks, and
 contains numbers that may differ, by which all ranks plan. If a check fails, the ranks exchange
 their error messages, and every rank raises. A group's first call, and each call with
-`Options(check_ranks=True)`, also compares tensors. A static call reuses the record of an equal
-earlier call, so that a CUDA graph can capture the call.
+`Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no device reads)
+reuses the record of an equal earlier call, so that a CUDA graph can capture the call.
 
 A call of two groups makes two records, first in the vocabulary's group. An error in the first
 record enters the rank's second record, so that on a grid every rank hears of the error.
@@ -27,10 +28,12 @@ from ..host_copy import HostCopy
 
 R = TypeVar("R")
 WORDS = 64  # Words of a record: an error's mark, two checksums, and a rank's own numbers.
-MOST_NUMBERS = WORDS - 4  # Most numbers of a rank in a record.
+# Largest number of values that a rank adds to a record for the other ranks to read.
+MOST_NUMBERS = WORDS - 4
 HIGHEST = "highest id"  # No field of a batch can have this name.
-LEARNED = 256  # Most learned calls of a group, which static calls can reuse.
-# An error of any other kind becomes a RuntimeError on the other ranks.
+# Largest number of a group's calls whose records are stored for reuse by static calls.
+LEARNED = 256
+# Errors of these types keep their type on the other ranks; any other error becomes a RuntimeError.
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
 OwnNumbers = dict[str, list[int]]  # Numbers of all ranks, by name.
@@ -67,9 +70,9 @@ def agree(
 
     Args:
         role: the group's name in errors.
-        prepare: returns this rank's facts, and any result for the caller. An error is caught until
-            the other ranks have heard of the error. (Of two groups, the second group's preparation
-            contains the first group's agreement.)
+        prepare: function that returns this rank's facts, and any result for the caller. An error is
+            caught until the other ranks have heard of the error. (Of two groups, the second group's
+            preparation contains the first group's agreement.)
         static: True for a static call. Once the group has learned any call, ranks may go on
             without a record: a rank that fails then raises alone.
 

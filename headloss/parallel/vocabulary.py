@@ -37,11 +37,13 @@ class WholeVocabulary:
         self.vocabulary = self.size = self.widest = vocabulary
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
-        """Return partials of the whole vocabulary, from partials of this rank's slice."""
+        """Return the online-softmax state over the whole vocabulary, from the state of this rank's
+        slice."""
         return partials
 
     def measured(self, kernels: Kernels, partials: SoftmaxState, needs: frozenset[str]) -> Measured:
-        """Return the statistics of the whole vocabulary, from partials of this rank's slice."""
+        """Return the statistics over the whole vocabulary, from the online-softmax state of this
+        rank's slice."""
         return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class WholeVocabulary:
         return values.unsqueeze(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the best k of the best of all slices, [n, ..] to [n, k], best first."""
+        """Return the k best of the best entries of all slices, [n, ..] to [n, k], best first."""
         return values, ids
 
     def gathered(self, hidden: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ class WholeVocabulary:
         return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """Return dropout of hidden states that every rank has."""
+        """Return hidden states after dropout, where every rank holds equal hidden states."""
         return dropout(hidden, p)
 
 
@@ -131,8 +133,8 @@ class VocabShard(WholeVocabulary):
             )
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
-        """Return merged partials, by one packed all-gather. All ranks run the same operations in
-        rank order, so that all ranks get the same bits."""
+        """Return the online-softmax state merged over ranks, by one all-gather of all vectors. All
+        ranks run the same operations in rank order, so that all ranks get the same bits."""
         slices = zip(partials.tensors(), self._gathered(partials).unbind(1), strict=True)
         return merge_all(SoftmaxState(**dict(slices)))
 

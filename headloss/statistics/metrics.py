@@ -15,7 +15,7 @@ from ..collectives import check_group, together
 
 
 class _Joined:
-    """Base class of measurements that merge number by number."""
+    """Base class of metrics whose numbers are merged one by one, each by a sum or a maximum."""
 
     join: ClassVar[Callable[..., Tensor]] = torch.add
     sign: ClassVar[int] = 1  # Sign of a number that is merged as a maximum.
@@ -129,7 +129,7 @@ class Metrics(dict[str, Measurement]):
 class Observed:
     """Values that a term reports per token [T] or per segment [S], before the fold to a metric.
 
-    The engine folds the values of scored tokens, or of segments with a scored token, by `kind`. A
+    The engine reduces the values of scored tokens, or of segments with a scored token, by `kind`. A
     boolean vector `where` limits the fold to values at which it is True.
     """
 
@@ -172,8 +172,8 @@ def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str
 def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
-    """Fold [N] vectors to one measurement each, in a few operations; rows where `live` is False do
-    not count. `share` is this rank's part of values that several ranks report alike."""
+    """Reduce each [N] vector to one metric, in a few operations for all vectors; rows where `live`
+    is False do not count. `share` is this rank's part of values that several ranks report alike."""
     groups: dict[
         tuple[str | None, bool], dict[str, Observed]
     ] = {}  # Groups of observations that are reduced at once.

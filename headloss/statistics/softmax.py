@@ -6,15 +6,15 @@ softmax(z).
 
 `SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
 a commutative monoid under `merge`, so that tiles of a kernel, blocks of columns and ranks of a
-group merge by one rule. `Statistics` are the inputs of a term. `SoftmaxCoefficients` are all that a
-kernel learns of a loss:
+group merge by one rule. `Statistics` are the inputs of a term. `SoftmaxCoefficients` hold
+everything that a kernel needs to know of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
-Candidates add sparse numbers per token to these four coefficients. A slope s_k of the log-prob of
-column id_k adds s_k at that column and -s_k to c_prob. A slope s of the tail's log-prob (the tail
-is all columns but the candidates) adds s p_j / (mass of the tail) at each tail column, and -s to
-c_prob.
+Candidates add a few sparse numbers per token to the four coefficients. A slope s_k of the log-prob
+of column id_k adds s_k at that column and -s_k to c_prob. A slope s of the tail's log-prob (the
+tail is all columns but the candidates) adds s p_j / (mass of the tail) at each tail column, and -s
+to c_prob.
 """
 
 from __future__ import annotations
