@@ -93,9 +93,9 @@ def check_number(
 
 
 def plain_number(value: Any) -> Any:
-    """Return the int or float of any real number, such as a fraction, a NumPy number or an integer
-    of more than 64 bits, since a tensor cannot be multiplied by these types. Return a value that is
-    not a real number unchanged; a later check raises the error."""
+    """Return a real number of any type as Python's int or float, because a tensor cannot be
+    multiplied by a fraction, a NumPy number or an integer of more than 64 bits. Return a value that
+    is not a real number unchanged; a later check raises the error."""
     if not isinstance(value, Real):
         return value
     number: Any = value

@@ -55,7 +55,7 @@ class TermReport:
 def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """Check a term on a random batch of 28 tokens in 6 segments, in float64.
 
-    The term must give the same values on the whole batch as on every division of the batch that the
+    The term must give equal values on the whole batch, on every division of the batch that the
     term's scope allows, and on permuted segments. Two evaluations on the same input must agree, and
     must not change the input. The term must have a gradient with respect to at least one statistic,
     and to no other input.

@@ -2,8 +2,8 @@
 
 If a rank was killed or raised an exception and never joins a collective, the collective ends with
 an error after the group's timeout at the latest. After an exception on a single rank, the rank's
-process group cannot be used any more: the next collective of this rank would be matched with an
-earlier collective of the other ranks.
+process group cannot be used any more, because the rank's next collective would be matched with an
+earlier collective of the group.
 """
 
 from __future__ import annotations

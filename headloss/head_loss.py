@@ -44,8 +44,8 @@ UNCOMPILED = (
 class Output:
     """The result of `head_loss`; only `loss` has a gradient.
 
-    Log-probs, entropies and metrics are computed on first access, since most steps do not need
-    these values. `Options(static=True)` computes log-probs, entropies and metrics within the call.
+    Log-probs, entropies and metrics are computed on first access, because most training steps read
+    only the loss. `Options(static=True)` computes log-probs, entropies and metrics within the call.
 
     Attributes:
         loss: the objective's value, 0-dim, float32 (float64 for float64 inputs).
@@ -73,8 +73,8 @@ class Output:
 
     @cached_property
     def entropies(self) -> Tensor | None:
-        """[..] entropies in nats, 0 at unscored positions; None if neither loss nor metrics need
-        entropies."""
+        """[..] entropies in nats, 0 at unscored positions; None if neither the loss nor the metrics
+        need entropies."""
         entropy = self._stats.entropy
         return None if entropy is None else self._scatter(entropy)
 
@@ -303,7 +303,8 @@ def _measure_of(
     """Return a function that returns the metrics.
 
     Metrics are computed now if a term is a user's code, if the closure would keep tensors larger
-    than vectors, or if a change of the batch could not be detected; else on first access.
+    than vectors, or if a change of the batch could not be detected; else the metrics are computed
+    on first access.
     """
     measure = partial(_metrics, parts, call.packed.on(stats), stats, call.tolerance)
     batch = call.requirements.batch

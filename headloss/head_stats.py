@@ -125,7 +125,8 @@ def head_stats(
         if in_no_graph == (None, None, None, None):
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
             return _named(outputs, names, candidates, measures)
-        # A graph cannot hold the ranks' comparison of their calls, a teacher or features.
+        # A compiled graph cannot contain the comparison of calls between ranks, a teacher or
+        # features.
         run: Any = torch.compiler.disable(head_stats)
         of_all = hidden, head, targets_or_batch, options, names, teacher, divergences
         return run(*of_all)  # type: ignore[no-any-return]

@@ -82,9 +82,9 @@ class Batch:
         **fields: further tensors [..], [.., K] or [S] for terms, by name. A name must not begin
             with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are [S]
             integers in any order, equal for segments that answer the same prompt. `teacher_index`
-            [..] gives each position a row of `teacher_hidden` [M, H'], so that positions can share
-            rows. A chunk multiplies each row of `teacher_hidden` once: make positions with a common
-            row neighbours, as in [T, steps] and not [steps, T].
+            [..] gives each position's row of `teacher_hidden` [M, H'], so that several positions
+            can share a row. A chunk multiplies each row of `teacher_hidden` once: place positions
+            that share a row next to each other, as in [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not

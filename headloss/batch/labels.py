@@ -1,4 +1,5 @@
-"""Targets from labels: the shift by one position, for labels and for fields aligned with labels.
+"""Targets from labels, shifted by one position; fields aligned with labels are shifted by one
+position too.
 
 Shapes: [..] is the shape of the labels, [.., K] has K values for each label.
 """

@@ -227,7 +227,7 @@ class Packing:
         self, batch: Batch, dtype: torch.dtype, per_segment: frozenset[str] | None = None
     ) -> PackedBatch:
         """Return the batch as terms see it, with float vectors in `dtype`. `per_segment` names the
-        fields with one value per segment; None decides by the fields' shapes."""
+        fields with one value per segment; with None, the shape of each field decides."""
         if per_segment is None:
             per_segment = frozenset(n for n in batch.fields if not batch.per_token(n))
         fields = dict(batch.fields)
@@ -245,8 +245,8 @@ class Packing:
         return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return [T, ..] values from values in the caller's shape; 0 at unscored positions that
-        static shapes keep."""
+        """Return [T, ..] values of the scored tokens from values in the caller's shape; unscored
+        tokens that static shapes keep get 0."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
         return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)

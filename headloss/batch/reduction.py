@@ -1,7 +1,8 @@
 """Reductions as weights: loss = sum_t w_t l_t with a weight w_t per token.
 
 Weights depend on segments and *global* totals, never on statistics. Therefore the loss and the
-gradient do not depend on how tokens are divided: padded, packed, accumulated or sharded.
+gradient do not depend on how tokens are padded, packed, accumulated over micro-batches or sharded
+over ranks.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class Totals:
         None).
 
         DDP and FSDP2 average gradients over ranks. With gradients="mean", the totals are divided by
-        the number of ranks, so that the averaged gradient is exact. Use "sum" if gradients are
-        summed over ranks.
+        the number of ranks, so that the averaged gradient equals the gradient of the whole batch.
+        Use "sum" if gradients are summed over ranks.
         """
         if not (isinstance(gradients, str) and gradients in ("mean", "sum")):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')

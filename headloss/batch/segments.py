@@ -1,7 +1,7 @@
 """Segments: the sequence of each token, and sums, means and expansion over sequences.
 
-T tokens, S segments. Tokens are sorted by segment and summed between offsets, without atomics, so
-that two runs and two ranks give the same bits.
+T tokens, S segments. Tokens are sorted by segment and summed from offset to offset without atomic
+additions, so that two runs and two ranks give the same bits.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Segments:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies, in which the version counter of `ids` restarts."""
+        """Return the state for copies; the version counter of `ids` restarts in a copy."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
@@ -174,8 +174,8 @@ class Segments:
         return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
 
     def slice(self, chunk: Chunk) -> Segments:
-        """Return the segments of a chunk of sorted tokens; `lengths` remain the lengths of the
-        whole segments."""
+        """Return the segments of a chunk of sorted tokens; `lengths` still count all tokens of a
+        segment that the chunk cuts."""
         start, stop, first, last = chunk
         ids = self.ids[start:stop] - first
         part = Segments(ids, last - first, self.group, counts=self._local_counts[first:last])

@@ -116,7 +116,7 @@ class SupportIds:
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
-        if live is not None:  # Give unscored tokens one arbitrary column.
+        if live is not None:  # Give every unscored token a support of one arbitrary column.
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             pairs = SupportPairs(ids.reshape(-1), width=self.width)

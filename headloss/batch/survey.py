@@ -23,8 +23,8 @@ class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
     On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
-    copy alone. A survey does not depend on the vocabulary: each call compares the extremes with the
-    vocabulary size of the call's head.
+    copy alone. A survey does not depend on the vocabulary; each call compares the survey's extremes
+    with the vocabulary size of the head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are empty slots.

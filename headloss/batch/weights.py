@@ -1,4 +1,4 @@
-"""Weights of a reduction: a weight for each token, from counts of tokens and segments.
+"""Weights of a reduction: a weight for each token, computed from counts of tokens and segments.
 
 T scored tokens, S segments.
 """
@@ -42,7 +42,7 @@ def token_weights(
     if standard is not None and standard.of == "prompts":
         prompts = answers(batch)
         groups = counts[2]
-        lengths = prompts.expand(prompts.sum(lengths))  # Tokens of each token's prompt.
+        lengths = prompts.expand(prompts.sum(lengths))  # Number of tokens of each token's prompt.
     of_all = [_at_least_one(n, batch.targets.device) for n in (tokens, groups)]
     of_tokens: Any = None
     if standard is None or standard.by_length:
@@ -75,7 +75,8 @@ def _of_users(reduction: Reduction, lengths: Tensor, *totals: Number) -> Tensor:
 
 
 def _at_least_one(count: Number, device: torch.device) -> Number:
-    """Return a total as a float or a float64 tensor, with 1 in place of 0."""
+    """Return a total as a float or a float64 tensor, with 0 replaced by 1 to avoid a division by
+    zero."""
     if not isinstance(count, Tensor):
         return float(count) or 1.0
     count = count.to(device, torch.float64)

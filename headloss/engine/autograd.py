@@ -58,7 +58,7 @@ class HeadLoss(torch.autograd.Function):
                 "per call, call head_loss again"
             )
         call, source, result = take_up(ctx)
-        # Let a loss that stays alive release the batch.
+        # Allow the batch to be freed while the loss is still alive.
         ctx.call = ctx.result = ctx.read_again = None
         assert result.weighted is not None
         scale = result.weighted.scale
@@ -127,7 +127,8 @@ def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
                 "before the backward pass, which reads it again; give the batch a clone of it"
             )
     call = ctx.call
-    # Read saved tensors once: activation checkpointing recomputes saved tensors each time.
+    # Read saved tensors once, because activation checkpointing recomputes saved tensors at each
+    # read.
     saved = iter(ctx.saved_tensors)
     tiles = [rebuild(saved) for rebuild in ctx.rebuild]
     result = ctx.result
@@ -154,8 +155,7 @@ def backward_of_slopes(
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.rescaled and not call.options.batch_invariant:
-        # Use the largest slope of any row, in place of the external loss's weights, which are
-        # unknown.
+        # Use the largest slope of any row, because the weights of an external loss are unknown.
         scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
         coefficients = coefficients.map(lambda t: t * scale)
         factor = 1 / scale
@@ -173,8 +173,8 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """Return the factor between gradients of the objective's coefficients, which include the
-    `stated` upstream gradient and the scale, and gradients of the loss; None for a factor of
+    """Return the factor that turns gradients of the objective's coefficients, which include the
+    `stated` upstream gradient and the scale, into gradients of the loss; None for a factor of
     one."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
@@ -222,7 +222,8 @@ def backward(
         return sums.finish(factor)
     if isinstance(source, LinearLogits):
         return _in_slabs(call, source, inputs, factor)
-    sums = call.accumulator(source)  # Given logits, one tile at a time.
+    # The logits are an input of the call: compute the gradient of one tile at a time.
+    sums = call.accumulator(source)
     for columns in steps(source.vocabulary, plan.tile.columns):
         for rows in steps(len(source), plan.tile.rows):
             sums.add(source.logit_gradient(rows, columns, inputs.rows(rows)))
@@ -268,8 +269,8 @@ def _in_slabs(
     if index is not None:  # Gather the rows once for all slabs.
         source = source.take(index)
         inputs = inputs.rows(index)
-    # Ranks exchange all rows, with or without a gradient: the shape of a collective must not depend
-    # on data.
+    # Ranks exchange all rows, with or without a gradient, because the shape of a collective must
+    # not depend on data.
     dense = index is not None and call.shard.group is not None
     count = len(source)
     tile = call.plan.tile

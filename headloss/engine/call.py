@@ -95,7 +95,7 @@ class Call:
         """Dtypes and destinations of the gradient sums for features and weights."""
         required = self.requirements
         options = self.options
-        # Coefficients already include the upstream gradient.
+        # The coefficients already include the upstream gradient.
         final = options.upstream is not None or required.objective.scope == "external"
         return GradientBuffers(
             required.needs_grad,
@@ -177,7 +177,7 @@ class Call:
     @property
     def read_again(self) -> list[tuple[str, Tensor, int]]:
         """Fields that the backward pass reads again, each with its version counter. The fields are
-        not saved with autograd, whose hooks might copy them."""
+        not saved with autograd, because autograd's saved-tensor hooks might copy the fields."""
         if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)
@@ -228,8 +228,9 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 def call_of(a: Arguments) -> Call:
     """Return the call's record after the ranks agree that their calls match; ValueError for bad
-    fields of teachers and candidates. Hidden states may be on the meta device. Dropout in a
-    teacher's adapter follows the first rank of the vocabulary's group, in a collective."""
+    fields of teachers and candidates. Hidden states may be on the meta device (shapes without
+    data). Dropout in a teacher's adapter follows the first rank of the vocabulary's group, in a
+    collective."""
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:

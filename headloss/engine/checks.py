@@ -182,7 +182,7 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
     """Check an objective together with the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
-    # An error in the targets, raised here so that all ranks learn of the error.
+    # An error in the targets is raised here, so that all ranks learn of the error.
     if isinstance(batch, Exception):
         raise batch
     if not isinstance(batch, Batch):
@@ -307,8 +307,8 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """ValueError for a batch-scoped term that would count unscored rows as tokens: with static
-    shapes, every batch-scoped part of a term must read `batch.live`."""
+    """Raise ValueError for a batch-scoped term that would count unscored rows as tokens; with
+    static shapes, every batch-scoped part of a term must read `batch.live`."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue

@@ -63,7 +63,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
-    # Compute gradients now, since the tiles need more memory than the gradients.
+    # Compute the gradients now, because the stored tiles need more memory than the gradients.
     if schedule == "held":
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
@@ -119,7 +119,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 unit = call.unit(measured.stats.logp, rows)
                 coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
-                # Bind the objective while the device runs the first matmul.
+                # Compute the weights of the objective while the device runs the first matmul.
                 weighted = weighted or call.weighted()
                 stats = measured.stats
                 of_block = block if several else None
@@ -131,7 +131,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             live = coefficients.live() if plan.skip_rows else None
             inputs = BackwardInputs(measured, coefficients, tile, live)
             gradient = source.logit_gradient(rows, ALL, inputs)
-            # Make the accumulator after the first matmul is queued.
+            # Allocate the accumulator after the first matmul is queued, while the device is busy.
             sums = sums or call.accumulator(source)
             sums.add(gradient)
             del inputs, gradient  # Free memory before the next block.

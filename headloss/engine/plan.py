@@ -24,8 +24,8 @@ CHUNK_WAVES = 0.3  # Fixed cost of a chunk, in waves of its matmuls.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
-# Multiply-adds of a block's matmul above which skipping rows pays: below, the GPU's wait for the
-# number of rows, or the CPU's extra operations, exceed the gain.
+# Multiply-adds of a block's matmul above which skipping rows saves time; below, the GPU's wait for
+# the number of rows, or the CPU's extra operations, cost more than the skipped work.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Columns of a slab if a token's bits must not depend on other tokens.
@@ -171,7 +171,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
     if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
-        # Statistics use the memory that the gradient needs for a slab and the sums of dX.
+        # The statistics reuse the memory that the gradient needs for a slab and for the sums of dX.
         room = (tile.rows * tile.columns * p.slab_bytes + p.hidden_sums) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
     # A single matmul gives the returned weight gradient, without a wider sum.
@@ -304,8 +304,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     elements = rows * p.vocabulary
     explicit = options.chunk_tokens is not None
     if options.batch_invariant:
-        # Make the width independent of the number of tokens, which keeps the order of sums over
-        # slabs in dX; raw logits give their statistics over all columns at once.
+        # Choose a width that does not depend on the number of tokens, which keeps the order of sums
+        # over slabs in dX; raw logits give their statistics over all columns at once.
         columns = min(p.vocabulary, FIXED_COLUMNS) if p.exp_tiles or p.teachers else p.vocabulary
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
@@ -370,7 +370,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     lengths = p.lengths or []
     unit = p.segments_per_unit
     single = cut_anywhere(p, p.tokens)
-    if p.in_place:  # No logits are copied, so that a single chunk suffices.
+    if p.in_place:  # A call that copies no logits needs only a single chunk.
         return single
     if p.scope == "token":
         return cut_anywhere(p, rows)

@@ -91,7 +91,7 @@ def requirements_of(a: Arguments) -> Requirements:
     needs = {"logp", "entropy"} if options.metrics else {"logp"}
     needs |= {s for r in traced.values() for s in r.statistics & {*STATISTICS, *BESIDE}}
     if PEAK in needs or "top1" in options.per_token:
-        needs.add("top1")  # The maximum logit also gives the peak.
+        needs.add("top1")  # The maximum logit, which `top1` needs, is also the statistic `peak`.
     gradients = {g for r in traced.values() for g in r.gradients}
     needs_grad = _needs_grad(a.tensor, head)
     if not gradients and (any(needs_grad.features) or needs_grad.any_weight):
@@ -116,7 +116,8 @@ def requirements_of(a: Arguments) -> Requirements:
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
         teachers=measures_of(objective, traced),
         given=head is None,
-        # In float16 the backward pass writes the gradient, when the upstream gradient is known.
+        # In float16 the backward pass writes the gradient, because the upstream gradient is known
+        # only then.
         overwrites=a.inplace and dtype != torch.float16,
         rescaled=head is not None and dtype == torch.float16,
         vocabulary=vocabulary,

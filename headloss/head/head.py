@@ -330,7 +330,7 @@ def describe(value: object) -> str:
 def check_constant(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
-    if not -LARGEST <= value <= LARGEST:  # A comparison that a compiled graph can trace.
+    if not -LARGEST <= value <= LARGEST:  # This comparison can be traced in a compiled graph.
         raise ValueError(f"{name}: got {value}, want a finite number")
     return value
 

@@ -32,8 +32,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
-    """Yield slices of a matrix's rows, in blocks of at most BLOCK_ELEMENTS elements; a row counts
-    as at least `width` elements."""
+    """Yield slices of a matrix's rows, in blocks of at most BLOCK_ELEMENTS elements, where a row
+    counts as at least `width` elements."""
     rows = max(1, BLOCK_ELEMENTS // max(1, matrix.shape[1], width))
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
@@ -117,7 +117,8 @@ class Products:
 
 
 class FixedProducts(Products):
-    """Matmuls by `Kernels.fixed_product`, in which a row's bits do not depend on any other row."""
+    """Matmuls by `Kernels.fixed_product`, in which the bits of an output row do not depend on any
+    other row of the input."""
 
     def __init__(self, product: Callable[..., Tensor]) -> None:
         self.product = product

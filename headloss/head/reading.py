@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 Fields = dict[str, Any]  # Arguments of `Head` or of `Lora`.
 
-# Wrappers with the same output as the wrapped module, and the attribute of the wrapped module.
+# Wrappers whose output equals the wrapped module's, and the name of the attribute that holds the
+# wrapped module.
 WRAPPERS = {
     "DistributedDataParallel": "module",
     "DataParallel": "module",

@@ -22,7 +22,8 @@ from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
-ONE_BLOCK = [Chunk(0, 0, 0, 0)]  # A single block: its gradient comes in slabs.
+# With a single block of tokens, the block's gradient comes in slabs (slices of vocabulary columns).
+ONE_BLOCK = [Chunk(0, 0, 0, 0)]
 SHARED = "a sum of hidden gradients"
 # GPU clocks (about 11 microseconds) in which a collective can occupy multiprocessors.
 GIVE_WAY = 20_000
@@ -85,7 +86,7 @@ class BlockAccumulator:
         if self.hidden.group is not None:
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
-        else:  # May overwrite scaled features, which the weight gradient has read.
+        else:  # The weight gradient has already read the scaled features: overwrite them.
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 
@@ -238,7 +239,8 @@ class HiddenGradient:
         block = next(self.blocks).rows
         dlogits, rows, _, multiple, memory, pairs = gradient
         places = rows - block.start if isinstance(rows, Tensor) else None
-        if self.group is not None:  # The weight gradient has not read the scaled features yet.
+        # Do not overwrite the scaled features, which the weight gradient reads afterwards.
+        if self.group is not None:
             memory = None
         for i in self.wanted:  # Write all rows of the block, 0 in rows without a gradient.
             weight = source.weights[i]

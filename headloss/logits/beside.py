@@ -115,7 +115,7 @@ def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
 class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
-    transform: Transform  # Transform at half the temperature.
+    transform: Transform  # The head's transform at half the temperature.
     shard: WholeVocabulary  # This rank's slice.
     key = COLLISION
     own_logits = False

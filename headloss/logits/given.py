@@ -21,15 +21,15 @@ from .rows import ALL, Gradients, LogitGradient, Rows, Tensors
 
 
 class View:
-    """Access by packed token to [.., V] logits in any float dtype and layout. `index` [T] is each
-    token's position; None: all N positions in order."""
+    """Access by packed token to input logits [.., V] in any float dtype and layout. `index` [T] is
+    each token's position; None: all N positions in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
         self.logits = logits
         self.index = index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
-        except RuntimeError:  # The strides allow no flat view.
+        except RuntimeError:  # Strides of this tensor allow no flat view.
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:

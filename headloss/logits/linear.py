@@ -112,7 +112,7 @@ class LogitSource:
 
     dtype: torch.dtype  # Dtype of statistics and of raw logits.
     gradient_dtype: torch.dtype | None = None  # Dtype of dL/draw; None: the dtype of the logits.
-    additions: int = 1  # Number of products that add to a block's weight gradient.
+    additions: int = 1  # Number of products that are added to a block's weight gradient.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
@@ -206,7 +206,8 @@ class LinearLogits(LogitSource):
         self.features = pairs[::2]
         self.full_weights = pairs[1::2]
         self.logits_dtype, scored = logits_dtype, slice(self.vocabulary)
-        self.weights = [weight[scored] for weight in self.full_weights]  # Further rows are padding.
+        # Rows of the weight beyond this number are padding.
+        self.weights = [weight[scored] for weight in self.full_weights]
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
             self.weights = [w.to(compute_dtype) for w in self.weights]
@@ -323,7 +324,7 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # Here dL/draw is a multiple of the exp logits in all columns but the targets.
+        # In all columns but the targets, dL/draw is a multiple of the stored exp(z - shift).
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}

@@ -227,7 +227,7 @@ def _of_hidden(
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
-    """Return the transform at another temperature."""
+    """Return the transform with a different temperature."""
     present = transform.temperature
     if not isinstance(present, Tensor) and present == temperature:
         return transform

@@ -1,5 +1,5 @@
-"""Reads of an objective: the statistics and fields that an objective's terms read, traced on a
-small sample batch and cached in a bounded table."""
+"""The statistics and batch fields that an objective's terms read, traced on a small sample batch
+and cached in a bounded table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reads(
         key = fingerprint(content, []), tuple(kinds.items()), how
         # Reads of an external loss.
         read = term.function if isinstance(term.function, Reads) else None
-        with contextlib.suppress(TypeError):  # Raised by an option that cannot be hashed.
+        with contextlib.suppress(TypeError):  # An option that cannot be hashed raises TypeError.
             read = read or _TABLE.get(key)
         if read is None:
             sample = sample_batch(kinds, term, device)
@@ -95,7 +95,8 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments for tracing a token-scoped term, which may be called on parts of a segment."""
+    """Segments of a token-scoped term's trace; a token-scoped term may be called on parts of a
+    segment."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')

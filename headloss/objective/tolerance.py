@@ -96,8 +96,8 @@ class Tolerance:
         return gradient.without(out)
 
     def metrics(self) -> Metrics:
-        """Return the metrics. `skipped_rows` counts skipped rows with a gradient. `skipped_mass` is
-        the skipped share of the total mass; `skipped_mass.sum`, the skipped mass, bounds the
-        error."""
+        """Return the metrics. `skipped_rows` is the number of skipped rows that had a gradient.
+        `skipped_mass` is the skipped share of the total mass; `skipped_mass.sum`, the skipped mass,
+        bounds the error."""
         share = Mean(self.skipped_mass, self.mass)
         return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

@@ -201,7 +201,7 @@ class WeightedObjective:
                 "objective: its terms have a gradient of more than logp for the values of this "
                 'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
             )
-        # The chunk's loss has no gradient, which may depend on the batch's values.
+        # The chunk's loss has no gradient for this batch's values.
         if needed and not slopes:
             slopes["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
@@ -233,7 +233,7 @@ class WeightedObjective:
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the result of `coefficients` before statistics exist: the coefficients at an
+        """Return the result of `coefficients` without any statistics: the coefficients at an
         entropy of 0, and slopes [P, 5, T] in closed form. The objective must have slopes
         (`has_slopes`)."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
@@ -297,8 +297,8 @@ def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> 
 
 
 def without_poison(batch: PackedBatch, included: Tensor | None) -> PackedBatch:
-    """Return the batch with 0 for non-finite field values at excluded tokens, which may hold any
-    value."""
+    """Return the batch with 0 in place of non-finite field values at excluded tokens, where a field
+    may hold any value."""
     if included is None:
         return batch
     fields = {}

@@ -1,15 +1,16 @@
 """`agree`: the ranks of a group check that their calls match, before any other collective of the
 call.
 
-Each group of a call gathers one small record of numbers from the host of every rank. A record says
-whether the rank has failed, contains checksums of values that must be equal on all ranks, and
-contains numbers that may differ, by which all ranks plan. If a check fails, the ranks exchange
-their error messages, and every rank raises. A group's first call, and each call with
-`Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no device reads)
-reuses the record of an equal earlier call, so that a CUDA graph can capture the call.
+Each group of a call gathers one small record of numbers from the host of every rank. A record
+contains a flag for a failure of the rank, checksums of values that must be equal on all ranks, and
+numbers that may differ between ranks and from which all ranks compute the plan. If a check fails,
+the ranks exchange their error messages, and every rank raises. A group's first call, and each call
+with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no device
+reads) reuses the record of an equal earlier call, so that a CUDA graph can capture the call.
 
 A call of two groups makes two records, first in the vocabulary's group. An error in the first
-record enters the rank's second record, so that on a grid every rank hears of the error.
+group's record is copied into the rank's record for the second group, so that every rank of a grid
+of ranks receives the error.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def agree(
         prepare: function that returns this rank's facts, and any result for the caller. An error is
             caught until the other ranks have heard of the error. (Of two groups, the second group's
             preparation contains the first group's agreement.)
-        static: True for a static call. Once the group has learned any call, ranks may go on
-            without a record: a rank that fails then raises alone.
+        static: True for a static call. Once the group has learned any call, ranks may go on without
+            a record; a rank that fails then raises the error alone.
 
     Raises:
         Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
@@ -86,7 +87,7 @@ def agree(
     prepared: Any = None
     try:
         facts, prepared = prepare()
-    except Exception as caught:  # Errors of any kind: the other ranks must not wait for this rank.
+    except Exception as caught:  # Of any kind, because the other ranks must not wait.
         error = caught
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         raise error or ValueError(
@@ -150,7 +151,7 @@ def _explained(
 def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
     """Raise ValueError on every rank for tensors that differ between ranks, by gathered
     checksums."""
-    names = sorted(tensors)  # Sorted, since a set has another order on each rank.
+    names = sorted(tensors)  # Sorted, because the order of a set differs between ranks.
     numbers = [1] * (1 + len(names))
     error = None
     try:
@@ -196,7 +197,7 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. The factors are not linear in the place: with linear
-    # factors, values that change places could give the same sum.
+    # Sums of integers wrap and do not round. The factors are not linear in the place, because with
+    # linear factors two values that change places could give the same sum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

@@ -151,7 +151,7 @@ class VocabShard(WholeVocabulary):
         return gather(values, self.group)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        missing = (0, k - values.shape[1])  # Padding for a slice of fewer columns than k.
+        missing = (0, k - values.shape[1])  # Pad the result of a slice with fewer columns than k.
         values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
         values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
         values, order = values.topk(k, dim=1)
@@ -167,7 +167,7 @@ class VocabShard(WholeVocabulary):
             of_ranks = gather(pad(mine, (0, 0, 0, max(self.tokens) - len(mine))), self.group)
             return torch.cat([part[:n] for part, n in zip(of_ranks, self.tokens, strict=True)])
 
-        # A view of the gradient would keep other ranks' rows alive.
+        # Copy the rows, because a view of the gradient would keep other ranks' rows alive.
         return cast(Tensor, Linear.apply(gathered, lambda gradient: gradient[rows].clone(), hidden))
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:

@@ -127,7 +127,8 @@ class Metrics(dict[str, Measurement]):
 
 @dataclass(frozen=True)
 class Observed:
-    """Values that a term reports per token [T] or per segment [S], before the fold to a metric.
+    """Values that a term reports per token [T] or per segment [S], before the reduction to a
+    metric.
 
     The engine reduces the values of scored tokens, or of segments with a scored token, by `kind`. A
     boolean vector `where` limits the fold to values at which it is True.
@@ -173,7 +174,8 @@ def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
     """Reduce each [N] vector to one metric, in a few operations for all vectors; rows where `live`
-    is False do not count. `share` is this rank's part of values that several ranks report alike."""
+    is False do not count. `share` is this rank's part of values of which several ranks hold equal
+    copies."""
     groups: dict[
         tuple[str | None, bool], dict[str, Observed]
     ] = {}  # Groups of observations that are reduced at once.

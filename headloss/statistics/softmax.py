@@ -58,9 +58,9 @@ class SoftmaxState(NamedTuple):
     """Softmax of a slice of the vocabulary, with e_j = exp(z_j - max_logit) over the slice; every
     field is [T].
 
-    `sumexp_m1` leaves the largest term out of the sum: log1p of `sumexp_m1` then keeps its digits
-    where one column has nearly all the mass. An empty slice has max_logit = -inf and sumexp_m1 =
-    -1.
+    `sumexp_m1` leaves the largest term out of the sum, so that log1p of `sumexp_m1` keeps its
+    digits where one column has nearly all the mass. An empty slice has max_logit = -inf and
+    sumexp_m1 = -1.
     """
 
     max_logit: Tensor  # Maximum of z.
@@ -83,7 +83,7 @@ def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
 def merge_all(slices: SoftmaxState) -> SoftmaxState:
     """Return the state of the union of slices [W, n] of W ranks, in a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # A slice that holds the largest logit is not scaled, also where all logits are -inf.
+    # The slice with the largest logit is not scaled, even if all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
