@@ -20,7 +20,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     dtype."""
     if backend == "auto":
         usable = device.type == "cuda" and dtype != torch.float64 and _failure() is None
-        return "triton" if usable else "reference"  # `_failure` warns of this fallback on a GPU.
+        # `_failure` warns of the fallback to the reference backend on a GPU.
+        return "triton" if usable else "reference"
     if backend == "triton":
         if reason := _failure():
             raise ValueError(f'backend: got "triton", but triton cannot be imported here: {reason}')
@@ -89,8 +90,8 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def _failure() -> str | None:
-    """Return the reason why Triton's kernels cannot run here, or None. The check runs once per
-    process; on a machine with a GPU, a failed check also warns."""
+    """Return the reason why Triton's kernels cannot run on this machine, or None. The check runs
+    once per process; on a machine with a GPU, a failed check also warns."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

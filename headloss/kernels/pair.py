@@ -1,8 +1,8 @@
 """Inputs of full-distribution distillation, in every backend.
 
 n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
-temperature. A divergence is a plain sum over the vocabulary of phi(log q, log p), so that the sums
-of tiles, passes and ranks add up; log-acceptances merge by log-sum-exp.
+temperature. A divergence is a sum of phi(log q, log p) over the vocabulary, so that tiles and ranks
+contribute summands. Log-acceptances are merged by log-sum-exp.
 
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
@@ -39,14 +39,14 @@ from .transform import Transform
 
 
 class Distribution(NamedTuple):
-    """Logits of a student or a teacher: the transform of raw logits to z, and the softmax's
-    normalizer [n]."""
+    """Softmax of a student or a teacher: the transform of raw logits to z, and the normalizer
+    [n]."""
 
     transform: Transform  # In a divergence, the temperature is a number.
     normalizer: Normalizer
 
     def rows(self, rows: slice | Tensor) -> Distribution:
-        """Return the distribution of some of the tokens."""
+        """Return the transform and normalizer of a subset of the tokens."""
         return Distribution(self.transform.rows(rows), self.normalizer.rows(rows))
 
 
@@ -71,17 +71,18 @@ class Divergence(NamedTuple):
 
 
 class StoredTopk(NamedTuple):
-    """A part of an objective: a function of the stored tokens' z and of the other tokens'
-    log-sum-exp."""
+    """A part of an objective that depends on the logits z of K stored tokens and on the log-sum-exp
+    of all tokens that are not stored."""
 
     columns: Tensor  # Columns [n, K]; values outside of [0, v) are not in the tile.
-    tail: Distribution  # Softmax over all tokens but the stored tokens.
-    slope_stored: Tensor  # Slopes d/dz at the stored tokens, [n, K].
-    slope_tail: Tensor  # Slopes d/d log-sum-exp of the other tokens, [n].
+    tail: Distribution  # Softmax over the tokens that are not stored.
+    slope_stored: Tensor  # Derivative by the stored tokens' z, [n, K].
+    slope_tail: Tensor  # Derivative by the log-sum-exp of tokens that are not stored, [n].
 
 
 class Chosen(NamedTuple):
-    """Columns of each token whose gradient has a part of its own; [n, K] each, of unit stride."""
+    """K columns of each token, with a gradient dL/dlogp beyond the four coefficients; [n, K] each,
+    of unit stride."""
 
     columns: Tensor  # Distinct int64 columns; values outside of [0, v) are not in the tile.
     logps: Tensor

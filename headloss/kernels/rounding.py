@@ -9,7 +9,7 @@ import torch
 
 @functools.lru_cache(maxsize=64)
 def accumulator_bias(device: torch.device, h: int) -> float:
-    """Return the share of its size by which a sum of h products of 16-bit numbers is too small.
+    """Return the relative amount by which a sum of h products of 16-bit numbers is too small.
 
     A tensor core's accumulator rounds toward zero. On Hopper each product costs a logit 0.8e-9 to
     1.1e-9 of its size, at h = 512 to 8192 and logits up to 60, of random and of trained heads

@@ -21,7 +21,7 @@ class Transform:
     bias: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> Transform:
-        """Return the transform of some of the tokens."""
+        """Return the transform for a subset of the tokens."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature[rows])
@@ -43,14 +43,17 @@ class Transform:
         return raw if plain and self.scale == self.temperature else self(raw)
 
     def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
-        """Turn d/dz into d/draw, in place, at raw logits. With `is_z`, `at` is z = self(raw), and
-        the result is accurate to the digits of cap - |z|."""
+        """Return the vjp of the transform: turn d/dz into d/draw, in place, at raw logits `at`.
+        With `is_z`, `at` holds the transformed logits z in place of raw logits; the result then has
+        only the accuracy of softcap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
             cap = self.softcap / self._divisor
             size = at.abs()
             gradient.mul_((cap - size).clamp_min_(0).mul_(size.add_(cap)).div_(cap * cap))
-        elif self.softcap is not None:  # Slope 1 - tanh(x)^2 by exp(-2 |x|), also where tanh is 1.
+        # The slope 1 - tanh(x)^2 comes from exp(-2 |x|), so that it is accurate where tanh(x)
+        # rounds to 1.
+        elif self.softcap is not None:
             u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()
             gradient.mul_(u.mul(4).div_(u.add_(1).square_()))
         return gradient if isinstance(factor, float) and factor == 1 else gradient.mul_(factor)

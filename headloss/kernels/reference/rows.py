@@ -14,7 +14,7 @@ from .tile import wide
 def scaled(sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
     outs = []
     for value, dtype, rows in sums:
-        # A one-element vector takes part in type promotion, a 0-dim tensor does not: so a 16-bit
+        # A one-element vector takes part in type promotion, unlike a 0-dim tensor, so that a 16-bit
         # value is multiplied in float32.
         by = None if factor is None else factor.reshape(1).to(wide(value.dtype))
         if rows is not None:

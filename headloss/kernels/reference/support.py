@@ -1,8 +1,8 @@
-"""Statistics and gradient of a support, that is of pairs of a token and a column, and the products
-of pairs, in plain PyTorch.
+"""Softmax over a support (a set of columns per token) in plain PyTorch: logits, statistics,
+gradient.
 
-n tokens, P pairs, H hidden width, K largest number of pairs of a token. Blocks of tokens are padded
-to K slots.
+n tokens, P pairs, H hidden width, K largest number of pairs of a token. Tokens of a block are
+padded to K columns each.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WIDTH = 256  # Columns of a weight that are widened at once.
 
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield blocks of tokens: the slice of tokens, their pairs [b, K], each pair's column in the
-    window (0 outside of the window), and the mask of pairs in the window. A block holds a limited
-    number of pairs times `elements`, the numbers that the caller computes per pair."""
+    window (0 outside of the window), and the mask of pairs in the window. A block is limited so
+    that temporaries of `elements` numbers per pair (token, column) stay small."""
     ids, offsets, first, size = support
     counts = offsets.diff()
     most = int(counts.max()) if len(counts) else 0
@@ -39,8 +39,7 @@ def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor
 
 
 def _slots(columns: Tensor, present: Tensor, targets: Tensor) -> Tensor:
-    """Return the slot [b] of each token's target, a column of the window; -1 for a target without a
-    slot."""
+    """Return the index [b] of each token's target among the token's K columns; -1 if absent."""
     hit = present & (columns == targets.unsqueeze(1))
     return torch.where(hit.any(1), hit.int().argmax(1), -1)
 

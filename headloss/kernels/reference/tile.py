@@ -16,11 +16,12 @@ from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, 
 from ..interface import Backward, Forward, Measured, partials_of
 from ..transform import Transform
 
-BLOCK_ELEMENTS = 1 << 20  # Most elements that a step works on: temporaries stay small.
+# Largest number of elements per step, which bounds the memory of temporaries.
+BLOCK_ELEMENTS = 1 << 20
 
 
 def blocks(n: int, width: int) -> list[slice]:
-    """Return slices of n rows, in blocks of limited size; at least one slice."""
+    """Return slices that cover n rows in blocks of limited size; at least one slice."""
     rows = max(1, BLOCK_ELEMENTS // max(1, width))
     return [slice(start, start + rows) for start in range(0, max(1, n), rows)]
 
@@ -31,7 +32,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(tile: Tensor) -> Tensor:
-    """Return the tile in the dtype `wide(tile.dtype)`."""
+    """Return the tile in its computation dtype, at least float32."""
     return tile if tile.dtype.itemsize > 2 else tile.float()
 
 
@@ -76,7 +77,7 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
     """Return the tile [n, v] with `values` at those of columns [n, K] that lie in the tile."""
     n, v = tile.shape
-    # A spare column for values outside of the tile.
+    # An extra column receives the values outside of the tile.
     wider = torch.cat([tile, tile.new_empty(n, 1)], 1)
     place = torch.where((columns >= 0) & (columns < v), columns, v)
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
@@ -114,8 +115,9 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
-    """Return dL/dz of columns with a slope of their own, to the last digit of 1 - p where the slope
-    and c_prob cancel, else of p. log_p is at most 0; coefficients have the dimensions of log_p."""
+    """Return dL/dz at targets or chosen columns, exact to the last digit of 1 - p where the
+    column's slope dL/dlogp and c_prob cancel, else to the last digit of p. log_p is at most 0;
+    coefficients have the dimensions of log_p."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
@@ -159,7 +161,7 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            max_logit, log_sum = inputs.normalizer  # This formula is exact where p is not small.
+            max_logit, log_sum = inputs.normalizer  # This formula is exact unless p is small.
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:

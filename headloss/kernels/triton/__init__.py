@@ -1,4 +1,5 @@
-"""The Triton backend: every act of `interface.Kernels`, on a GPU or in Triton's interpreter.
+"""The Triton backend implements every function of `interface.Kernels`, on a GPU or in Triton's
+interpreter.
 
 float64 tensors run on the reference backend.
 """

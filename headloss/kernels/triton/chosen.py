@@ -1,5 +1,6 @@
 """Triton kernels for chosen columns of each token: their logits, and their elements in the gradient
-of a tile. The product kernels use a chosen column too: the column whose logit is the token's shift.
+of a tile. The product kernels also read a chosen column, whose logit is the token's shift in exp(z
+- shift).
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
 token.
@@ -30,14 +31,14 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
-ROWS = 128  # Tokens of a program that writes targets.
+ROWS = 128  # Number of tokens per program of the kernel that writes targets.
 COLUMNS = 8
-TOKENS = 8  # Chosen columns of a token, or tokens, in one program.
+TOKENS = 8  # Number of chosen columns of one token, or of tokens, that a program handles.
 
 
 class Shifts(NamedTuple):
-    """Operands of the kernel that finds shifts; `shift`, `more` and `pitch` are those of
-    `merge.Epilogue`."""
+    """Operands of the kernel that computes shifts; `merge.Epilogue` documents `shift`, `more`,
+    `pitch`."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -188,7 +189,8 @@ def target_gradient_(
     a = gradient_inputs(backward)
     first = backward.first
     raw = None
-    if a.z.inner is not None:  # A log-prob does not tell how far a soft cap is saturated.
+    # The soft cap's slope needs z, because a log-prob does not determine z.
+    if a.z.inner is not None:
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)
     places, from_column = (a.targets, first) if columns is None else (columns, 0)

@@ -1,8 +1,8 @@
 """Matrix product in Triton whose tile and summation order over k are the same for every number of
 rows.
 
-A vendor's library chooses its kernel, and with the kernel the order of each sum, by the number of
-rows.
+A vendor's library (cuBLAS) chooses a kernel by the number of rows, and every kernel adds in a
+different order.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def fixed_product(
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         rows = ROWS
         columns = COLUMNS
-        # The rank of a LoRA adapter needs no wide tile. (On tensor cores a tile decides the order
-        # of k.)
+        # The small rank of a LoRA adapter needs no wide tile. (On tensor cores the tile's shape
+        # decides the summation order over k.)
         if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
             rows = ROWS // 4
             columns = max(16, triton.next_power_of_2(m))

@@ -1,5 +1,5 @@
 """Formulas that the Triton kernels share: from raw logits to z and log p, and from log p to the
-gradient of the equation in `interface`. Record types are defined in `records`."""
+gradient of the equation in `interface`. The types of kernel arguments are defined in records.py."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def tanh_and_slope(x):
     near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
     e = tl.exp2(tl.abs(x) * (2 * LOG2E))
     share = 1 + e
-    if PTX:  # A division would cost several instructions.
+    if PTX:  # One instruction for an approximate inverse is faster than a division.
         share = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [share], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         share = 1 / share
     far = 1 - 2 * share
-    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # For e = inf, `share` is 0.
+    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # If e overflows to inf, `share` is 0.
     return tl.where(s < 0.0625, x * near, tl.where(x < 0, -far, far)), slope
 
 
@@ -94,8 +94,8 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 
 @triton.jit
 def per_row(value, z, row, inside=None):
-    """Return `value`, the `outer` or `factor` of a `LogitScaling`, divided by each token's
-    temperature where temperatures are per token. `inside` masks the rows that exist."""
+    """Return `value` (the field `outer` or `factor` of a `LogitScaling`), divided by each token's
+    temperature if temperatures are per token. `inside` masks the rows that exist."""
     if z.temperature is not None:
         value = value / tl.load(z.temperature + row, inside, None if inside is None else 1.0)
     return value
@@ -142,7 +142,7 @@ def log_softmax(raw, z, outer, max_logit, log_sum):
 
 @triton.jit
 def coefficient(pointer, row, inside=None):
-    """Return a token's coefficient, or 0 where `pointer` is None."""
+    """Return a token's gradient coefficient, or 0 where `pointer` is None."""
     value = 0.0
     if pointer is not None:
         value = tl.load(pointer + row, inside, None if inside is None else 0.0).to(tl.float32)
@@ -151,8 +151,8 @@ def coefficient(pointer, row, inside=None):
 
 @triton.jit
 def grad_z(p, log_p, at, c):
-    """Return dL/dz without the target's own term. `at` is (c_prob, c_entropy, c_uniform); a None
-    field of `c`, a `SoftmaxCoefficients`, says that the coefficient is absent."""
+    """Return dL/dz without the term c_target [j = y]. `at` is (c_prob, c_entropy, c_uniform); a
+    None field of `c`, a `SoftmaxCoefficients`, says that the coefficient is absent."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
@@ -201,8 +201,8 @@ def coefficients(c, row):
 
 @triton.jit
 def normalizer_of(normalizer, row, inside=None):
-    """Return (max_logit, log_sum) of one or several tokens; `inside` masks the tokens that
-    exist."""
+    """Return the normalizer (max_logit, log_sum) of one or several tokens; `inside` masks the
+    tokens below n."""
     max_logit = tl.load(normalizer.max_logit + row, inside, None if inside is None else 0.0)
     return max_logit, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
@@ -225,12 +225,14 @@ def token_of(a, row):
 
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
-    """Return max_logit, sumexp_m1 and entropy_sum of a block. A block of -inf alone has no mass."""
+    """Return the online-softmax state (max_logit, sumexp_m1, entropy_sum) of a block of logits. A
+    block of -inf alone has no mass."""
     max_logit = tl.max(z, 0)
     shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
     top = (z == max_logit) & inside
-    # Leave the largest term out of the sum once; columns with an equal logit count 1 each.
+    # `sumexp_m1` leaves the term 1 of one largest logit out; further columns of equal logit add 1
+    # each.
     sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
     sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
     entropy_sum = 0.0
@@ -241,8 +243,8 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merged(a, b):
-    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). The state that
-    holds the largest logit is not scaled, also where the largest logit of both states is -inf."""
+    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). The state with the
+    larger max_logit is not rescaled, even if max_logit is -inf in both states."""
     max_a, sumexp_m1_a, entropy_a = a
     max_b, sumexp_m1_b, entropy_b = b
     max_logit = tl.maximum(max_a, max_b)

@@ -6,8 +6,8 @@ t begins `offsets[t]` elements behind the first logit, so that padded, shifted a
 need no copy. Rows without an offset are never read.
 
 A program walks along a row once for the statistics and, where coefficients are given, a second time
-for the gradient. In a launch with two walks, the second walk starts with the columns that the first
-walk read last: these columns are still in the L2 cache.
+for the gradient. In a launch with two passes, the second pass begins at the columns that the first
+pass read last, which are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SHAPES = {
     16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4),
 }
-ONE_WALK = Shape(warps=16, turns=1)  # For a launch of one walk, statistics or gradient.
+# For a launch with one pass over each row, for statistics or gradient.
+ONE_WALK = Shape(warps=16, turns=1)
 VECTOR = 16  # Bytes that a thread loads at once.
 
 
@@ -58,7 +59,8 @@ class Given(NamedTuple):
     z: LogitScaling
     normalizer: Normalizer | None
     to: SoftmaxState | None  # Output statistics; None where `normalizer` is given.
-    # Coefficients; if the kernel computes statistics, those at an entropy of 0.
+    # Gradient coefficients or, if the kernel computes statistics, the coefficients for an entropy
+    # of 0.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -66,8 +68,8 @@ class Given(NamedTuple):
 
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """Return the parts of a token's `softmax.Slope`: (rate, anchor, low, high, sign) for each
-    part."""
+    """Return a token's `softmax.Slope` (the loss gradient in closed form) as a tuple (rate, anchor,
+    low, high, sign) per summand."""
     numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
@@ -78,7 +80,7 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
-    """Return dL/dlogp of a token from the result of `slope_parts`."""
+    """Return dL/dlogp of a token, evaluated from the closed form that `slope_parts` loaded."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
         rate = parts[5 * i]
@@ -128,7 +130,7 @@ def given_kernel(
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        if GRADIENT:  # Load early: the loads' latency passes during the statistics.
+        if GRADIENT:  # Early loads hide their latency behind the statistics.
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)
             at_prob, at_entropy, at_uniform = coefficients(of.c, row)
@@ -161,7 +163,7 @@ def given_kernel(
             at = at_prob * factor, at_entropy * factor, at_uniform * factor
             normalizer = max_logit, log_sum
             write_gradient(x, y, v, length, of.z, outer, normalizer, at, of.c, WIDTH, STATISTICS)
-            # Wait: another thread wrote the target's element.
+            # A barrier is needed, because a different thread wrote the target's element.
             tl.debug_barrier()
             if of.c.target is not None or SLOPES > 0:
                 g, bend = logit_gradient(target, mine, of.z, outer, normalizer, at, of.c)
@@ -187,7 +189,8 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
     c = in_rows(c or SoftmaxCoefficients())
     of = Given(logits.offsets, offsets, live, targets, z, normalizer, partials, c, slopes, where)
     shape = shape or shape_of(v, both)
-    lanes = 32 * shape.warps * VECTOR // x.element_size()  # Fewer lanes for a short row.
+    # A short row needs fewer lanes (partial sums per program).
+    lanes = 32 * shape.warps * VECTOR // x.element_size()
     options = {"maxnreg": shape.registers} if shape.registers else {}
     launch(
         cdiv(count, shape.turns),
@@ -206,7 +209,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
 
 
 def shape_of(v: int, both: bool) -> Shape:
-    """Return the configuration for rows of v columns; `both`: the launch has two walks. Only
-    NVIDIA's compilers accept `maxnreg`."""
+    """Return the configuration for rows of v columns; `both`: the launch passes over each row
+    twice. Only NVIDIA's compilers accept `maxnreg`."""
     shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape

@@ -24,9 +24,9 @@ ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
 STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # Rows of one group.
 PART = gl.constexpr(tiles.WIDTH // 4)  # Columns of one store.
-BUFFERS = gl.constexpr(2)  # Store buffers of each group.
+BUFFERS = gl.constexpr(2)  # Number of shared-memory buffers for stores, per group of four warps.
 LOWEST = gl.constexpr(-1e20)  # Value of masked logits: below all logits, finite under any scale.
-# Registers of a thread at launch; 3 x 128 threads start with all registers.
+# Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
 AT_START = gl.constexpr(168)
 LOADING = gl.constexpr(24)  # Registers of a loading thread.
 # Registers of a multiplying thread, 128 of them for z.
@@ -109,7 +109,8 @@ def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
 
 @gluon.jit
 def halves(z):
-    """Return the left and the right half of z: each thread splits its registers in two."""
+    """Return the left and the right half of the logits tile z, without an exchange of registers
+    between threads."""
     width: gl.constexpr = z.shape[1] // 2
     layout: gl.constexpr = accumulator_layout(width)
     left, right = gl.split(gl.permute(gl.reshape(z, (HALF, 2, width)), (0, 2, 1)))
@@ -249,7 +250,8 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constexpr):
     """Store statistics and exp logits of the product, as `product_kernel` does without overlap."""
-    # Select pointers here: a flag that enters a group of warps is no longer a constant.
+    # Select pointers before the groups of warps start, because a flag passed to a group is no
+    # longer a compile-time constant.
     parts = parts_of(of)  # Each [blocks, pitch].
     entropy_sums, logit_sums, max_logits = None, None, None
     if of.flags.entropy:
@@ -281,7 +283,7 @@ def load_for_gradient(a, first, block, n):
 
 @gluon.jit
 def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """Store the gradient of a tile without the targets' slopes."""
+    """Store the gradient of a tile of logits without the term c_target at the targets."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)

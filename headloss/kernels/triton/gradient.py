@@ -1,8 +1,9 @@
 """Triton kernels for the gradient, from a tile [n, v] of logits or of e = exp(z - shift) in bf16.
 
-Programs go through memory in ascending order. With an `Order`, row i of the gradient is written
-from row order.rows[i] of the tile, so that later products read dense rows. Reordering in the tile's
-own memory is safe.
+Programs go through memory in ascending order. An `Order` (a permutation of rows) moves the rows
+with a gradient to the front: row i is computed from row order.rows[i], so that later products read
+dense rows. Rows may be reordered in the tile's memory, because no program reads a row that is
+already overwritten.
 
 With c_target and c_prob alone and no soft cap, p_j c_prob is a multiple s of e_j for all columns of
 a token. The kernel then replaces only the target's e, and the matrix products include the
@@ -85,7 +86,8 @@ def gradient_kernel(
                 g += at[2] * factor
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
-            tl.debug_barrier()  # Wait: another thread wrote the target's element.
+            # A barrier is needed, because a different thread wrote the target's element.
+            tl.debug_barrier()
             in_span = (target >= begin) & (target < end)
             g = target_gradient * factor
             tl.store(out + target, g.to(out.dtype.element_ty), mask=in_span)
@@ -112,7 +114,8 @@ def gradient_kernel(
                 else:
                     g = under_cap(g, value, a.z)
             g *= factor
-            # Rows narrow in place: all threads read a block before any thread overwrites the block.
+            # In-place conversion to a narrower dtype: threads read a block before any thread
+            # overwrites it.
             if OVERLAP:
                 tl.debug_barrier()
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
@@ -134,7 +137,8 @@ def logit_gradient_(
         a = a._replace(tile=matrix_of(raw), to=matrix_of(out), order=order, shifts=shifts)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
-        span = 1 << 30 if overlap else 2 * block  # Rows that narrow in place are not split.
+        # Rows converted in place to a narrower dtype are not split.
+        span = 1 << 30 if overlap else 2 * block
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), a, backward.first, v, **options)
     return out
@@ -173,7 +177,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # Copy from a row that no other program overwrites.
+    else:  # Copy from a source row that no GPU program overwrites.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -52,7 +52,7 @@ class Launcher:
     def __init__(self, kernel: Any, *, tiles: dict[str, TileShape] | None = None, **options: Any):
         self.kernel = kernel
         self.options = options
-        # Fuse a multiplication and an addition into one instruction.
+        # Compiler option: fuse a multiplication and an addition into one instruction.
         if isinstance(kernel, JITFunction):
             options["enable_fp_fusion"] = True
         names = tiles or {}

@@ -1,5 +1,5 @@
-"""Triton kernels that merge sums into statistics: a product's sums by block, or the ranks'
-partials.
+"""Triton kernels that merge partial sums into softmax statistics, over the blocks of a matrix
+product or over the ranks of a sharded vocabulary.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
 blocks, recomputes tokens whose shift is far below their largest logit, sets the exp logit of each
@@ -27,7 +27,7 @@ from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, p
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 
-# A larger sum of exp logits means a shift too far below the largest logit.
+# Bound of a token's sum of exp logits; a larger sum means that the shift is too small.
 FAR = tl.constexpr(2.0**80)
 ROWS = 16  # Tokens of a program.
 
@@ -46,11 +46,12 @@ class Epilogue(NamedTuple):
     """Operands of a product's epilogue, which sums over the columns of a tile."""
 
     shift: Tensor  # Logit of one column, subtracted before exp, [n].
-    # Shape [2, pitch]: z_y (-inf in another slice), bits of the shift's column number.
+    # Shape [2, pitch]: target's logit (-inf for a target outside the slice), bits of the shift's
+    # column number.
     more: Tensor
     parts: Tensor  # Shape [.., blocks, pitch], of n tokens, see `parts_of`.
     pitch: int  # Row length of `parts` and `more`; a multiple of 16 aligns every row for any n.
-    stride: int  # Elements from one of the parts to the next: blocks * pitch.
+    stride: int  # Stride between parts in elements, blocks * pitch.
     z: LogitScaling | None
     flags: Flags
 
@@ -63,7 +64,7 @@ class Merge(NamedTuple):
     w: Matrix  # Shape [v, H].
     exp_tile: Matrix | None  # Exp logits [n, v].
     z: LogitScaling
-    partials: int | None  # Flag: 1 if the results are partials.
+    partials: int | None  # Flag: 1 to store partial sums in place of finished statistics.
     epilogue: Epilogue
 
 
@@ -83,7 +84,7 @@ def summed_again(
 ):
     """Return max_logit, sumexp_m1 and entropy_sum of one token from recomputed logits. With
     `WRITES`, store the token's exp logits in `exp_tile`."""
-    # Logits that are recomputed at once, in steps of 2 ** 7 elements of H.
+    # Number of logits recomputed at once, in steps of 2 ** 7 elements of H.
     COLUMNS: tl.constexpr = 64
     x += tl.zeros((1,), tl.int64)
     max_logit = float("-inf")
@@ -109,10 +110,11 @@ def summed_again(
 
 @triton.jit
 def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
-    """Write `softmax.finish` to rows of out: the normalizer and the statistics in their order.
+    """Write the normalizer and the statistics, as computed by `softmax.finish`, to rows of `out`.
 
-    `highest` is the normalizer's largest logit and the sumexp_m1 for that logit. Statistics come
-    from `sums`, so that their bits do not depend on whether top1 is wanted.
+    `highest` is the pair of the normalizer's largest logit and the sumexp_m1 relative to this
+    largest logit. Statistics come from `sums`, so that their bits do not depend on whether top1 is
+    wanted.
     """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
@@ -140,7 +142,7 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     """Merge the blocks of a `Merge`; `vocabulary` is the number of columns of all ranks."""
     HALVES: tl.constexpr = 6
-    BLOCKS: tl.constexpr = 1 << HALVES  # Blocks that are added at once.
+    BLOCKS: tl.constexpr = 1 << HALVES  # Number of blocks of a product that are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     more = of.epilogue.more
@@ -206,7 +208,8 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
 
     max_logit = shift
     above = sumexp_m1
-    if TOP1:  # Rescale to the largest logit; a shift that is the largest logit changes nothing.
+    # Rescale the sums from the shift to the largest logit; nothing changes if the two are equal.
+    if TOP1:
         max_logit = tl.maximum(tl.max(max_tile, 0), shift)
         log_scale = shift - max_logit
         scale = exp(log_scale)
@@ -260,8 +263,8 @@ def merge_kernel(
         log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
         scale = exp(log_scale)
         mass = 1 + sumexp_m1_of_rank
-        # Leave the largest term out of one slice's sum alone, also where several slices hold an
-        # equal.
+        # Leave the largest term out of one slice's sum alone, even if several slices hold an equal
+        # logit.
         sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top
         if flags.entropy:

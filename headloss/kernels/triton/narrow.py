@@ -1,9 +1,9 @@
-"""Triton kernels for a narrow head: attention whose keys and values are the weight, with tiles of
-logits that never leave the chip.
+"""Triton kernels for a head of small hidden width, built like fused attention: the weight serves as
+keys and values, and tiles of logits stay on the chip.
 
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
 the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
-loops over the rows of the other matrix. The forward sweep gives a token's statistics and, on
+loops over the rows of the other matrix. The forward pass gives a token's statistics and, on
 request, the sums
 
     sums = sum_j exp(z_j - shift) dz_j/draw_j w_j    over all columns but the shift's own.
@@ -12,10 +12,10 @@ The hidden gradient follows from these sums if c_target and c_prob are the only 
 gradient's sweep recomputes each tile as its gradient and multiplies the tile on the spot: by hidden
 states for the weight's gradient, by the weight for the hidden gradient of any coefficients.
 
-The shift is the logit of one column per token, as in product.py. The vocabulary has PARTS parts,
-whose sums are added in one order: few tokens fill a GPU, and a token's bits depend on no other
-token. A table marks the tiles that need a mask: tiles with the column of a shift or target, and
-tiles that contain the end of the vocabulary.
+The shift is the logit of one column per token, as in product.py. The vocabulary is cut into PARTS
+parts, so that few tokens already fill a GPU. The parts' sums are added in a fixed order, so that a
+token's result never depends on other tokens. A table marks the tiles that need a mask: tiles with
+the column of a shift or target, and tiles that contain the end of the vocabulary.
 
 In the weight's sweep a vector of tokens lies along the columns of a tile, and a thread reads many
 elements of the vector. With c_target and c_prob alone a single vector is enough: |c_prob| p =
@@ -43,7 +43,7 @@ from .records import LogitScaling, matrix_of, scaling
 WIDEST = 256  # Largest hidden width.
 PARTS = 16  # Parts of the vocabulary.
 BLOCK = 128  # A number of tokens, divisible by the tokens of every tile.
-NOTHING = 1e30  # The log2 sum exp z of padding, whose p is 0.
+NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is 0.
 
 
 # Numbers to tune on a device (benchmarks/studies/narrow.py), by padded hidden width: rows and
@@ -54,7 +54,7 @@ SMALL = (32, 32, 4, 1)  # For float32.
 
 
 class Cut(NamedTuple):
-    """Geometry of a sweep, known at compile time."""
+    """Compile-time tile sizes of a sweep (a pass over tiles of logits that stay on the chip)."""
 
     h: int
     depth: int  # Padded hidden width.
@@ -77,7 +77,8 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def pointers_of(of, first, rows, inside, cut: tl.constexpr):
-    """Return pointers to rows of a Matrix [.., h], padded, and the mask of existing elements."""
+    """Return pointers to rows of a Matrix [.., h], padded to a power of two, and the mask of
+    elements within the matrix."""
     k = tl.arange(0, cut.depth)[None, :]
     pointers = of.data + (first + rows).to(tl.int64)[:, None] * of.stride + k
     return pointers, inside[:, None] & (k < cut.h)
@@ -96,8 +97,8 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def place_of(marks, count, length, cut: tl.constexpr):
-    """Return a program's first row; the number, first and last tile of its part; and marks of its
-    tiles."""
+    """Return a program's first row, the number of its vocabulary part, the part's first and last
+    tile, and the marks of tiles that need a mask."""
     blocks, tiles = tl.cdiv(count, cut.own), tl.cdiv(length, cut.theirs)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block = tl.program_id(0) % blocks
@@ -210,7 +211,7 @@ def narrow_gradient_kernel(
     count,
     length,
     cut: tl.constexpr,
-    WEIGHT: tl.constexpr,  # Programs own columns, not tokens.
+    WEIGHT: tl.constexpr,  # A program owns columns of the vocabulary and loops over tokens.
 ):
     OWN: tl.constexpr = cut.own
     DEPTH: tl.constexpr = cut.depth
@@ -267,9 +268,9 @@ def _sweep(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length], cut by the head's shape
-    alone. Marked tiles are the tiles that hold one of the `pairs` [n] of rows, and the tiles that
-    end beyond the last row. A pair with -1 marks an arbitrary tile."""
+    """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length]; the head's shape alone
+    decides the tiles. A tile is marked (computed with a mask) if it holds one of the `pairs` [n] of
+    rows, or ends beyond the last row. A pair with a row of -1 may mark any tile."""
     (count, h), length, described = own.shape, len(theirs), can_fuse(own, theirs)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if own.element_size() == 2 else SMALL
@@ -372,7 +373,8 @@ def narrow_hidden(
         if len(x):
             _gradient(x, w, backward, target, parts.flatten(0, 1), False, PARTS)
         return _in_order(parts)
-    # The sums leave out one column: the target, or a stand-in for a target in another slice.
+    # The sums leave out one column: the target, or an arbitrary column if another slice holds the
+    # target.
     c, (max_logit, log_sum) = backward.coefficients, backward.normalizer
     others = (c.prob * (sums.shift - max_logit - log_sum).exp()).unsqueeze(1)
     g = backward.transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)[:, 0]

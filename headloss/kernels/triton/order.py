@@ -1,5 +1,5 @@
-"""Triton kernel that puts kept rows first: the order is found on the device, so that later kernels
-are queued before the host reads the number of kept rows."""
+"""Triton kernel that computes an order of rows with kept rows first, on the device, so that the
+host queues later kernels without waiting for the number of kept rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
         rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
         placed += tl.sum(gap.to(tl.int32), 0)
-    tl.debug_barrier()  # Wait: threads read gaps that other threads wrote.
+    # A barrier is needed, because threads read gaps that different threads wrote.
+    tl.debug_barrier()
     placed = 0
     for start in range(total, n, BLOCK):
         at = start + tl.arange(0, BLOCK)

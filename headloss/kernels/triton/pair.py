@@ -38,7 +38,7 @@ BLOCK = 2048  # Most columns of each of two tiles that a program handles at once
 
 
 class Softmax(NamedTuple):
-    """Inputs of log p from raw logits, for the student or the teacher."""
+    """Kernel arguments to compute log p from raw logits of the student or the teacher."""
 
     z: LogitScaling | None
     normalizer: Normalizer | None  # Shape [n].
@@ -48,7 +48,7 @@ NO_SIDE = Softmax(None, None)
 
 
 class Kind(NamedTuple):
-    """A divergence measure, as kernels are compiled for it."""
+    """Compile-time description of a divergence: its name and its beta."""
 
     name: tl.constexpr
     beta: float
@@ -65,15 +65,15 @@ class Teacher(NamedTuple):
 class Part(NamedTuple):
     """Operands of the gradient of a divergence or of a stored top-k."""
 
-    student: Softmax  # For a stored top-k: the softmax over all other tokens.
-    # Shape [n, K]. For a stored top-k [n]: the slope at the other tokens' log-sum-exp.
+    student: Softmax  # For a stored top-k: the softmax over the tokens that are not stored.
+    # Shape [n, K]. For a stored top-k [n]: dL/d log-sum-exp of the tokens that are not stored.
     mean_slope: Tensor
     weight: Tensor | None = None  # Weights [n, K] of K divergences.
     log_acceptance: Tensor | None = None  # Shape [n].
     teacher: Teacher | None = None
     stored: BlockedColumns | None = None
     slopes: Tensor | None = None  # Slopes d/dz at the stored tokens, [n, K].
-    extra: Tensor | None = None  # Another part of the gradient, [n, v], contiguous.
+    extra: Tensor | None = None  # Gradient of other terms, to be added, [n, v], contiguous.
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
-    """Return the amounts that each column of a block adds to the divergence and to its mean
-    slope."""
+    """Return each column's summand of the divergence and of the divergence's mean slope, for a
+    block of columns."""
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
         mean_slope = tl.zeros_like(value)
@@ -163,7 +163,7 @@ def divergence_kernel(
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,  # A power of two, at least 2 K.
-    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the kinds; K if absent.
+    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the K measures; K if absent.
 ):
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
@@ -172,7 +172,7 @@ def divergence_kernel(
     q = normalizer_of(teacher.softmax.normalizer, row)
     lanes = tl.arange(0, LANES)
     sums = tl.zeros((LANES,), tl.float32)
-    # State of log sum min(p, q): the largest logarithm, and sums relative to its exponential.
+    # Online log-sum-exp of min(log p, log q): the maximum, and sums relative to exp(maximum).
     top = tl.full((), 2 * FLOOR, tl.float32)
     mass = tl.full((), 0.0, tl.float32)
     below = tl.full((), 0.0, tl.float32)
@@ -218,7 +218,7 @@ def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
 
 
 def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
-    """Return the kinds of the measures, and the kernel constants K and ACCEPTANCE."""
+    """Return a `Kind` per divergence measure, and the kernel constants K and ACCEPTANCE."""
     names = [measure.kind for measure in measures]
     place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
     kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)
@@ -309,7 +309,7 @@ def pair_gradient_kernel(
                     g += weight * (p * (slope - pivot))
             g = tl.where(alive == 0, 0.0, g)  # Rows with weights of 0 may hold any logits.
         if a.targets is not None:
-            # Both transforms have an equal soft cap: compute the tanh once.
+            # The tanh is computed once, because both transforms have an equal soft cap.
             if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:
@@ -321,7 +321,8 @@ def pair_gradient_kernel(
         g = under_cap(g, value, p_z)
         if d.extra is not None:
             g += tl.load(d.extra + row * v + columns, mask=inside, other=0.0)
-        # Rows narrow in place: all threads read a block before any thread overwrites the block.
+        # In-place conversion to a narrower dtype: threads read a block before any thread overwrites
+        # it.
         if OVERLAP:
             tl.debug_barrier()
         tl.store(out + columns, g.to(to.data.dtype.element_ty), mask=inside)

@@ -3,10 +3,11 @@ no logits are written.
 
 The epilogue reduces the float32 accumulator of each tile on the spot. The shift in e = exp(z -
 shift) is the logit of one column per token, computed beforehand: the target's logit, where the
-target lies in this slice. So the epilogue needs no maximum of the logits. The sums leave out the
-shift's own e, which is 1: a likely target's log-prob keeps its digits.
+target lies in this slice. Therefore the epilogue need not compute the largest logit of a row. The
+sums leave out the term e = 1 of the shift's column, so that a likely target's log-prob keeps its
+digits.
 
-Where gluon.py can run (`overlaps`), a tile's epilogue runs during the next tile's product.
+On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
 With `exp_tile`, e is written in bf16. bf16 has the exponents of float32, so that any shift is good
 enough that is not far below the largest logit. Tokens whose shift is far below the largest logit
@@ -90,7 +91,8 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    left, right = halves(z)  # Split also without `exp_tile`, for equal bits of the sums.
+    # The sums over two halves of a tile have equal bits with and without `exp_tile`.
+    left, right = halves(z)
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
         exp_tile.store([m * BM, block * BN], e.to(exp_tile.dtype))
@@ -114,7 +116,7 @@ launch_exp = Launcher(product_kernel, tiles=LOADED | {"exp_tile": STORED}, **OPT
 
 
 def in_gluon() -> Any:
-    """Return the module gluon.py; not every Triton release contains Gluon."""
+    """Import the module gluon.py on demand, because not every Triton release contains Gluon."""
     from . import gluon
 
     return gluon
@@ -235,7 +237,7 @@ def of_rows(pointer, rows, inside, factor):
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """Return dL/draw of a block of logits without the targets' slopes."""
+    """Return dL/draw of a block of logits without the term c_target at the targets."""
     log_p = transformed(raw, a.z, outer) - lse
     return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 

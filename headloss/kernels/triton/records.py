@@ -1,9 +1,9 @@
-"""Records of kernel arguments, and the checks before a launch.
+"""Named tuples of kernel arguments (*records*), and the checks before a launch.
 
-A record is one argument of a kernel and holds the fields that this kernel reads: a launch costs one
-microsecond for each tensor. A field that is None, or 1, is known when the kernel is compiled, at no
-cost to the launch; a `tl.constexpr` would cost two microseconds. Kernels compare fields with None,
-not records: Triton 3.6 cannot compare a record that contains a None.
+A record is one kernel argument with only the fields that the kernel reads, because every tensor
+adds a microsecond to a launch. A field that is None, or 1, is known when the kernel is compiled, at
+no cost to the launch; a `tl.constexpr` would cost two microseconds. Kernels compare fields with
+None, not records: Triton 3.6 cannot compare a record that contains a None.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class LogitScaling(NamedTuple):
 
 
 class GradientInputs(NamedTuple):
-    """A `Backward` as kernels read it, and the operands of the kernels that write its gradient."""
+    """Kernel arguments for the gradient that a `Backward` (interface.py) describes."""
 
-    targets: Tensor | None  # Shape [n], as of all vectors.
+    targets: Tensor | None  # Shape [n], like every vector here.
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: SoftmaxCoefficients
@@ -65,15 +65,15 @@ class GradientInputs(NamedTuple):
     order: Order | None = None  # Order of the rows of `to`.
     tile: Matrix | None = None  # Raw logits or exp logits, [n, v].
     shifts: Tensor | None = None  # Shifts of exp logits, [n].
-    # Factors [n] that the products still apply to the rows of `to`.
+    # Factor [n] of each row of `to`, left to the matrix products.
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
     column_slopes: Matrix | None = None  # None: the slope is the target's coefficient.
     column_raw: Tensor | None = None  # Raw logits [n] of a single chosen column.
     x: Matrix | None = None  # Hidden states [n, H].
-    features: Tensor | None = None  # Hidden states times the multiples, [n, H].
-    least: Tensor | None = None  # Sizes [n] that multiples must not be far below.
+    features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
+    least: Tensor | None = None  # Sizes [n]; no absolute multiple may be far below its size.
 
 
 class BlockedColumns(NamedTuple):
@@ -141,7 +141,7 @@ def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
 
 
 def empty_partials(like: Tensor, n: int, needs: frozenset[str]) -> SoftmaxState:
-    """Return an uninitialised float32 state with the fields that `needs` asks for."""
+    """Return an uninitialised float32 `SoftmaxState` with the fields named by `needs`."""
     entropy = "entropy" in needs
     mean = "mean_logit" in needs
     room = like.new_empty(3 + entropy + mean, n, dtype=torch.float32)
@@ -177,5 +177,6 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """Return a view [n, v] of a dtype at most as wide, in the front of each row's memory."""
+    """Return a view [n, v] of the tile's memory in a narrower dtype, which fills each row's
+    front."""
     return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

@@ -1,5 +1,5 @@
-"""Triton kernels that multiply rows by a factor per row, or by a common factor, and kernels that
-turn sums into gradients: sums times one factor, rounded to the gradients' dtypes."""
+"""Triton kernels that multiply rows by one factor, or by a factor per row. A further kernel
+multiplies accumulated sums by one factor and rounds the sums to the gradients' dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .records import Matrix, programs_on
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Programs per multiprocessor that scale rows.
 WIDEST = 4096  # Elements that a program scales at once.
-MOST_PROGRAMS = 132 * 8  # Most programs of a launch, which may have nothing to do.
+MOST_PROGRAMS = 132 * 8  # Largest number of programs of a launch whose factor may turn out to be 1.
 
 
 class Moves(NamedTuple):
@@ -60,8 +60,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # Only the device knows whether the factor is 1, for which no row is read: a few programs find
-    # out quickly.
+    # Only the device knows whether the factor is 1; then no row is read, and a launch of few
+    # programs ends quickly.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1
@@ -111,7 +111,8 @@ def scaled_kernel(
         blocks = n * in_row
         if of.rows is None:
             blocks = in_row
-            if of.value.dtype == of.out.dtype:  # In place: a factor of 1 changes nothing.
+            # Rows scaled in place by a factor of 1 stay as they are.
+            if of.value.dtype == of.out.dtype:
                 blocks = tl.where(number == 1, 0, in_row)
         for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):
             row = block // in_row

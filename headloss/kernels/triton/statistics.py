@@ -1,8 +1,8 @@
 """Triton kernel from a tile of logits to its `SoftmaxState`, one program per token.
 
 A program walks along its row in blocks. The largest logit and the sums of each block are merged
-into the row's state, as by `softmax.merge`. With `onto`, the row starts with the state of earlier
-tiles.
+into the row's state, as by `softmax.merge`. With `onto`, a row starts from the online-softmax state
+of the earlier tiles.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PartialsInputs(NamedTuple):
 
 @triton.jit
 def columns_at(support, at, end):
-    """Return the columns of some pairs in the window, and the mask of the pairs that exist."""
+    """Return each pair's column within the window (a range of vocabulary columns), and the mask of
+    pairs inside of the window."""
     inside = at < end
     column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
     present = inside & (column >= 0) & (column < support.size)

@@ -1,11 +1,11 @@
-"""Triton kernels for a support, a set of columns per token: dot products, their statistics and
-gradient, and the two products of the gradient.
+"""Triton kernels for a softmax over a support (a set of columns per token): logits, statistics, the
+logits' gradient, and its products with weight and hidden states.
 
 n tokens, P pairs of a token and a column, H hidden width. Matrices are `Strided`; raw logits,
-values and gradients of pairs are [P]. One program per token; for the weight gradient tokens and
-columns change places. Rows of the weight are gathered twice and rows of the hidden states once, 2PH
-bytes each time in 16 bits. A program has many loads in flight, so that memory or L2 limits the
-speed, and dot products need no tensor cores.
+values and gradients of pairs are [P]. One GPU program serves one token or, for the weight gradient,
+one column. Rows of the weight are gathered twice and rows of the hidden states once, 2PH bytes each
+time in 16 bits. A program has many loads in flight, so that memory or L2 limits the speed, and dot
+products need no tensor cores.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    out = torch.zeros_like(raw)  # A pair may belong to no token.
+    out = torch.zeros_like(raw)  # A pair beyond the last offset belongs to no token.
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
         launch_gradient(len(backward.targets), raw, out, support, a, BLOCK=PAIRS)
@@ -119,16 +119,19 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 class Pieces(NamedTuple):
-    """Pieces of the tokens' pairs: token t has pieces ends[t - 1] to ends[t]."""
+    """Pieces (at most PIECE consecutive pairs of one token): token t has pieces ends[t - 1] to
+    ends[t]."""
 
     tokens: Tensor  # Token of each piece, [M]; n for an unused piece.
     ends: Tensor  # Shape [n].
-    cut_ends: Tensor  # As `ends`, counting only tokens with several pieces, [n].
+    # Running count of pieces, like `ends`, but only of tokens with several pieces, [n].
+    cut_ends: Tensor
     cut: Tensor  # Tokens with several pieces, [R]; n for an unused element.
 
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
-    """Return the pieces of `count` pairs; with `every`, a token without pairs has a piece too."""
+    """Cut each token's pairs into pieces of at most PIECE pairs, `count` pairs in all; with
+    `every`, a token without pairs has one empty piece."""
     n = len(starts) - 1
     device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
@@ -158,7 +161,7 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 @triton.jit
 def count_of(ends, token):
-    """Return the end of a token's pieces and the number of the token's pieces."""
+    """Return the end of a token's range of pieces (runs of at most PIECE pairs) and its length."""
     end = tl.load(ends + token)
     return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
 
@@ -286,7 +289,7 @@ def support_sums(
     # pieces.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
-    # A token's ids are distinct: the token has at most len(rows) pairs.
+    # A token has at most len(rows) pairs, because a token's ids are distinct.
     if len(pieces.cut) and len(rows) > PIECE:
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)

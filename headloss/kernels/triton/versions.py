@@ -1,4 +1,5 @@
-"""Differences between Triton releases, between GPUs, and between a GPU and the interpreter."""
+"""Queries for the differences between Triton releases, between GPUs, and between a GPU and Triton's
+interpreter."""
 
 from __future__ import annotations
 

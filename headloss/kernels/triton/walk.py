@@ -1,5 +1,5 @@
 """Two walks along a row of logits, for the kernel of given.py: the row's partial statistics, and
-its gradient. A NaN stays a NaN.
+its gradient. A NaN logit gives a NaN result.
 
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
 `to` holds the wanted sums, z is a LogitScaling, `normalizer` is (max_logit, log_sum). `at` is
@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)  # Finite, so that no difference o
 
 @triton.jit
 def logits_of(raw, inside, z, outer):
-    """Return z, and -inf outside of the row (where `raw` is -inf already if `z.same`)."""
+    """Return the transformed logits z, with -inf at columns beyond the row's end."""
     if z.same is not None:
         return raw.to(tl.float32)
     else:
@@ -28,7 +28,8 @@ def logits_of(raw, inside, z, outer):
 
 @triton.jit
 def logits_at(x, columns, length, z, outer, HINT: tl.constexpr):
-    """Return z of some columns, and the mask of the columns inside of the row."""
+    """Return the transformed logits z of a block of columns, and the mask of columns before the
+    row's end."""
     inside = columns < length
     raw = tl.load(x + columns, mask=inside, other=float("-inf"), eviction_policy=HINT)
     return logits_of(raw, inside, z, outer), inside
@@ -54,11 +55,12 @@ def smaller(a, b):
 
 @triton.jit
 def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
-    """Return (max_logit, sumexp_m1, entropy_sum) of a row from the states of its lanes."""
+    """Return (max_logit, sumexp_m1, entropy_sum) of a row, merged from the online-softmax states of
+    WIDTH lanes."""
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # Leave the largest term out of the sum once; lanes with an equal logit count 1 each.
+    # `sumexp_m1` leaves the term 1 of one largest logit out; lanes with an equal logit add 1 each.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -115,8 +117,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
-    """Return dL/draw of some logits of a row without the target's own term, and the soft cap's
-    slope."""
+    """Return dL/draw of a block of a row's logits, without the term c_target at the target, and the
+    soft cap's slope."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
@@ -134,7 +136,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the gradient of a row without the target's own term, last columns first."""
+    """Write the gradient of a row without the term c_target at the target, from the last columns to
+    the first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
