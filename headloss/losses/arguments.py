@@ -55,7 +55,7 @@ def call_text(name: str, options: Iterable[tuple[str, Any]]) -> str:
 
 
 def number(want: str, accept: Callable[[float], bool], **options: object) -> None:
-    """Check that each option is a finite number that `accept`s.
+    """Check that each option is a finite number for which `accept` is True.
 
     >>> number("> 0", lambda x: x > 0, beta=-1)
     Traceback (most recent call last):
@@ -79,7 +79,8 @@ def positive(**options: object) -> None:
 def bounds(
     want: str, accept: Callable[[float], bool], minimum: float | None, maximum: float | None
 ) -> tuple[float, float]:
-    """Return the bounds; `min` <= `max`, each None (no bound) or a number that `accept`s."""
+    """Return the bounds after a check that `min` <= `max`, and that each bound is None (no bound)
+    or a number for which `accept` is True."""
     limits = {"min": minimum, "max": maximum}
     number(want, accept, **{name: x for name, x in limits.items() if x is not None})
     if minimum is not None and maximum is not None and minimum > maximum:

@@ -107,7 +107,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _options(function: Callable[..., Any], keyword: bool | None = None) -> str:
-    """Return the options: all of them, those by keyword alone (True), or by position (False)."""
+    """Return all options, only the keyword-only options (True), or only the positional options
+    (False)."""
     shown = (
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in _parameters(function)
@@ -120,7 +121,7 @@ def _reduction(function: Callable[..., Term]) -> str:
     reduction = function().reduction
     if reduction is not None:
         return reduction.name
-    # The default reduction depends on an option: the docstring names it.
+    # The default reduction depends on an option, so that the docstring must state the reduction.
     return _listed(function, "Default reduction: ")
 
 
@@ -128,7 +129,8 @@ def _reduction(function: Callable[..., Term]) -> str:
 
 
 def _inputs_of_term(function: Callable[..., Term]) -> str:
-    """Return the fields that a term reads, including the fields that a boolean option adds."""
+    """Return the batch fields that a term reads, including the fields read only if a boolean option
+    is True."""
     shown = _fields(function, {})
     if function().teacher is not None:
         of_teacher = " or ".join(_names(names) for names in TEACHER_INPUTS.values())
@@ -156,7 +158,8 @@ def _names(names: Any) -> str:
 
 
 def _reads(function: Callable[..., Term], options: dict[str, Any]) -> dict[str, list[str] | None]:
-    """Map each field that a term reads to its substitutes; None if the term raises without it."""
+    """Map each batch field that a term reads to the fields that can replace it; None if the term
+    raises without the field."""
     stats, batch = sample()
     term = function(**options)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
@@ -178,7 +181,8 @@ def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, A
 
 
 def _modified(modifier: Callable[..., Modifier]) -> Term:
-    """Return the term `z_loss`, which reads no field, with the modifier applied."""
+    """Return the term `z_loss` with the modifier applied, to find the fields that the modifier
+    alone reads."""
     required = {
         "corrected": {},
         "second_moment_masked": {},

@@ -1,4 +1,5 @@
-"""Policy terms that single out tokens by the covariance of log-prob and advantage.
+"""Policy terms that clip or penalize the tokens with the highest covariance of log-prob and
+advantage.
 
 T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]. The
 covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp). The means are over all scored
@@ -36,7 +37,8 @@ def _count(batch: PackedBatch, like: Tensor) -> Tensor:
 
 
 def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return the covariance c, [T]; with static shapes, -inf at an unscored token."""
+    """Return the covariance c of each token, [T]; with static shapes, an unscored token gets
+    -inf."""
     logp, count = stats.logp.detach(), _count(batch, stats.logp).clamp_min(1)
 
     def centred(values: Tensor) -> Tensor:
@@ -48,9 +50,10 @@ def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def _first(order: Tensor, share: float, count: Tensor) -> Tensor:
-    """Mark the first `share` of all tokens in ascending order, at least one token: [T] bool.
+    """Return [T] bool, True at the smallest values: a share `share` of all tokens, at least one
+    token.
 
-    The shapes are static, so that the device is not read.
+    All shapes are independent of the values, so that the host need not wait for the device.
     """
     rank = order.argsort(stable=True).argsort()
     return rank < (share * count).floor().clamp_min(1)

@@ -101,7 +101,7 @@ def distillation(
     )
 
 
-# Divergences that a tail supports; a tail without an entry supports all divergences.
+# Divergences that each option `tail` supports; a tail without an entry supports all divergences.
 KINDS_OF: dict[str, tuple[Kind, ...]] = {
     "generalized": ("forward_kl", "reverse_kl", "js"),
     "sampled": ("reverse_kl",),
@@ -120,7 +120,8 @@ def _observe(
     if teacher.tail == "sampled" and teacher.source(batch) == "topk":
         log_p = stats.extras[teacher]
         sampled = of_target(log_p, batch).to(value.dtype)
-        mass = log_p[:, :-2].exp().sum(1).to(value.dtype)  # The probability of an empty slot is 0.
+        # An id below 0 marks an empty slot, whose probability is 0.
+        mass = log_p[:, :-2].exp().sum(1).to(value.dtype)
         figures |= {"stored": value - sampled, "sampled": sampled, "mass": mass}
         figures["outside"] = outside(batch).to(value.dtype)
     return {name: Observed(values) for name, values in figures.items()}
@@ -144,7 +145,8 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def _gap(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return log q_y - log p_y, [T]; a log-prob of -inf counts as -10000."""
+    """Return log q_y - log p_y, [T] (teacher's less student's log-prob); a log-prob of -inf counts
+    as -10000."""
     return batch.teacher_logps.clamp_min(FLOOR) - stats.logp.clamp_min(FLOOR)
 
 

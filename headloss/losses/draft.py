@@ -36,7 +36,7 @@ def _observe(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
 def _of_verifier(
     function: Any, head: Head | None, temperature: float, observe: Any = _observe, **more: Any
 ) -> Term:
-    """Return a term that reads a verifier; the term's factory sets the name."""
+    """Return a term that compares draft model and verifier; the term's factory sets the name."""
     how = {"reduction": token_mean, "observe": observe, "teacher": teacher(head, temperature)}
     return Term(name="", function=function, **how, **more)
 
@@ -158,22 +158,22 @@ def _d_pace(stats: Any, batch: PackedBatch, *, floor: float) -> Tensor:
 def draft_weights(
     weights: Weights = "decay", *, gamma: float = 4.0, floor: float = 0.5
 ) -> Modifier:
-    """Weights of a block's drafted tokens: `hl.cross_entropy().modified(hl.draft_weights())`.
+    """Modifier that weighs drafted tokens: `hl.cross_entropy().modified(hl.draft_weights())`.
 
         exp(-k / gamma), or of D-PACE sum_{i >= k} prod_{j <= i} ((1 - floor) p_y + floor)
 
     DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
-    weighs a token by the expected accepted length from that token on, from log-probs without a
-    gradient. A block is a segment, and its unscored tokens count as accepted. The denominator of
-    the reduction stays the number of tokens.
+    weighs a token by the expected number of accepted tokens from that token on, computed from
+    log-probs without a gradient. Each block of drafted tokens is a segment; unscored tokens of a
+    block count as accepted. The denominator of the reduction stays the number of tokens.
 
     Args:
         weights: "decay" or "d_pace".
         gamma: decay length in tokens, > 0; 7, 5, 4 for blocks of 16, 10, 8 in DFlash's paper.
         floor: lower bound of a token's confidence in D-PACE, > 0 and at most 1.
 
-    Inputs of the decay: slots [..], the place k of a token among the block's drafted tokens, from
-    0. The block's anchor token is not scored.
+    Inputs with weights="decay": slots [..], the index k of a token among the block's drafted
+    tokens, from 0. The token that precedes the drafted tokens (the block's anchor) is not scored.
     """
     with naming("draft_weights"):
         one_of(("decay", "d_pace"), weights=weights)
@@ -194,7 +194,8 @@ def _dspark(stats: Any, batch: PackedBatch, *, ce: float, tv: float, gamma: floa
 
 
 def _observe_blocks(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
-    """Return the metrics of a block: expected accepted lengths, plus the verifier's bonus token."""
+    """Return the metrics of each block: expected numbers of accepted tokens, including the bonus
+    token that the verifier always adds."""
     if "slots" not in batch or batch.segments.group is not None:
         return _observe(stats, batch)
     log_a, hits = stats.log_acceptance, stats.top1
@@ -228,11 +229,11 @@ def dspark(
         teacher_head, temperature: as in `nla`.
 
     Inputs: the inputs of `distillation`; slots [..], the place k of a token among its block's
-    drafted tokens, from 0 (with gamma=None, slots serve the block metrics alone). A block is a
-    segment. Default reduction: token_mean. Metrics: acceptance, top1; of each block accept_len
-    (1 + sum_k prod_{i <= k} a_i) and eal (1 + the number of leading targets that are the draft's
-    likeliest token). Block lengths end at the first unscored slot, and are not reported for
-    segments that run across ranks.
+    drafted tokens, from 0 (with gamma=None, slots serve the block metrics alone). Each block of
+    drafted tokens is a segment. Default reduction: token_mean. Metrics: acceptance, top1; of each
+    block accept_len (1 + sum_k prod_{i <= k} a_i) and eal (1 + the number of leading targets that
+    are the draft's likeliest token). Both lengths end at a block's first unscored token, and are
+    not reported for segments that run across ranks.
 
     Also called: speculators DSpark.
     """

@@ -26,14 +26,14 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-# Bounds of the weight f for a token whose large ratio makes the loss large already.
+# Bounds of the weight f of a token with A < 0 and r > safety.
 SAFE = (0.8, 1.0)
 
 
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
     """Return the [T] float64 sums over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
 
-    Each round doubles the number of following tokens that a token's sum holds.
+    Each round doubles the number of following tokens in every token's sum (a parallel scan).
     """
     total, ids, reach = values.double(), segments.ids, 1
     while reach < len(total) and (decay := 2 ** (-reach / half_life)) > 0:

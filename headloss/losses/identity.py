@@ -1,4 +1,5 @@
-"""Functions of terms: pickling by name, comparison by content, and a record of attribute reads."""
+"""Tools for the function of a term: pickle by name, comparison by content, and a record of the
+attributes that the function reads."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def _given(factory: Callable[..., Any], options: dict[str, Any]) -> Given:
 
 
 class Recorder:
-    """Proxy of statistics or of a batch that records the names of the attributes read."""
+    """Proxy for statistics or a batch, which records the name of every attribute read."""
 
     def __init__(self, target: Any, seen: set[str]) -> None:
         self._target, self._seen = target, seen
@@ -63,9 +64,9 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value that is equal for parts of terms that differ in tensor values alone.
+    """Return a comparison key that is equal for parts of terms which differ in tensor values alone.
 
-    Every tensor found is appended to `tensors`. The value returned keeps no tensor, function or
+    Every tensor found is appended to `tensors`. The returned key keeps no tensor, function or
     process group alive.
     """
     if value is None or isinstance(value, (int, float, str)):
@@ -100,7 +101,8 @@ def leaves_of(values: Tensor) -> Iterator[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # AccumulateGrad nodes alone have this attribute
+        # only AccumulateGrad nodes (of leaf tensors) have the attribute `variable`
+        leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
         stack += [parent for parent, _ in node.next_functions]

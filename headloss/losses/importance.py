@@ -35,7 +35,7 @@ LEVELS: dict[str, tuple[Scope, Per]] = {
     "sequence_product": ("segment", "segment"),
 }
 MAX_LOG_RATIO = 20.0
-FAR = 1e30  # bound of an infinite log-ratio in a sum, so that the sum stays a number
+FAR = 1e30  # finite value in place of an infinite log-ratio, so that no sum of log-ratios is NaN
 
 
 def scope_and_per(level: str) -> tuple[Scope, Per]:
@@ -90,7 +90,8 @@ def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor
 
 
 def estimate(d: Tensor, estimator: str) -> Tensor:
-    """Return the KL estimate [T] from d, the other policy's log-prob minus the trained policy's."""
+    """Return the KL estimate [T] from d, a compared policy's log-prob minus the trained policy's
+    log-prob."""
     if estimator == "k1":
         return -d
     if estimator == "k2":
@@ -143,7 +144,8 @@ def clip_figures(
 def observe(
     stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float] | None = None
 ) -> dict[str, Observed]:
-    """Return all metrics of a policy term at `level`; with `clip`, also the clipped shares."""
+    """Return all metrics of a policy term for a ratio at `level`; with `clip`, also the shares of
+    clipped ratios."""
     per = LEVELS[level][1]
     ratio = importance_ratio(stats, batch, level)
     found = ratio_figures(stats, batch, ratio, per)

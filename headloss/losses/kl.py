@@ -50,7 +50,8 @@ class _Estimate:
             pulls = estimate(d, "k2") if ratio is None else ratio.detach() * estimate(d, "k2")
             return value.detach() + (pulls - pulls.detach())
         if ratio is not None:
-            # A token whose difference is clamped gets no gradient through the ratio either.
+            # A token whose difference d is clamped gets no gradient, not even through the policy
+            # ratio.
             value = value * torch.where(near == d, ratio, ratio.detach())
         return value if self.clamp is None else _within(value, self.clamp)
 

@@ -1,7 +1,8 @@
-"""Factors without gradient on the tokens of a policy term: sampler correction and masks.
+"""Modifiers that multiply each token's loss by a factor without gradient: a correction for the
+sampler's mismatch, and masks.
 
-T scored tokens, S segments. A factor multiplies the loss of each token; the denominator of the
-reduction stays.
+T scored tokens, S segments. A modifier's factor multiplies the loss of each token and leaves the
+denominator of the reduction unchanged.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 class Modifier:
     """A per-token `factor` on the losses of a term, with the metrics that `observe` reports.
 
-    The `options` are the options of the call that made the modifier.
+    The `options` are the arguments of the modifier's method, e.g. of `.corrected(...)`.
     """
 
     name: str
@@ -236,16 +237,17 @@ def _quantile(
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # Rounding q must not move a whole-number rank.
+    # The rounding error of q must not move a quantile position that is a whole number.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
-    # A 0-dim index would read the device.
+    # Indexing by a 0-dim tensor would make the host wait for the device.
     below, above = ordered[torch.stack([low, torch.minimum(low + 1, last)]).long()].unbind()
     return torch.where(above > below, torch.lerp(below, above, (rank - low).to(below.dtype)), below)
 
 
 def _gather(values: Tensor, count: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the values of all ranks, padded with inf to one size, and the number that count."""
+    """Return the values of all ranks, padded with inf to equal length, and the number of values
+    that are not padding."""
     from torch import distributed
 
     own = torch.stack([count.long(), torch.full_like(count, len(values)).long()])

@@ -1,7 +1,8 @@
-"""Clipped surrogate of the policy ratio, under the names of the papers that use it.
+"""Policy terms of clipped surrogate objectives (PPO, GRPO, GSPO and variants), each under the name
+of its paper.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
-`importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
+`importance_sampling_level` names (see `importance`): [T] per token, or [S] per sequence.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _clipped_slopes(
 
 
 def _log(ratio: float) -> float:
-    """Return log(ratio) within the clamp of the log-ratio."""
+    """Return log(ratio), clamped to the range [-20, 20] of log-ratios."""
     bounds = math.exp(-MAX_LOG_RATIO), math.exp(MAX_LOG_RATIO)
     return math.log(min(max(ratio, bounds[0]), bounds[1]))
 

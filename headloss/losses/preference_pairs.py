@@ -1,4 +1,5 @@
-"""Losses of a chosen answer against rejected answers, and the scores that the losses compare.
+"""Functions of the preference terms on pairs: scores of answers, and losses of a chosen answer
+against rejected answers.
 
 S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n segments after it are
 the rejected answers. c and r are rewards: scores times beta. The loss of a group is repeated at
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S] score of each answer
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-MAX_POWER = 80.0  # largest exponent of e; its exponential fits float32
-LEAST = 1e-30  # smallest 1 - p: its inverse times any weight fits float32
+MAX_POWER = 80.0  # largest argument of exp, so that the result fits float32
+LEAST = 1e-30  # smallest value of 1 - p; 1 / (1 - p) times a weight still fits float32
 
 
 # ---------------------------------------------------------------------- losses of two rewards
@@ -46,14 +47,15 @@ class Pairwise:
     loss_type: str = "sigmoid"
     beta: float
     label_smoothing: float = 0.0
-    gamma: float = 0.0  # the loss sees the margin c - r - gamma
+    gamma: float = 0.0  # the loss reads the margin c - r - gamma
     tau: float = 0.05
     factor: float = 1.0
     rejected: int = 1
     weighted: bool = False  # multiply by `likely_under_policy`
 
     def __call__(self, c: Tensor, r: Tensor) -> Tensor:
-        """Return the elementwise loss of [P] rewards each, or of [P, 1] and [P, n] rewards."""
+        """Return the elementwise loss of chosen and rejected rewards, [P] and [P], or [P, 1] and
+        [P, n]."""
         if self.of_both:
             return self.factor * OF_BOTH[self.loss_type](c, r, self)
         x = c - r - self.gamma
@@ -64,7 +66,7 @@ class Pairwise:
 
     @property
     def of_both(self) -> bool:
-        """Return whether the loss depends on c and r beyond their difference."""
+        """Return whether the loss depends on the rewards c and r other than through c - r."""
         return self.loss_type in OF_BOTH
 
     @property
@@ -187,7 +189,7 @@ def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor
         raise ValueError(f"segments: got {len(values)}, want {want}")
     if rejected == 1:
         return batch.segments.split_pairs(values)
-    count = len(values) // (1 + rejected)  # static shapes may append further segments
+    count = len(values) // (1 + rejected)  # static shapes may append segments without tokens
     groups = values[: count * (1 + rejected)].view(count, 1 + rejected)
     return groups[:, :1], groups[:, 1:]
 
@@ -199,7 +201,8 @@ def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
 
 
 def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:
-    """Return the mean over nonempty rejected answers, [P]; over all if every one is empty."""
+    """Return the mean over a group's nonempty rejected answers, [P]; over all rejected answers if
+    all are empty."""
     if rejected == 1:
         return values
     counted = torch.where(present.any(1, keepdim=True), present, True)
@@ -223,7 +226,8 @@ def pair_loss(
 
 
 def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
-    """Expand [P] losses to [S], shared among the nonempty segments of each group."""
+    """Expand [P] losses to [S], with each group's loss repeated at the group's nonempty segments
+    and rescaled."""
     here = (batch.segments.lengths > 0).to(values.dtype)
     of_chosen, of_rejected = split(here, batch, rejected)
     if rejected > 1:
@@ -251,7 +255,8 @@ def observe(
 
 
 def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
-    """Return a term on pairs; the metrics report `reward`, or `score` if `reward` is None."""
+    """Return a preference term on pairs; the metrics report the `reward`, or the `score` if
+    `reward` is None."""
     one_of(LOSS_TYPES, loss_type=how.loss_type)
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)
@@ -273,7 +278,7 @@ def _check_smoothing(loss_type: str, share: float) -> None:
     want, accept = "0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5
     if loss_type == "robust":
         want, accept = "0 <= label_smoothing < 0.5", lambda x: 0 <= x < 0.5
-    if loss_type == "exo_pair":  # exo_pair takes the log of label_smoothing
+    if loss_type == "exo_pair":  # loss_type="exo_pair" computes the log of label_smoothing
         want, accept = "0 < label_smoothing <= 0.5, e.g. 1e-3", lambda x: 0 < x <= 0.5
     if loss_type not in SMOOTHED:
         want, accept = f"0, as {loss_type!r} has no smoothing", lambda x: x == 0

@@ -1,4 +1,5 @@
-"""Preference terms on unpaired answers: scored one by one, or as two sets of answers.
+"""Preference terms that need no pairs of answers: each answer has its own loss, or the scores of
+two sets of answers are compared.
 
 S segments, P = S / 2 pairs. Every term is [S].
 """
@@ -68,8 +69,8 @@ def kto(
 
     Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has z = 0 (D'Oosterlinck
     et al. 2024, arXiv:2408.06266). The reference point `reference_kl`, one number for the batch, is
-    the mean of h over answers to other prompts, without gradient. hl.head_stats computes the
-    log-probs of the mismatched answers.
+    the mean of sum(logp - ref) over answers matched with wrong prompts, without gradient.
+    hl.head_stats computes the log-probs of such mismatched answers.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -150,7 +151,8 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
     # Pairs without a scored token sort last on both sides and do not count.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
-    counted = (upper != last) | (lower != last)  # a NaN counts, so that the loss becomes NaN
+    # a NaN score stays in the mean, so that the loss becomes NaN
+    counted = (upper != last) | (lower != last)
     x = how.beta * (upper - lower)
     values = torch.where(counted, how(x, torch.zeros_like(x)), 0)
     return spread((values.sum() / there.sum().clamp_min(1)).expand_as(x), batch)
@@ -162,8 +164,9 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
 
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u and v sorted: u = logp_chosen - logp_rejected and v of the reference, or u = chosen and v = rejected sums of logp - ref
 
-    Melnyk et al. 2024, arXiv:2406.05882. All pairs of a call are sorted together, and the mean
-    over the call is repeated at each pair. A pair without a scored token is left out of the sort.
+    Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and the mean
+    loss over the call is repeated at each pair. A pair without a scored token is left out of the
+    sort.
 
     Args:
         beta: scale of the difference, > 0.

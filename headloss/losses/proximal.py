@@ -39,7 +39,7 @@ def _ratio_inside(
 
 
 def _observe(stats: Statistics, batch: PackedBatch, *, inside: Inside) -> dict[str, Observed]:
-    """Return the metrics of the ratio, and the shares of tokens dropped."""
+    """Return the metrics of a policy ratio, and the shares of tokens without a gradient."""
     ratio = importance_ratio(stats, batch, "token")
     dropped, a = ~inside(stats, batch), batch.advantages
     shares = {

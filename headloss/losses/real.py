@@ -1,4 +1,4 @@
-"""Terms that compare the answers to the same prompt.
+"""Term `real`, which compares all answers to one prompt.
 
 T scored tokens, S segments, d_t = logp_t - old_t; segments with equal `prompts` form a group.
 """
@@ -55,7 +55,7 @@ def _real(stats: Statistics, batch: PackedBatch, *, tau: float) -> Tensor:
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     (scores, right), group = _scores(stats, batch), answers(batch)
-    # Each group is reported at its first nonempty segment.
+    # The metric mixed_groups counts each group once, at the group's first nonempty segment.
     present, place = batch.segments.lengths > 0, torch.arange(len(right), device=right.device)
     places = torch.where(present, place, len(right))
     first = places.new_full(places.shape, len(right)).scatter_reduce(0, group.ids, places, "amin")
@@ -69,15 +69,15 @@ def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 
 @factory
 def real(*, tau: float = 0.5) -> Term:
-    """Rewards as labels: classify the answers to a prompt by their mean log-ratio.
+    """Rewards as labels: classify a prompt's answers as good or bad by the mean log-ratio.
 
         log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t d_t; sums over the answers to i's prompt, 0 where all of them are on one side
 
     Zhai et al. 2026, arXiv:2602.05630. The loss of a group is repeated at each segment of the
     group. For groups of equal size the mean over segments is the mean over prompts, including
     prompts of loss 0; for groups of unequal size use `.over("prompt_mean")`. The score s_i is not
-    clamped, and the gradient with respect to s_i is at most 1 / tau. An empty segment has s = 0 and
-    A = 0 in its group, and no weight in the mean.
+    clamped, and the gradient with respect to s_i is at most 1 / tau. A segment without tokens
+    counts in its group with s = 0 and A = 0, and has no weight in the mean.
 
     Args:
         tau: temperature of the scores, > 0.

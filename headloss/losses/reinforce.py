@@ -1,4 +1,5 @@
-"""Log-probs weighted by advantages, with a weight that has no gradient: -sg(w) A log p.
+"""Policy terms of the form -sg(w) A log p: log-probs weighted by advantages and by a factor w
+without gradient.
 
 T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. Exponents are clamped to
 [-20, 20]; log-ratios that are summed into an exponent are not clamped. Every term returns [T].
@@ -111,7 +112,7 @@ def cispo(
     if epsilon_low is not None:
         non_negative(epsilon_low=epsilon_low)
     scope, _ = scope_and_per(importance_sampling_level)
-    # No ratio reaches a lower bound of -inf.
+    # A lower bound of -inf means no lower bound.
     clip = (-math.inf if epsilon_low is None else 1 - epsilon_low, 1 + epsilon_high)
     level = importance_sampling_level
     return Term(
@@ -126,7 +127,8 @@ def cispo(
 
 
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return log w, [S]: new policy over sampler if the batch has the sampler, else over old."""
+    """Return log w, [S], the log-ratio of the new policy to the sampler, or to the old policy if
+    the batch has no sampler log-probs."""
     change = log_ratio(stats, batch).detach()
     if "importance_sampling_ratio" in batch:
         change = change + batch.importance_sampling_ratio.log().clamp_min(MIN_LOG_WEIGHT)

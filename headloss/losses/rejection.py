@@ -1,4 +1,5 @@
-"""Masks of tokens or sequences on which trainer and sampler disagree: a modifier and a field.
+"""Masks of tokens or sequences on which trainer and sampler disagree, as a modifier of a term and
+as a batch field.
 
 T scored tokens, S segments; d_t = old_t - sampling_t within [-20, 20], p = exp(old), q =
 exp(sampling).
@@ -65,7 +66,8 @@ class _Rejection:
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
-        # A ratio leaves 1 on either side, so that each token's ratio is compared with both bounds.
+        # A ratio may be too small or too large, so that each token's ratio is compared with both
+        # bounds.
         of_each = self.measure == "ratio" and self.level == "sequence_max"
         values = self._of_tokens(stats, batch) if of_each else self.statistic(stats, batch)
         inside = (values >= low) & (values <= high)
@@ -106,8 +108,8 @@ def rejected(
 
     KL(q, p) is the divergence of the target against all other tokens. Li et al. 2025, "When speed
     kills stability", https://richardli.xyz/rl-collapse. d is clamped to [-20, 20], and is 0 where
-    the sampling log-prob is NaN. The denominator of the reduction stays; `rejection_mask` changes
-    the denominator too.
+    the sampling log-prob is NaN. `rejected` leaves the denominator of the reduction unchanged;
+    `rejection_mask` counts only the kept tokens in the denominator.
 
     Args:
         measure: "ratio", "k2", "k3", "tv" or "kl".

@@ -1,8 +1,9 @@
 """Losses of critics and reward models, on a few numbers per token from another head.
 
-T scored tokens, S segments, C classes. The losses here are not terms, because no loss here has a
-softmax over the vocabulary. Reductions and totals are those of terms, and are exact under padding,
-packing, gradient accumulation and ranks. Sums of 16-bit inputs are computed in float32.
+T scored tokens, S segments, C classes. These functions are not terms of `hl.head_loss`, because no
+function here has a softmax over the vocabulary. Reductions (such as "token_mean") and totals work
+as in `hl.head_loss`, and are exact under padding, packing, gradient accumulation and several ranks.
+Sums of 16-bit inputs are computed in float32.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def bradley_terry(
         -log sigmoid(R_chosen - R_rejected - margin) + centre (R_chosen + R_rejected)^2
 
     Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155. Centring: Eisenstein et al. 2023,
-    arXiv:2312.09244. The loss is the mean over the pairs; the totals count two segments per pair.
+    arXiv:2312.09244. The loss is the mean over the pairs; a batch's totals count two segments per
+    pair.
 
     Args:
         rewards: [S] the reward R of each segment, or [..] a reward at each position, of which the
@@ -205,6 +207,6 @@ def _totals(batch: Batch) -> Totals:
 
 
 def _reduced(losses: Tensor, found: PackedBatch, batch: Batch, over: Reduction | str) -> Tensor:
-    """Return sum_t w_t l_t, [], with the token weights that a term would have."""
+    """Return sum_t w_t l_t, [], with the token weights w of a term of `hl.head_loss`."""
     weights = token_weights(found, _totals(batch), losses.dtype, as_reduction(over))
     return (weights * losses).sum(dtype=torch.float64).to(losses.dtype)

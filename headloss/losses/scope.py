@@ -1,4 +1,5 @@
-"""Scopes of terms and modifiers: the smallest part of a batch that a call needs at once."""
+"""Scopes of terms and modifiers: "token", "segment" or "batch" is the smallest part of a batch that
+a term's function needs at once."""
 
 from __future__ import annotations
 
@@ -12,6 +13,6 @@ TRACING = ContextVar("tracing", default=False)  # True while a term is traced: n
 
 
 def wider(a: Scope, b: Scope) -> Scope:
-    """The larger of two scopes."""
+    """Return the larger of two scopes (token < segment < batch)."""
     order: tuple[Scope, ...] = (*SCOPES, "external")
     return order[max(order.index(a), order.index(b))]

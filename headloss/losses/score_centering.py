@@ -66,7 +66,7 @@ class _Centering:
         return _Centre(c, *(x.to(p.dtype) for x in (*masses, rho)))
 
     def _weight(self, log_ratio: Tensor) -> Tensor:
-        """Return f(w) of the weight w = exp(log_ratio)."""
+        """Return f(w), the clamped or masked weight w = exp(log_ratio) that `mode` names."""
         if self.mode is None:
             return torch.ones_like(log_ratio)
         return bounded(
@@ -84,7 +84,8 @@ class _Centering:
 
 
 def _held(logps: Tensor, batch: PackedBatch) -> Tensor:
-    """Return [T, K] log-probs of candidates; -10000 without mass and in empty slots."""
+    """Return [T, K] log-probs of the candidate tokens; -10000 for probability 0 and for a missing
+    candidate."""
     return logps.masked_fill(batch.candidate_ids < 0, FLOOR).clamp_min(FLOOR)
 
 
@@ -100,16 +101,15 @@ def score_centering(
 
         A sum_k sg(c_k) log p_k, c_k = q_k f(p_k / q_k) - alpha p_k, alpha = rho f(1 / rho), rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
-    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Both tails 1 - sum_k in rho
-    are at least 1e-6 (A.3; NeMo-RL bounds the trainer's tail alone). Add the term to the policy
-    term, under the policy term's reduction and with the bounds of the policy term's correction:
-    hl.reinforce() + hl.score_centering(), or
-    hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
-    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's tail is modelled as rho
-    p. If the candidates cover the whole vocabulary or the whole support, alpha p has no gradient
-    and the sum is exact. prime-rl has the exact sum over a replayed support, and weighs tokens by a
-    mask of |p - q|. The term also applies to tokens that another part of the objective clips or
-    masks.
+    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Numerator and denominator of
+    rho are at least 1e-6 (the paper's appendix A.3; NeMo-RL bounds the denominator alone). Add
+    score centering to a policy term, with that policy term's reduction and correction bounds, e.g.
+    hl.reinforce() + hl.score_centering(), or hl.reinforce().corrected("token_truncate", min=a,
+    max=b, live=True) + hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's
+    probability of a token outside the candidates is modelled as rho p. If the candidates cover the
+    whole vocabulary or the whole support, alpha p has no gradient and the sum is exact. prime-rl
+    has the exact sum over a replayed support, and weighs tokens by a mask of |p - q|. The term also
+    applies to tokens that another part of the objective clips or masks.
 
     Args:
         mode: f(w) is 1 (None), w clamped to [min, max] ("token_truncate"), or w within the bounds

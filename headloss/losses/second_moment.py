@@ -1,4 +1,5 @@
-"""Masks of the tokens on which trainer and sampler differ most (M2PO): a modifier and a field.
+"""Masks of the tokens on which trainer and sampler differ most (M2PO), as a modifier of a term and
+as a batch field.
 
 T scored tokens; m_t = (old_t - sampling_t)^2.
 """
@@ -32,7 +33,8 @@ class _SecondMoment:
         return sampler_mismatch(stats, batch, self.live).square()
 
     def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return [T] bool: tokens that are kept; computed without a device read."""
+        """Return [T] bool, True at kept tokens, computed without a synchronisation of host and
+        device."""
         moments = self.moments(stats, batch).double()
         if batch.live is not None:  # unscored tokens sort last
             moments = moments.where(batch.live, torch.inf)
@@ -67,9 +69,10 @@ def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modi
 
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
     ratio; the authors' code derives clip bounds from the threshold instead. If no n brings the mean
-    below the threshold, all tokens except the smallest m are dropped. The tokens are those of the
-    call on one rank. A NaN log-prob of the sampler counts as m = 0. The denominator of the
-    reduction stays; `second_moment_mask` changes the denominator too.
+    below the threshold, all tokens except the smallest m are dropped. The means run over the tokens
+    of one call on one rank. A NaN log-prob of the sampler counts as m = 0. `second_moment_masked`
+    leaves the denominator of the reduction unchanged; `second_moment_mask` counts only the kept
+    tokens in the denominator.
 
     Args:
         threshold: upper bound of the mean of m over the kept tokens, > 0.

@@ -22,7 +22,7 @@ from .term import Term
 
 
 class _Shaped:
-    """Proxy of a batch with replaced advantages; notes whether the advantages are read."""
+    """Proxy of a batch that replaces the advantages and records whether the advantages are read."""
 
     def __init__(self, batch: Any, advantages: Tensor) -> None:
         self._batch, self._advantages, self.used = batch, advantages, False
@@ -57,9 +57,9 @@ def _called(
     name: str | None = None,
     **how: Any,
 ) -> Any:
-    """Return a term's loss or metrics with the shaped advantages.
+    """Return a term's loss or metrics, computed from the shaped advantages.
 
-    Raise ValueError under the modifier's `name`, if given, when the term reads no advantages.
+    Raise ValueError when the term reads no advantages; the message begins with `name`, if given.
     """
     shaped = _Shaped(batch, by(stats, batch, **how))
     values = of(stats, shaped)
@@ -69,7 +69,8 @@ def _called(
 
 
 def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -> Term:
-    """Return `term` with the advantages that `by` computes; the repr shows `how` under `name`.
+    """Return `term` with its advantages replaced by the result of the function `by`; the repr shows
+    the options `how` after `name`.
 
     Raise TypeError if `term` is not a Term. A call of the new term raises ValueError if the term
     reads no advantages.
@@ -140,7 +141,7 @@ def kl_shaped(
 
 
 def _weight(batch: Any, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return w clipped to [1 - epsilon, 1 + epsilon], and where w was outside, [T] each."""
+    """Return w clipped to [1 - epsilon, 1 + epsilon], and the mask of clipped tokens, [T] each."""
     apart = (batch.teacher_logps - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = (batch.advantages.sign() * apart).exp()
     clipped = weight.clamp(1 - epsilon, 1 + epsilon)

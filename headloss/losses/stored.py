@@ -17,13 +17,16 @@ from ..statistics.softmax import FLOOR
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-NOISE = 4  # in eps: rounding of 1 - the sum of 512 softmax probabilities, measured 3.3 at most
+# rounding error of 1 - the sum of 512 softmax probabilities, in units of eps; at most 3.3 was
+# measured
+NOISE = 4
 
 
 def divergence_of_stored(
     logps: Tensor, batch: PackedBatch, measure: Measure, tail: str, wide: torch.dtype
 ) -> Tensor:
-    """Return the divergence [T] of the teacher's K outcomes and the `tail`, in the dtype `wide`.
+    """Return the divergence [T] over the teacher's K outcomes and the mass outside, treated by the
+    option `tail`, in the dtype `wide`.
 
     Args:
         logps: the student's log-probs [T, K + 1] of the K outcomes and of the mass outside; with
@@ -35,7 +38,8 @@ def divergence_of_stored(
     if tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
         # The teacher's mass outside is 1 - sum, and unknown below the rounding of the log-probs.
-        # Below, teacher and student both get at least the mass of one rounding error.
+        # Below the rounding error, the mass outside of the K outcomes is set to one rounding error
+        # for teacher and student.
         dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
         noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
@@ -47,7 +51,7 @@ def divergence_of_stored(
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, measure)
-    if tail == "generalized" and measure.kind != "js":  # in "js" the masses cancel
+    if tail == "generalized" and measure.kind != "js":  # in "js" the sums of p and q cancel
         more = log_q.exp().sum(1) - log_p.exp().sum(1)
         value = value + (more if measure.kind == "reverse_kl" else -more)
     if tail == "clamped":
@@ -63,7 +67,8 @@ def outside(batch: PackedBatch) -> Tensor:
 
 
 def of_target(logps: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the summand [T] of a target outside the stored outcomes, 0 for a stored target.
+    """Return the summand [T] that the tail "sampled" adds at targets outside the stored outcomes; 0
+    at stored targets.
 
     The last two columns of `logps` are the target's log-prob and the log of the mass outside.
     """

@@ -96,7 +96,7 @@ def _entropy_slopes(batch: PackedBatch) -> tuple[Slope, ...]:
 @factory
 @term(slopes=_entropy_slopes)
 def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Entropy of the prediction, exact over the whole vocabulary; subtract for an entropy bonus.
+    """Entropy of the prediction over the whole vocabulary; subtract this term for an entropy bonus.
 
         -sum_j p_j log p_j
 
@@ -124,8 +124,8 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 def log_1_minus_p(logp: Tensor, least: float | None = None) -> Tensor:
     """Return log(1 - p) from log p, with 1 - p at least `least` or the dtype's epsilon."""
     logp = logp.clamp(max=-(least or torch.finfo(logp.dtype).eps))
-    # log(1 - exp x) has two forms, exact above and below -log 2. The form that is not used gets
-    # a harmless argument, so that its gradient is finite.
+    # log(1 - exp x) has two forms, exact above and below -log 2. torch.where differentiates both
+    # forms, so that the form not selected needs an argument with a finite gradient.
     likely = logp > -math.log(2)
     near = torch.where(likely, logp, -1.0).expm1().neg().log()
     far = torch.where(likely, -1.0, logp).exp().neg().log1p()
@@ -164,7 +164,7 @@ def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Zhang et al. 2025 (CHORD), arXiv:2508.11408. The loss is 0 where p_y is 0 or 1. Combine the term
     with a policy term by boolean fields of the batch rows: (1 - mu) * hl.grpo().where("rl") + mu *
-    hl.chord_phi().where("sft"). The schedule of mu is up to the caller.
+    hl.chord_phi().where("sft"). The caller chooses the schedule of the weight mu.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """

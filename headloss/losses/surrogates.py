@@ -1,7 +1,7 @@
 """Surrogates that bound the policy ratio per sequence, smoothly, or with a gradient when clipped.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
-`importance_sampling_level` names (see `importance`): [T], or [S] at sequence level.
+`importance_sampling_level` names (see `importance`): [T] per token, or [S] per sequence.
 """
 
 from __future__ import annotations

@@ -37,18 +37,19 @@ INPUTS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """Distribution that a term compares the student with; equal teachers are measured once.
+    """Teacher distribution of a term; terms with equal teachers share one computation.
 
-    Teachers are equal if head, temperature and tail are. In `Statistics.extras` the key of a stored
-    top k is the teacher, and any other key is the pair (teacher, measure).
+    Teachers are equal if head, temperature and tail are. Keys of `Statistics.extras` are a
+    `Teacher` for a stored top k, and a pair (teacher, divergence measure) for a full distribution.
     """
 
     temperature: float
-    head: Head | None = field(repr=False)  # a repr would copy the weight from the device
+    # not shown in the repr, which would copy the weight from the device
+    head: Head | None = field(repr=False)
     tail: Tail = "bucket"
 
     def _identity(self) -> tuple[Any, ...]:
-        if not isinstance(self.head, Head):  # the call refuses other types
+        if not isinstance(self.head, Head):  # `head_loss` raises for any other type
             return self.temperature, id(self.head), self.tail
         return self.temperature, tuple(map(_identity, vars(self.head).values())), self.tail
 
@@ -61,7 +62,7 @@ class Teacher:
         return hash(self._identity())
 
     def source(self, batch: Container[str]) -> str:
-        """Return the kind of teacher input in a batch: "logits", "hidden" or "topk"."""
+        """Return the form of the teacher's input in a batch: "logits", "hidden" or "topk"."""
         given = [form for form, names in INPUTS.items() if any(n in batch for n in names)]
         if len(given) != 1 or not all(name in batch for name in INPUTS[given[0]]):
             have = sorted(n for names in INPUTS.values() for n in names if n in batch)
@@ -88,7 +89,8 @@ class Teacher:
 
 
 def _identity(value: object) -> object:
-    """Return the comparison key of a field of a head: the object's id for a tensor."""
+    """Return the comparison key of a field of a head, which is the object's id if the field is a
+    tensor."""
     return value if value is None or isinstance(value, int | float | str) else id(value)
 
 
@@ -145,7 +147,8 @@ class SharedRows(NamedTuple):
 
     @classmethod
     def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:
-        """Group the tokens' rows; ValueError for a row outside [0, count).
+        """Group neighbouring tokens with an equal row; raise ValueError for a row outside [0,
+        count).
 
         With static shapes no row is shared, because grouping would read the device.
         """
@@ -158,14 +161,15 @@ class SharedRows(NamedTuple):
         return cls(index, rows, run, run.cpu())
 
     def take(self, index: Tensor) -> SharedRows:
-        """Return the shared rows of a subset of the tokens."""
+        """Return the `teacher_hidden` rows of a subset of the tokens."""
         part = self.index[index]
         return self.of(part, int(part.max()) + 1) if len(part) else self
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the rows [M] that some tokens read, and each token's place [n] among the rows.
+        """Return the teacher rows [M] that a subset of the tokens reads, and each token's index [n]
+        into the rows.
 
-        The place is None if each token has its own row.
+        The index is None if no two tokens share a row.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
@@ -174,7 +178,8 @@ class SharedRows(NamedTuple):
 
 
 def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
-    """Return a teacher's measures by name; raise for unknown names, or names without a teacher."""
+    """Return the value of a teacher's divergence by name; raise for an unknown divergence, or for a
+    term without a teacher."""
     if not isinstance(teacher, Teacher | None):
         raise TypeError(f"teacher: got {type(teacher).__name__}, want hl.teacher(...)")
     if isinstance(divergences, str) or not isinstance(divergences, Collection):
@@ -189,7 +194,8 @@ def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> d
 
 
 class SampleExtras(dict[object, Tensor]):
-    """Extra statistics of a term's trial on a sample; a teacher's measures are made when read.
+    """Extra statistics for the trial run of a term on a sample; a teacher's divergence is created
+    when first read.
 
     Args:
         leaf: function that makes a tensor filled from one value.

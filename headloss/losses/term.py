@@ -38,7 +38,7 @@ Observer = Callable[[Statistics, "PackedBatch"], dict[str, Observed]]
 
 
 class _Arithmetic:
-    """Operators `+`, `-`, `*` and `/` with a number, shared by terms and objectives."""
+    """Base of terms and objectives, with the operators `+` and `-`, and `*` and `/` by a number."""
 
     def _objective(self) -> Objective:
         raise NotImplementedError
@@ -113,14 +113,14 @@ class Term(_Arithmetic):
 
     @property
     def is_own(self) -> bool:
-        """True for a function defined in headloss, which has no side effects."""
+        """True if the term's function is defined in headloss, and so has no side effects."""
         function: Any = self.function
         while isinstance(function, functools.partial):
             function = function.func
         return str(getattr(function, "__module__", "")).startswith(f"{LIBRARY}.")
 
     def __repr__(self) -> str:
-        """Return the code that makes the term."""
+        """Return the term as Python source code."""
         calls = [call_text(self.name, self.options), *map(repr, self.modifiers)]
         over, default = self.reduction, self.own_reduction
         if over is not None and (default is not None or self.missing_reduction):
@@ -222,7 +222,7 @@ class Term(_Arithmetic):
         return values
 
     def view(self, stats: Statistics, batch: PackedBatch) -> Any:
-        """Return the statistics that the function reads, with its teacher's divergences if any."""
+        """Return the statistics, with the divergences of the term's teacher if any."""
         return stats if self.teacher is None else BesideTeacher(stats, self.teacher, batch)
 
     def _check(self, values: object, batch: PackedBatch) -> None:
@@ -297,7 +297,7 @@ class Objective(_Arithmetic):
 
     @property
     def teachers(self) -> list[Teacher]:
-        """Distinct teachers, in the order of the first term that reads each."""
+        """Distinct teachers of the terms, in the order of first use."""
         return list(dict.fromkeys(term.teacher for _, term in self.parts if term.teacher))
 
     @property
@@ -372,7 +372,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
         def factory(*args: Any, **options: Any) -> Term:
             with naming(named):
                 check_names(taken, args, options)
-                signature.bind(None, None, **options)  # TypeError: names a missing option
+                signature.bind(None, None, **options)  # raises TypeError for a missing option
             return Term(
                 name=named,
                 function=Given(f, **options),

@@ -23,7 +23,7 @@ from .term import Objective, Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-Piece = tuple[slice | Tensor, "PackedBatch"]  # the place of its tokens in the whole batch
+Piece = tuple[slice | Tensor, "PackedBatch"]  # position of the piece's tokens in the whole batch
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def trace(term: Term, stats: Statistics, batch: PackedBatch, observe: bool = Tru
 def measures_of(
     objective: Objective, reads: Mapping[str, Reads]
 ) -> tuple[tuple[Teacher, tuple[Measure, ...]], ...]:
-    """Return each teacher with all measures that the objective's terms read of the teacher."""
+    """Return each teacher of an objective, with all divergence measures that the terms read."""
     measures = {teacher: set[Measure]() for teacher in objective.teachers}
     for name, _, term in objective.named():
         if term.teacher is not None:
@@ -111,7 +111,8 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    recorded = batch._target if isinstance(batch, Recorder) else batch  # not recorded as a read
+    # this access does not count as a read of the term
+    recorded = batch._target if isinstance(batch, Recorder) else batch
     for source in (term, *term.modifiers):
         if source.observe is not None:
             report = source.observe(term.view(stats, batch), batch)
@@ -120,7 +121,8 @@ def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Obs
 
 
 def name_of(key: object) -> str:
-    """Return the name of a key of `Statistics.extras`; for a teacher's measure, its kind."""
+    """Return the name of a key of `Statistics.extras`; for a teacher's divergence, the divergence's
+    name."""
     if isinstance(key, Teacher):
         return "teacher_topk"
     return str(key[1].kind if isinstance(key, tuple) else key)
@@ -147,10 +149,10 @@ NEEDS = 'declare scope="batch", or segments_per_unit=2 of a term of pairs of seg
 def check_pieces(
     term: Term, stats: Statistics, values: Tensor, pieces: Sequence[Piece], cut: str, rtol: float
 ) -> None:
-    """Compare a term's values on the pieces of a cut with those on the whole batch.
+    """Compare a term's values on parts of a batch with the term's values on the whole batch.
 
     Raises:
-        ValueError: if the term fails on a piece, or its values differ.
+        ValueError: if the term fails on a part, or the values on a part differ.
     """
     try:
         parts = []
