@@ -22,7 +22,8 @@ def rewards_at_tokens(
     arXiv:1909.08593.
     """
     (scores,) = _checked(mask, scores=scores)
-    after = mask.flip(1).long().cumsum(1).flip(1)  # number of counted tokens from the column on
+    # number of unmasked tokens from each column to the row's end
+    after = mask.flip(1).long().cumsum(1).flip(1)
     rewards = torch.where(mask & (after == 1), scores[:, None], 0.0)
     if kl is not None:
         (kl,) = _checked(mask, kl=kl)
@@ -45,7 +46,8 @@ def generalised(
     """
     rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
-    ahead = following = values.new_zeros(len(values))  # advantage A and value V of the next token
+    # advantage A and value V of the next unmasked token
+    ahead = following = values.new_zeros(len(values))
     for t in reversed(range(values.shape[1])):
         step = rewards[:, t] + gamma * following - values[:, t] + gamma * lam * ahead
         ahead = torch.where(mask[:, t], step, ahead)

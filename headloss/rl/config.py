@@ -1,4 +1,5 @@
-"""Configurations of the trainers: options added to TRL's, and each algorithm's defaults."""
+"""Configurations of the trainers: TRL's options, the options of headloss, and each algorithm's
+defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def _option(default, text: str):
 
 @dataclass
 class RLConfig(grpo_config.GRPOConfig):
-    """TRL's `GRPOConfig`, with options that choose which forward passes avoid the logits."""
+    """TRL's `GRPOConfig`, with switches that make a forward pass avoid the logits."""
 
     use_fused_loss: bool | None = _option(
         None, "None: on where the head can be read. False: materialise the logits."

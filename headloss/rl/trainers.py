@@ -26,7 +26,8 @@ from .config import CISPOConfig, GRPOConfig, GSPOConfig, PPOConfig, REINFORCECon
 
 
 class _Trainer(GRPOTrainer):
-    """Base of the trainers: passes the fused-loss switches on, and computes the advantages."""
+    """Base class of the trainers, which sets the fused-loss switches and computes the
+    advantages."""
 
     config: ClassVar[type[RLConfig]]
     args: Any  # an instance of `config`
@@ -49,7 +50,7 @@ class _Trainer(GRPOTrainer):
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
 
     def advantages(self, batch: dict[str, Any], scores: Tensor) -> dict[str, Tensor]:
-        """Return batch fields to replace; "advantages" are [B] or [B, C].
+        """Return new values of batch fields, by name; "advantages" are [B] or [B, C].
 
         Args:
             batch: TRL's batch of a generation, with group-relative advantages [B].
@@ -101,7 +102,8 @@ class CISPO(GRPO):
 
 
 class _TokenRewards(_Trainer):
-    """Base of trainers with per-token advantages and the reference's KL in the reward."""
+    """Base class of trainers with per-token advantages, whose reward includes the KL divergence
+    from the reference."""
 
     kl_in_reward = True
 

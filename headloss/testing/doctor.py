@@ -1,4 +1,5 @@
-"""Lines of `headloss doctor`: abilities of this machine, and supported framework versions."""
+"""Output of `headloss doctor`: the abilities of this machine and the supported framework
+versions."""
 
 from __future__ import annotations
 

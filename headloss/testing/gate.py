@@ -59,7 +59,7 @@ def judge(
 def run(
     hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
 ) -> dict[str, Tensor]:
-    """Return the values of `head_loss` and its gradients, as `judge` reads them."""
+    """Return the loss, log-probs and gradients of `head_loss`, in the form that `judge` reads."""
     out = head_loss(hidden, head, batch, objective, options)
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
     gradients = torch.autograd.grad(out.loss, list(leaves.values()))
@@ -68,7 +68,7 @@ def run(
 
 
 class Case(NamedTuple):
-    """One test case of the gate."""
+    """One test case of the correctness gate."""
 
     objective: str
     schedule: str

@@ -1,7 +1,8 @@
 """Oracle that materialises the logits, the error budget, and random test inputs.
 
-The oracle shares only terms, packing and token weights with the library. Statistics, divergences
-and gradients of the oracle come from autograd through plain logits.
+The oracle shares only the terms' functions, the packing and the token weights with the library's
+own computation. Statistics, divergences and gradients of the oracle come from autograd through
+plain logits.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> St
 
 
 def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Return [T, K + 1] log-probs: of K columns (0 in empty slots) and of all further columns."""
+    """Return [T, K + 1] log-probs: of K chosen columns (0 for an absent column), and of all
+    remaining columns together."""
     empty = ids < 0
     chosen = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, 0)
     others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # last: of empty slots
@@ -163,7 +165,8 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Measured(dict[object, Tensor]):
-    """Extra statistics; a teacher's measures are computed from soft-capped logits when read."""
+    """Extra statistics of the oracle; a teacher's divergence is computed from soft-capped logits
+    when first read."""
 
     def __init__(self, student: Tensor, batch: PackedBatch, extras: ByStatistic) -> None:
         super().__init__(extras)
@@ -242,7 +245,7 @@ def error(value: Tensor, oracle: Tensor) -> float:
 
 
 def budget(yardstick: Tensor, oracle: Tensor) -> float:
-    """Return the largest error allowed, 3 err(yardstick) + 1e-6."""
+    """Return the error budget, 3 err(yardstick) + 1e-6."""
     return 3 * error(yardstick, oracle) + 1e-6
 
 

@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # the next checkpoint stores this entry
+        logged = state.log_history[-1]  # the next checkpoint stores this log entry
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
@@ -184,7 +184,7 @@ class HeldOut(TrainerCallback):
 
 
 class Interrupt(TrainerCallback):
-    """Handler of Ctrl-C and SIGTERM inside its `with` block.
+    """Context manager that handles Ctrl-C and SIGTERM in its `with` block.
 
     During training, the first signal saves a checkpoint at the next step that a run can resume
     from, then stops; a second signal stops at once. Outside training, the first signal raises

@@ -17,7 +17,7 @@ ROWS = 128  # problems generated in one batch
 
 
 def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str, Any]:
-    """Score greedy and sampled completions of at most `longest` tokens, as in training.
+    """Score greedy and sampled completions of the held-out problems, of at most `longest` tokens.
 
     Each of n ranks scores every n-th problem, and the ranks exchange their scores.
 
@@ -30,7 +30,8 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes
-    # Equal on all ranks, because generation with sharded weights needs every rank.
+    # The number of batches is equal on all ranks, because generation with sharded weights needs
+    # every rank.
     per_rank = -(-len(task.held_out) // ranks)
     rows = [task.held_out[(i * ranks + rank) % len(task.held_out)] for i in range(per_rank)]
 
@@ -68,8 +69,8 @@ def _scored(
 ) -> tuple[list[Any], list[float]]:
     """Return (completions, scores) of all rows.
 
-    Each part sets its seed, because a longer limit draws more random numbers in one part, which
-    must not change the next part's samples.
+    Each batch of prompts sets the seed anew, so that the number of random numbers drawn in one
+    batch does not change the samples of the next batch.
     """
     completions, scores = [], []
     for start in range(0, len(rows), ROWS):
@@ -85,7 +86,8 @@ def _scored(
 def generate(
     model: Any, tokenizer: Any, rows: list[Row], longest: int, temperature: float = 0.0
 ) -> list[Any]:
-    """Return completions in the form of the prompts; greedy completions at temperature 0."""
+    """Return one completion per prompt, in the form of the prompts (text or conversation);
+    temperature 0 means greedy decoding."""
     chat = is_conversational(rows[0])
     texts = [
         apply_chat_template({"prompt": row["prompt"]}, tokenizer)["prompt"]
@@ -114,7 +116,7 @@ def generate(
 def _inference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, cache = model.training, model.config.use_cache
-    home = model.device  # the CPU for a model that FSDP has not sharded yet
+    home = model.device  # the CPU, if FSDP has not yet sharded the model
     moves = home.type == "cpu" and not is_fsdp2(model)
     model.eval()
     model.config.use_cache = True

@@ -57,7 +57,8 @@ def digest(path: Path) -> str | None:
 
 
 def finite(value: Any) -> Any:
-    """Return the value, or None for NaN and infinity, which JSON does not have."""
+    """Return a number for JSON: None for NaN and infinity, which JSON cannot represent, else the
+    value."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -58,7 +58,8 @@ def check(recipe: Recipe) -> None:
     if recipe.overwrite and output.resolve() in (Path(recipe.model).resolve().parents):
         raise RecipeError(f"overwrite: {output} holds the model {recipe.model} that is asked for")
     if (output / LOCK).is_file():
-        with locked(output, fcntl.LOCK_SH):  # shared: processes may check at once
+        # a shared lock, so that several processes may check at once
+        with locked(output, fcntl.LOCK_SH):
             pass
     if recipe.resume:
         checkpoint(recipe, whole=False)
@@ -162,7 +163,8 @@ def _check_vacant(recipe: Recipe, output: Path) -> None:
 
 
 def _is_nothing(path: Path) -> bool:
-    """Return whether a path is left by a run that wrote no checkpoint: a lock or partial file."""
+    """Return whether a path is a lock or a partial file, as a run without a checkpoint leaves
+    behind."""
     if path.name == "checkpoints" and path.is_dir():
         return all(inner.name.startswith(files.PARTIAL) for inner in path.iterdir())
     return path.name == LOCK or path.name.startswith(files.PARTIAL)
@@ -190,7 +192,8 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def seal(checkpoint: Path, output: Path) -> None:
-    """Write the checksums of a checkpoint's files and of the evaluation before the run."""
+    """Write the checksums of a checkpoint's files and of before.json (the evaluation before the
+    run)."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     found = {str(path.relative_to(checkpoint)): files.digest(path) for path in paths}
     sums = {"files": found, BEFORE: files.digest(output / BEFORE)}
@@ -198,15 +201,15 @@ def seal(checkpoint: Path, output: Path) -> None:
 
 
 def _own(sums: dict[str, Any]) -> str:
-    """Return the checksum of the checksums."""
+    """Return one checksum over the checkpoint's list of checksums."""
     return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint(recipe: Recipe, whole: bool) -> str:
-    """Return the newest checkpoint; with `whole`, verify the checksums of its files.
+    """Return the newest checkpoint; with `whole`, verify the checksums of the checkpoint's files.
 
     Raises:
-        RecipeError: without a checkpoint, for a damaged one, or if the run has another recipe.
+        RecipeError: without a checkpoint, for a damaged checkpoint or another stored recipe.
     """
     output = Path(recipe.output)
     found = checkpoints(output)
@@ -233,7 +236,7 @@ def kept_before(checkpoint: str | None, output: Path) -> bool:
 
 
 def _damage(path: Path, whole: bool) -> str | None:
-    """Return the end of an error message about a damaged checkpoint; None if intact."""
+    """Return the reason why a checkpoint is damaged, for an error message; None if intact."""
     try:
         noted = json.loads((path / CHECKSUMS).read_text())
         if noted.pop("own") != _own(noted):

@@ -38,7 +38,8 @@ def run(recipe: Recipe) -> Result:
         with folder.without_trace(Path(recipe.output)):
             trainer = trainers.build(recipe, work, language_model, tokenizer)
             if recipe.algorithm != "sft" and not work.held_out:
-                work.rehearse()  # without held-out problems no evaluation would try the reward
+                # without held-out problems, no evaluation tests the reward before training
+                work.rehearse()
         checkpoint = _claim(trainer, recipe, work.split, held)
         score = functools.partial(_score, trainer, tokenizer, work)
         measure, bar, between = _watch(trainer, recipe, interrupt, score)
@@ -160,7 +161,8 @@ def _held_out(
     name: str,
     checkpoint: str | None = None,
 ) -> dict[str, Any] | None:
-    """Score the held-out problems and write NAME.json; read the file if the checkpoint knows it.
+    """Score the held-out problems and write NAME.json; on resumption, read NAME.json if the
+    checkpoint has its checksum.
 
     Raises:
         RunError: if scoring fails and the model's weights are not finite.

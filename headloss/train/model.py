@@ -78,7 +78,9 @@ def _saved(model: Any) -> Any:
     """
     folder = tempfile.mkdtemp(prefix="headloss-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    model.config.save_pretrained(folder)  # model.save_pretrained would write on one rank only
+    # TRL's reference is loaded on every rank, where model.save_pretrained would write on one rank
+    # only
+    model.config.save_pretrained(folder)
     save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     model.config._name_or_path = model.name_or_path = folder
     return model

@@ -22,7 +22,7 @@ from .schema import write as recipe_text
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True
 )
-# Errors that reading a run's folder raises for JSON that no run has written.
+# Errors raised for a run's folder with JSON of a wrong structure.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -101,7 +101,8 @@ def _read(output: Path) -> dict[str, Any]:
 
 
 def _solved(runs: dict[str, dict[str, Any]], letters: list[str]) -> list[list[str]] | None:
-    """Return a table row per evaluation of each run; with several splits, also the split letter."""
+    """Return a table row per evaluation of each run; if the runs' splits differ, also a letter that
+    names the split."""
     rows: list[list[str]] = []
     for i, (name, run) in enumerate(runs.items()):
         head, *found = run["solved"]

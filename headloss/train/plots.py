@@ -14,7 +14,8 @@ from . import files
 
 Entries = list[dict[str, Any]]
 Points = list[tuple[int, float]]
-HeldOut = Sequence[tuple[int, dict[str, Any]]]  # pairs (step, result of `evaluate.held_out`)
+# pairs (step, result of `evaluate.held_out`) of a run
+HeldOut = Sequence[tuple[int, dict[str, Any]]]
 
 # File name: (label, log keys); the first key that was logged is drawn.
 FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -80,7 +81,8 @@ def measured(entries: Entries) -> dict[str, tuple[str, Points]]:
 
 
 def rate(entries: Entries) -> float | None:
-    """Return tokens per second, prompts included, over the last entries; None without counts."""
+    """Return tokens per second over the last WINDOW log entries, prompts included; None if no entry
+    counts tokens."""
     counted = [entry for entry in entries if entry.get("num_tokens") is not None]
     last = counted[-WINDOW:]
     if not last or any(entry.get("step_time") is None for entry in last):
@@ -116,7 +118,7 @@ def _scores(held_out: HeldOut) -> dict[str, Points]:
 
 
 def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Points]) -> Path:
-    """Draw smoothed `curves`, and `marks` as points on a dashed line, against optimizer steps."""
+    """Draw smoothed `curves` and dashed lines with points (`marks`) against optimizer steps."""
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -145,7 +147,8 @@ def _one(path: Path, label: str, curves: dict[str, Points], marks: dict[str, Poi
 def memory(
     path: Path, title: str, tokens: list[int], curves: Mapping[str, list[float]], mark: int
 ) -> None:
-    """Draw planned GiB against tokens, dotted for "plain logits", with a line at `mark` tokens.
+    """Draw planned memory in GiB against tokens, dotted for "plain logits", with a vertical line at
+    `mark` tokens.
 
     Raise ValueError if matplotlib does not support the suffix of `path`.
     """
@@ -162,7 +165,7 @@ def memory(
     axes.set_title(title, fontsize=9)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
-    path.parent.stat()  # OSError where the folder is missing: none is made for a plot
+    path.parent.stat()  # raises OSError for a missing folder, which a plot does not create
     with files.replacing(path) as partial:
         figure.savefig(partial, format=path.suffix.removeprefix("."), dpi=130)
 

@@ -1,4 +1,4 @@
-"""Report of a run in Markdown, and its last line on the terminal."""
+"""Report of a run in Markdown, and the summary line that ends the terminal output."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def of_run(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def solved_rows(held_out: HeldOut, last: int) -> list[list[str]]:
-    """Return a table row per evaluation up to step `last`: shares solved, with standard errors."""
+    """Return a table row per evaluation up to step `last`, with the shares of problems solved and
+    standard errors."""
     rows = [["", "problems", "solved, greedy", "solved, sampled", "mean score, greedy"]]
     for step, found in held_out:
         name = {0: "before", last: "after"}.get(step, f"step {step}")

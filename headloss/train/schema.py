@@ -94,7 +94,7 @@ class Recipe:
     trainer: dict[str, Any] = field(default_factory=dict)
 
 
-WANTED = {  # expected values of the keys without a default
+WANTED = {  # expected values of the recipe keys that have no default, for error messages
     "algorithm": f"one of {', '.join(ALGORITHMS)}",
     "task": "reasoning_gym:NAME, or a JSONL file with a prompt and an answer on each line",
 }
@@ -158,7 +158,7 @@ def _path(name: str) -> Path:
 
 
 def _one_line(error: OmegaConfBaseException) -> str:
-    """Return OmegaConf's message in one line, or a message with a suggestion for an unknown key."""
+    """Return the message of an OmegaConf error in one line, or a suggestion for an unknown key."""
     key = error.full_key or "recipe"
     kind, last = error.object_type, str(error.key)
     text = str(error.msg or error).partition("\n")[0]
@@ -172,7 +172,7 @@ def _one_line(error: OmegaConfBaseException) -> str:
 def unknown(key: str, name: str, known: Iterable[str]) -> str:
     """Return one line about an unknown key, with the nearest known key."""
     near = difflib.get_close_matches(name, list(known), 1)
-    if not near and "." not in key:  # `name` may be a key of `trainer`
+    if not near and "." not in key:  # `name` may be a field of the trainer's configuration
         near = [f"trainer.{n}" for n in difflib.get_close_matches(name, [*INTERVALS, *CHOICES], 1)]
     return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
@@ -181,7 +181,8 @@ def unknown(key: str, name: str, known: Iterable[str]) -> str:
 
 
 def _check(recipe: Recipe) -> None:
-    """Raise RecipeError for errors that need no import and no file to find."""
+    """Raise RecipeError for errors that a check finds without an import and without reading a
+    file."""
     for name in ("train_problems", "held_out", "held_out_steps"):
         count = getattr(recipe, name)
         if count is not None and count < (name == "train_problems"):
@@ -294,7 +295,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def check_fields(given: dict[str, Any], kind: type, at: str) -> None:
-    """Raise RecipeError for a field that `kind` does not have, or a value of the wrong type."""
+    """Raise RecipeError for a field that the dataclass `kind` does not have, or for a value of the
+    wrong type."""
     hints = typing.get_type_hints(kind)
     known = {f.name for f in dataclasses.fields(kind) if f.init}
     for name, value in given.items():
@@ -323,7 +325,8 @@ def _lies_in(value: float, interval: str) -> bool:
 
 
 def _kinds(hint: Any) -> set[type]:
-    """Return the plain types that a type hint allows; empty if the hint allows further types."""
+    """Return the types bool, int, float and str that a type hint allows; empty if the hint allows
+    any type beyond these."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     found = set(typing.get_args(hint)) if union else {hint}
     if not found <= {int, float, str, bool, type(None)}:

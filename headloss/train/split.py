@@ -12,19 +12,22 @@ from typing import Any
 from .errors import RecipeError
 from .schema import Recipe
 
-FILE = "split.json"  # in the folders of a run, of its model and of its checkpoints
+# file name of the split record, in the folders of run, saved model and checkpoints
+FILE = "split.json"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-KEYS = ("task", "task_options", "split_seed", "held_out")  # recipe keys that determine a split
+# recipe keys that determine which problems are held out and trained on
+KEYS = ("task", "task_options", "split_seed", "held_out")
 
 
 def digest(question: Any) -> str:
-    """Return 64 bits of the SHA-256 of a question, which is a text or a conversation."""
+    """Return the digest of a question (a text or a conversation): 64 bits of the SHA-256."""
     return hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Problems of a run and of the model that the run starts from, as digests of the questions.
+    """Split of a run, and the splits of the model that the run starts from, as digests of the
+    questions.
 
     Attributes:
         settings: recipe keys that determine the split.
@@ -63,7 +66,7 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """Earlier splits in the model's record that differ from the split of this run."""
+        """Splits of earlier runs in the model's record that differ from the split of this run."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 
@@ -104,7 +107,8 @@ class Split:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the record in a file, None without a file; raise one of `DAMAGED` for a wrong file."""
+    """Return the split record in a file, or None without a file; raise one of the errors `DAMAGED`
+    for a damaged file."""
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
@@ -115,7 +119,8 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def marks(runs: dict[str, dict[str, Any] | None]) -> tuple[list[str], list[str]]:
-    """Return (a letter per run, notes) for a comparison; no letters if all runs share one split.
+    """Return (a letter per run that names the run's split, notes) for a comparison; no letters if
+    all runs share one split.
 
     The mapping `runs` holds each run's split record, or None for a run without a record.
     """

@@ -31,7 +31,8 @@ GENERATED = 4096  # default number of a generator's training problems
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Problems of a run and their reward; a row has "prompt", "answer" and the scorer's fields.
+    """Problems of a run and their reward; a problem is a row of "prompt", "answer" and further
+    fields that the reward reads.
 
     Attributes:
         train, held_out: rows; a prompt occurs once in both lists together.
@@ -50,18 +51,18 @@ class Task:
     name: str = "reward"
 
     def prompts(self) -> Dataset:
-        """Return the dataset for the trainers of `headloss.rl`."""
+        """Return the rows as the dataset that the trainers of `headloss.rl` read."""
         return _dataset(self.train)
 
     def demonstrations(self) -> Dataset:
-        """Return the dataset for the supervised trainer."""
+        """Return the rows as the dataset that TRL's supervised trainer reads."""
         return _dataset(
             [{"prompt": row["prompt"], "completion": self._turn(row)} for row in self.train]
         )
 
     @functools.cached_property
     def scored(self) -> Callable[..., list[float | None]]:
-        """Reward with checked results; None means no score, as in TRL.
+        """Reward function that checks each score; a score of None means no score, as in TRL.
 
         Raises:
             RecipeError: if a score is not a finite number, or the number of scores is wrong.
@@ -92,7 +93,7 @@ class Task:
         return scored
 
     def scores(self, rows: list[Row], completions: list[Any]) -> list[float | None]:
-        """Return the score of one completion per row, outside of a trainer."""
+        """Return the score of one completion per row, for use outside of a trainer."""
         columns = {name: [row.get(name) for row in rows] for name in rows[0]}
         found = self.scored(prompts=columns.pop("prompt"), completions=completions, **columns)
         if all(score is None for score in found):
@@ -195,7 +196,8 @@ def _prompt(row: Row, recipe: Recipe, chat: bool) -> Any:
 
 
 def _generated(name: str, recipe: Recipe) -> tuple[Iterator[Row], Callable[[str, Row], float]]:
-    """Return an endless iterator over a reasoning_gym generator's problems, and its scorer."""
+    """Return an endless iterator over the problems of a reasoning_gym generator, and the
+    generator's scorer."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -295,7 +297,7 @@ def _exact(answer: str, row: Row) -> float:
     return float(answer == row["answer"].strip())
 
 
-SOLVED = 0.999  # a score of 1 up to rounding
+SOLVED = 0.999  # smallest score that counts as 1, up to rounding
 
 
 def _reward_of(recipe: Recipe, score: Callable[[str, Row], float]) -> Callable[..., list[float]]:
@@ -339,16 +341,17 @@ def _function(name: str) -> Callable[..., list[float]]:
     if not module or not function:
         raise RecipeError(f"reward: got {name!r}, want module:function")
     if "" not in sys.path:
-        sys.path.append("")  # last, so that a local file hides no installed module
+        # the current folder comes last, so that a local file hides no installed module
+        sys.path.append("")
     try:
         found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(f"reward: {name}: {error}") from None
-    except Exception as error:  # an error inside the imported module
+    except Exception as error:  # an ImportError raised inside the imported module
         raise RecipeError(f"reward: {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise RecipeError(f"reward: {name} is no function")
-    with contextlib.suppress(ValueError):  # signature raises ValueError for some callables
+    with contextlib.suppress(ValueError):  # inspect.signature raises ValueError for some callables
         try:
             inspect.signature(found).bind(prompts=[], completions=[], completion_ids=[], answer=[])
         except TypeError as error:

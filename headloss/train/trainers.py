@@ -50,7 +50,7 @@ class _Run:
     _loss: Any = 0.0  # sum of the loss over the micro-batches of a step
 
     def count_on(self, log: list[dict[str, Any]]) -> None:
-        """Continue the counts of a checkpoint's log."""
+        """Continue the token count of a checkpoint's log."""
 
     def _terms(self, inputs: dict[str, Any]) -> Objective | None:
         parts = [weight * getattr(losses, name)() for name, weight in self.terms.items()]
@@ -58,7 +58,8 @@ class _Run:
 
     @property
     def can_resume_here(self) -> bool:
-        """True between two generations: a checkpoint does not store TRL's state within one."""
+        """Return True between two generations, because a checkpoint does not store the samples that
+        TRL holds until the next generation."""
         generations = getattr(self.args, "steps_per_generation", None)
         if generations is None:
             return True
@@ -77,7 +78,8 @@ class _Run:
         return sampler
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Stop before a step beyond the last one: transformers checks only after a step."""
+        """Stop before an epoch if no step is left, because transformers checks only after a
+        step."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # type: ignore[attr-defined]
             return
@@ -89,7 +91,8 @@ class _Run:
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """Check loss and gradient norm: the last hook before the optimizer changes the weights."""
+        """Check loss and gradient norm in the last hook before the optimizer changes the
+        weights."""
         norm = super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
         measured = {"loss": self._loss, "grad_norm": norm}
         scaler = self.accelerator.scaler
@@ -154,7 +157,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no model card: the run has a report."""
+        """Write no model card, because the run writes a report."""
 
 
 class _Supervised(_Run, SFTTrainer):
@@ -175,12 +178,13 @@ class _Policy(_Run):
         objective = super().objective(inputs)  # type: ignore[misc]
         if further is None:
             return objective
-        reduction = per(tokens_of_the_step(self, inputs))  # a mean over the optimizer step
+        # for a logged mean over the optimizer step
+        reduction = per(tokens_of_the_step(self, inputs))
         return objective + Objective(tuple((c, t.over(reduction)) for c, t in further.parts))
 
 
 def build(recipe: Recipe, task: Task, language_model: Any, tokenizer: Any) -> Any:
-    """Return the trainer of a recipe.
+    """Return the trainer of the recipe's algorithm, with the recipe's settings.
 
     Raises:
         RecipeError: for a field that TRL's configuration does not have, or refuses.
