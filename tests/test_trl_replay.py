@@ -84,7 +84,6 @@ def first_step(trainer: Any) -> dict[str, float]:
 def measured(trainer: Any, inputs: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of one micro-batch."""
     trainer.model.train()
-    trainer.state.logging_steps = 1  # metrics are measured only in logging steps
     trainer.current_gradient_accumulation_steps = 1
     trainer._compute_loss(trainer.model, inputs)
     append_logged(trainer)

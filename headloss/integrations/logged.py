@@ -92,8 +92,11 @@ def in_log(args: Any, state: Any) -> bool:
     """Return whether `Trainer` logs the current optimizer step, by its arguments.
 
     Metrics are measured only in steps that `Trainer` logs. With logging per epoch, metrics are
-    measured in every step, since any step may end the epoch.
+    measured in every step, since any step may end the epoch. Outside of `train()` metrics are
+    measured in every call, since the caller may read the metrics at once.
     """
+    if not state.max_steps:  # `train()` sets the number of steps.
+        return True
     step = state.global_step + 1
     if args.logging_strategy == "steps":
         return bool(step % state.logging_steps == 0 or (step == 1 and args.logging_first_step))
