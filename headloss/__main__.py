@@ -216,8 +216,8 @@ def _parser() -> Parser:
         commands[name].set_defaults(command=run, errors=errors)
         return commands[name].add_argument
 
-    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
-    flag: dict[str, Any] = {"action": "store_true"}
+    number = {"type": _positive, "metavar": "N"}
+    flag = {"action": "store_true"}
     bad = (ValueError, TypeError)
 
     add = command("plan", _plan, bad)

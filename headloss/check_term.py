@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .batch.batch import Batch
-from .batch.packing import PackedBatch, outside_inference, pack
+from .batch.packing import PackedBatch, Packing, outside_inference
 from .batch.segments import Chunk, Segments
 from .losses.teacher import INPUTS
 from .losses.term import Term
@@ -29,7 +29,6 @@ from .statistics.softmax import (
 )
 
 LENGTHS = (5, 1, 7, 4, 3, 8)
-VOCABULARY = 1 << 31  # Above any id that a user's tensors hold.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +138,7 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     for _ in range(64):  # Each round adds one field that the term reads.
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        packed = pack(batch, VOCABULARY, torch.float64)
+        packed = Packing(batch).view(batch, torch.float64)  # Checks no value: all are arbitrary.
         try:
             sample = packed.kinds(), torch.float64, targets.device
             return packed, reads(term._objective(), *sample, observe=False)[term.name]
@@ -177,7 +176,8 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
         fields["prompts"] = prompts[turned]  # Reversing twice gives the original order.
-    packed = pack(Batch(batch.targets, segments, **fields), VOCABULARY, torch.float64)
+    permuted = Batch(batch.targets, segments, **fields)
+    packed = Packing(permuted).view(permuted, torch.float64)
     rows = slice(None) if packed.index is None else packed.index
     return {**cuts, "permuted segments": [(rows, packed)]}
 

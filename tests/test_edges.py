@@ -534,7 +534,7 @@ def test_the_default_device_decides_nothing(tmp_path) -> None:
         for term in (hl.gspo(), hl.any_of(), hl.grpo().where("kept")):
             hl.check_term(term)
         hl.check_term(
-            hl.soft_cross_entropy(), candidate_probs=torch.full((28, 4), 0.25, device="cpu")
+            hl.soft_cross_entropy(), candidate_probs=torch.ones(28, 4, device="cpu")
         )
 
 
