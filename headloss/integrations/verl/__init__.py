@@ -55,8 +55,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Return the name of verl's signature check after the check has passed. RuntimeError as from
-    `install()`."""
+    """Return a description of the signatures that were checked. RuntimeError as from `install()`."""
     from . import seams
 
     return seams.check()
