@@ -47,7 +47,7 @@ NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is
 
 
 # Numbers to tune on a device (benchmarks/studies/narrow.py), by padded hidden width: rows and
-# columns of a tile, warps and stages of a sweep whose programs own tokens, or columns.
+# columns of a tile, warps and stages of a sweep whose programs hold tokens, or columns.
 TOKENS = {64: (128, 64, 4, 3), 128: (64, 128, 4, 3), 256: (128, 64, 8, 3)}
 COLUMNS = {64: (64, 128, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
 SMALL = (32, 32, 4, 1)  # For float32.
@@ -58,8 +58,8 @@ class Cut(NamedTuple):
 
     h: int
     depth: int  # Padded hidden width.
-    own: int
-    theirs: int
+    stationary: int
+    streamed: int
     parts: int
     described: bool  # Matrices are descriptors, for the tensor memory accelerator.
 
@@ -99,11 +99,11 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 def place_of(marks, count, length, cut: tl.constexpr):
     """Return a program's first row, the number of its vocabulary part, the part's first and last
     tile, and the marks of tiles that need a mask."""
-    blocks, tiles = tl.cdiv(count, cut.own), tl.cdiv(length, cut.theirs)
+    blocks, tiles = tl.cdiv(count, cut.stationary), tl.cdiv(length, cut.streamed)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block = tl.program_id(0) % blocks
     mark = marks.data + block.to(tl.int64) * marks.stride
-    return block * cut.own, part, part * size, tl.minimum((part + 1) * size, tiles), mark
+    return block * cut.stationary, part, part * size, tl.minimum((part + 1) * size, tiles), mark
 
 
 @triton.jit
@@ -121,8 +121,8 @@ def capped(raw, columns, z, v):
 
 @triton.jit(do_not_specialize=["n"])
 def narrow_sums_kernel(
-    own,  # Hidden states x [n, H], as `lines` reads a matrix.
-    theirs,  # Weight w [v, H].
+    stationary,  # Hidden states x [n, H], as `lines` reads a matrix.
+    streamed,  # Weight w [v, H].
     marks,  # Matrix [blocks of rows, tiles + 1].
     of,  # An `Epilogue`, whose blocks are the vocabulary's parts.
     sums,  # Matrix [parts * n, H] float32, or None.
@@ -130,14 +130,14 @@ def narrow_sums_kernel(
     v,
     cut: tl.constexpr,
 ):
-    ROWS: tl.constexpr = cut.own
+    ROWS: tl.constexpr = cut.stationary
     DEPTH: tl.constexpr = cut.depth
     LANES: tl.constexpr = 8  # Partial sums per row that are joined at the end.
-    FOLDED: tl.constexpr = (ROWS, cut.theirs // LANES, LANES)
+    FOLDED: tl.constexpr = (ROWS, cut.streamed // LANES, LANES)
     first, part, start, stop, mark = place_of(marks, n, v, cut)
-    rows = first + tl.arange(0, cut.own)
+    rows = first + tl.arange(0, cut.stationary)
     inside = rows < n
-    a = lines(own, first, n, cut.own, cut)
+    a = lines(stationary, first, n, cut.stationary, cut)
     mass = tl.zeros((ROWS, LANES), tl.float32)
     entropy_sum, logit_sum, highest = mass, mass, mass + LOWEST
     outer = per_row(of.z.outer, of.z, rows[:, None], inside[:, None])
@@ -146,8 +146,8 @@ def narrow_sums_kernel(
     total = tl.zeros((ROWS, DEPTH), tl.float32)
     for tile in range(start, stop):
         marked = tl.load(mark + tile)
-        b = lines(theirs, tile * cut.theirs, v, cut.theirs, cut)
-        columns = (tile * cut.theirs + tl.arange(0, cut.theirs))[None, :]
+        b = lines(streamed, tile * cut.streamed, v, cut.streamed, cut)
+        columns = (tile * cut.streamed + tl.arange(0, cut.streamed))[None, :]
         z, slope = capped(tl.dot(a, b.T, input_precision="ieee"), columns, of.z, v)
         if of.flags.mean:  # Columns beyond v hold 0 and do not change the sum.
             logit_sum += tl.sum(tl.reshape(z * outer, FOLDED), 1)
@@ -181,8 +181,8 @@ def narrow_sums_kernel(
 
 @triton.jit
 def tile_gradient(raw, tokens, columns, marked, a, v):
-    """Return dL/draw of a tile. The shapes of `tokens` and `columns` are [own, 1] and [1, theirs],
-    or [1, theirs] and [own, 1]."""
+    """Return dL/draw of a tile. The shapes of `tokens` and `columns` are [stationary, 1] and
+    [1, streamed], or [1, streamed] and [stationary, 1]."""
     z, slope = capped(raw, columns, a.z, v)
     log2_p = z * per_row(a.z.outer * LOG2E, a.z, tokens) - tl.load(a.log2_sumexp + tokens)
     g = tl.exp2(log2_p)
@@ -200,8 +200,8 @@ def tile_gradient(raw, tokens, columns, marked, a, v):
 
 @triton.jit(do_not_specialize=["count", "length"])
 def narrow_gradient_kernel(
-    own,  # Shape [count, H].
-    theirs,  # Shape [length, H].
+    stationary,  # Shape [count, H].
+    streamed,  # Shape [length, H].
     marks,
     out,  # Matrix [parts * count, H], or None.
     bias,  # Sums of each column's gradient, [count] float32, or None.
@@ -213,27 +213,27 @@ def narrow_gradient_kernel(
     cut: tl.constexpr,
     WEIGHT: tl.constexpr,  # A program owns columns of the vocabulary and loops over tokens.
 ):
-    OWN: tl.constexpr = cut.own
+    STATIONARY: tl.constexpr = cut.stationary
     DEPTH: tl.constexpr = cut.depth
     first, part, start, stop, mark = place_of(marks, count, length, cut)
-    mine = first + tl.arange(0, cut.own)
+    mine = first + tl.arange(0, cut.stationary)
     limit = count if WEIGHT else length
     written = mine < count
     if some is not None:
         written = tl.load(some + mine, mask=written, other=0).to(tl.int1)
         stop *= tl.max(written.to(tl.int32), 0)
-    left = lines(own, first, count, cut.own, cut)
-    total = tl.zeros((OWN, DEPTH), tl.float32)
-    bias_total = tl.zeros((OWN,), tl.float32)
+    left = lines(stationary, first, count, cut.stationary, cut)
+    total = tl.zeros((STATIONARY, DEPTH), tl.float32)
+    bias_total = tl.zeros((STATIONARY,), tl.float32)
     border = start
     if a.border is not None:
-        border = tl.load(a.border).to(tl.int32) // cut.theirs
+        border = tl.load(a.border).to(tl.int32) // cut.streamed
     for half in range(2):
         for tile in range(tl.where(half == 0, start, border), tl.where(half == 0, border, stop)):
             marked = tl.load(mark + tile)
-            right = lines(theirs, tile * cut.theirs, length, cut.theirs, cut)
+            right = lines(streamed, tile * cut.streamed, length, cut.streamed, cut)
             raw = tl.dot(left, right.T, input_precision="ieee")
-            at = (tile * cut.theirs + tl.arange(0, cut.theirs))[None, :]
+            at = (tile * cut.streamed + tl.arange(0, cut.streamed))[None, :]
             tokens = at if WEIGHT else mine[:, None]
             columns = mine[:, None] if WEIGHT else at
             g = tile_gradient(raw, tokens, columns, marked, a, limit)
@@ -260,29 +260,29 @@ def can_sweep(w: Tensor) -> bool:
 
 def _sweep(
     kernel: Any,
-    own: Tensor,
-    theirs: Tensor,
+    stationary: Tensor,
+    streamed: Tensor,
     shapes: dict[int, tuple[int, ...]],
     parts: int,
     pairs: tuple[Tensor, Tensor],
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Run a kernel over the tiles of own [count, H] @ theirs.T [H, length]; the head's shape alone
-    decides the tiles. A tile is marked (computed with a mask) if it holds one of the `pairs` [n] of
-    rows, or ends beyond the last row. A pair with a row of -1 may mark any tile."""
-    (count, h), length, described = own.shape, len(theirs), can_fuse(own, theirs)
+    """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the head's
+    shape alone decides the tiles. A tile is marked (computed with a mask) if it holds one of the
+    `pairs` [n] of rows, or ends beyond the last row. A pair with a row of -1 may mark any tile."""
+    (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
-    rows, width, warps, stages = shapes[max(64, depth)] if own.element_size() == 2 else SMALL
+    rows, width, warps, stages = shapes[max(64, depth)] if stationary.element_size() == 2 else SMALL
     blocks, tiles, (mine, others) = cdiv(count, rows), cdiv(length, width), pairs
     marks = mine.new_zeros(blocks, tiles + 1, dtype=torch.uint8)
     tile = mine // rows * (tiles + 1) + others // width
     marks.view(-1).index_fill_(0, tile % marks.numel(), 1)
     if length % width:
         marks[:, tiles - 1] = 1
-    shape = {"own": TileShape((rows, depth)), "theirs": TileShape((width, depth))}
+    shape = {"stationary": TileShape((rows, depth)), "streamed": TileShape((width, depth))}
     run = Launcher(kernel, tiles=shape if described else None, num_warps=warps, num_stages=stages)
-    operands = (own, theirs) if described else (matrix_of(own), matrix_of(theirs))
+    operands = (stationary, streamed) if described else (matrix_of(stationary), matrix_of(streamed))
     more = matrix_of(marks), *arguments, count, length, Cut(h, depth, rows, width, parts, described)
     run(blocks * parts, *operands, *more, **constants)
 
