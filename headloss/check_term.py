@@ -138,10 +138,13 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     for _ in range(64):  # Each round adds one field that the term reads.
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        packed = Packing(batch).view(batch, torch.float64)  # Checks no value: all are arbitrary.
+        # Check ids alone: a trial's probabilities are arbitrary.
+        batch.with_fields(candidate_probs=None, teacher_topk_logps=None)._survey().check(1 << 31)
+        packed = Packing(batch).view(batch, torch.float64)
         try:
-            sample = packed.kinds(), torch.float64, targets.device
-            return packed, reads(term._objective(), *sample, observe=False)[term.name]
+            return packed, reads(
+                term._objective(), packed.kinds(), torch.float64, targets.device, observe=False
+            )[term.name]
         except ValueError as error:
             absent = re.search(r"batch\.(\w+),? (which )?was not given", str(error))
             if absent is None:

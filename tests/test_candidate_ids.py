@@ -155,6 +155,9 @@ def test_what_terms_read_is_known() -> None:
     refusing = hl.term(lambda stats, batch: refuse(batch.candidate_ids), name="refusing")
     with pytest.raises(ValueError, match="want other batch.candidate_ids"):
         hl.check_term(refusing())
+    for ids, want in ([0, 0], "distinct ids"), ([0, 1 << 31], "id < 2147483648"):
+        with pytest.raises(ValueError, match=f"candidate_ids: got .* at position 0, want {want}"):
+            hl.check_term(everything(), candidate_ids=torch.tensor(ids).expand(28, 2))
     with pytest.raises(ValueError, match="everything: reads stats.candidate_logps, but batch.cand"):
         gradients(torch.ones(2, 4), torch.ones(5, 4), hl.Batch(torch.ones(2).long()), everything())
 

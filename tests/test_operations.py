@@ -3,6 +3,7 @@ unnoticed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,38 @@ def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> Non
     with Operations() as found:
         run()
     assert not found.beyond(most), "\n" + found.beyond(most)
+
+
+IDS = torch.arange(4).expand(N, 4).contiguous()
+TOPK = {"teacher_topk_ids": IDS, "teacher_topk_logps": torch.full((N, 4), -3.0)}
+CANDIDATES = {"candidate_ids": IDS, "candidate_probs": torch.full((N, 4), 0.1)}
+OF_IDS = "_repeated clamp_min, _repeated ge, _extremes amax, _extremes mul, _extremes sort"
+OF_IDS += ", _extremes masked_fill, _bad cat, _bad sum, _bad gt"
+OF_PROBS = ", _bad lt, _bad masked_fill"
+
+
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [
+        ({}, ""),
+        ({"candidate_ids": IDS}, OF_IDS),
+        (CANDIDATES, OF_IDS + OF_PROBS),
+        (TOPK, OF_IDS + OF_PROBS + ", _bad exp"),
+    ],
+    ids=["none", "ids", "probabilities", "log-probs"],
+)
+def test_operations_of_stored_ids(fields: dict[str, Tensor], more: str) -> None:
+    """A field of ids adds nine operations to a survey, its probabilities two and log-probs three:
+    eleven, the checks of ids with an operation for each step, and one more; other batches none."""
+
+    def surveyed(**fields: Tensor) -> list[str]:
+        with Operations() as found:
+            hl.Batch(TARGETS, **fields)
+        return sorted(re.sub(r"^\S+ ", "", o) for o in found.noted if "survey.py" in o)
+
+    of_targets = ["__init__ cat", "__init__ ne", "__init__ sum", "_extremes aminmax"]
+    of_targets += ["_extremes mul"]
+    assert surveyed(**fields) == sorted(of_targets + more.split(", ") * bool(more))
 
 
 HEAD_OF_STOCK = 6  # product, shift, copy, log-softmax, loss and division

@@ -16,6 +16,7 @@ from .segments import Segments, count_in
 
 # Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
+BAD = (1 << 63) - 1  # Above all ids; marks a field with repeated ids or impossible probabilities.
 NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
 
 
@@ -71,29 +72,33 @@ class Survey:
         self._copy = HostCopy(torch.cat([n.view(-1) for n in numbers if n is not None]))
 
     def _extremes(self) -> list[Tensor]:
-        """Return the smallest and the largest target; for each id field, the largest id and the
-        number of scored positions with a repeated id or with probabilities that sum to more than 1.
-        Unscored positions count as 0."""
+        """Return the smallest and the largest target, and the largest id of each id field, or `BAD`
+        if a scored position has a repeated id or probabilities that sum to more than 1. Unscored
+        positions count as 0."""
         scored = self.scored
-        fields = self.id_fields
         if not len(scored):
-            return [self.targets.new_zeros(2 + 2 * len(fields), dtype=torch.int64)]
+            return [self.targets.new_zeros(2 + len(self.id_fields), dtype=torch.int64)]
         numbers = list((self.targets * scored).aminmax())
-        for name, field in fields.items():
-            largest = field.amax(1).masked_fill(~scored, 0).long().amax()
-            bad = _repeated(field)
-            if name in self.probs:
-                bad |= self._beyond_one(name)
-            numbers += [largest, (bad & scored).sum()]
+        for name, ids in self.id_fields.items():
+            ordered = ids.sort(1).values
+            largest = ordered[:, -1].long().masked_fill(self._bad(name, ordered), BAD)
+            numbers.append((largest * scored).amax())
         return numbers
 
-    def _beyond_one(self, name: str) -> Tensor:
-        """[N] bool: True for positions whose probabilities of the id field `name` sum to more than
-        1.01; for 16-bit and 8-bit probabilities, to more than rounding explains."""
-        ids, values = self.id_fields[name], self.probs[name].view_as(self.id_fields[name]).float()
-        probs = values.exp() if "logps" in ID_FIELDS[name] else values
-        most = {1: 2.0, 2: 1.1}.get(self.probs[name].itemsize, 1.01)
-        return torch.where(ids < 0, 0, probs).sum(1) > most
+    def _bad(self, name: str, ordered: Tensor) -> Tensor:
+        """[N] bool: True for positions with a repeated id in the id field `name`, whose sorted ids
+        are `ordered`, or with probabilities that sum to more than rounding explains."""
+        most = 1.01
+        # A repeated id counts as a probability of 3, so that a single sum finds both faults.
+        terms = [_repeated(ordered)] * 3
+        if name in self.probs:
+            ids = self.id_fields[name]
+            probs = self.probs[name].view_as(ids)
+            most = {1: 2.0, 2: 1.1}.get(probs.itemsize, most)
+            probs = probs.float() if most > 1.1 else probs
+            probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
+            terms.append(probs.masked_fill(ids < 0, 0))
+        return torch.cat(terms, 1).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """True if the survey was made from these tensors and can detect changes; RuntimeError if a
@@ -111,20 +116,17 @@ class Survey:
         """The survey's numbers on the host, in three lists: descents of the segment ids and
         extremes of the fields; counts of positions per bin; numbers of the support."""
         numbers = self._copy.tolist()
-        count = self.segments.count
-        extremes = 3 + 2 * len(self.id_fields)
+        extremes = 3 + len(self.id_fields)
+        last = extremes + self.segments.count
         # Insert the numbers of descents and of positions in no segment, which are 0.
         if self.bins is None:
             numbers.insert(0, 0)
-            last = extremes + count
             numbers[last:last] = 0, len(self.scored) - sum(numbers[extremes:last])
-        counts = extremes + count + 2
-        return numbers[:extremes], numbers[extremes:counts], numbers[counts:]
+        return numbers[:extremes], numbers[extremes : last + 2], numbers[last + 2 :]
 
     @property
     def highest(self) -> int:
-        """The largest of all scored targets and vocabulary ids, if no position has a repeated
-        id."""
+        """The largest of all scored targets and vocabulary ids of a batch that `check` accepts."""
         return max(self.numbers[0][2:] + self.numbers[2][:1])
 
     def check(self, vocabulary: float) -> Survey:
@@ -136,15 +138,14 @@ class Survey:
         if lowest < 0 or highest >= vocabulary:
             bad = (self.targets < 0) | (self.targets >= vocabulary)
             self._refuse("targets", self.targets, bad, f"-100 or 0 <= target < {vocabulary}")
-        pairs = zip(of_fields[::2], of_fields[1::2], strict=True)
-        for (name, ids), (largest, bad) in zip(self.id_fields.items(), pairs, strict=True):
-            if largest >= vocabulary:
-                value = ids.amax(1)
+        for (name, ids), largest in zip(self.id_fields.items(), of_fields, strict=True):
+            if largest >= min(vocabulary, BAD):
+                ordered = ids.sort(1).values
+                value = ordered[:, -1]
                 self._refuse(name, value, value >= vocabulary, f"id < {vocabulary}")
-            if bad:
-                self._refuse(name, ids, _repeated(ids), "distinct ids")
-                values = self.probs[name].view_as(ids)
-                self._refuse(ID_FIELDS[name], values, self._beyond_one(name), NO_LOGITS)
+                self._refuse(name, ids, _repeated(ordered).any(1), "distinct ids")
+                bad = self._bad(name, ordered)
+                self._refuse(ID_FIELDS[name], self.probs[name].view_as(ids), bad, NO_LOGITS)
         if nowhere:
             count = self.segments.count
             want = f"0 <= id < {count} at a scored position"
@@ -153,9 +154,8 @@ class Survey:
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
         """ValueError for the first scored position that is `bad`, if there is one."""
-        for position in (bad & self.scored).nonzero().flatten().tolist():
-            got = value[position].tolist()
-            raise ValueError(f"{name}: got {got} at position {position}, want {want}")
+        for at in (bad & self.scored).nonzero().flatten().tolist():
+            raise ValueError(f"{name}: got {value[at].tolist()} at position {at}, want {want}")
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int] | None:
@@ -164,7 +164,6 @@ def versions(tensors: Sequence[Tensor]) -> list[int] | None:
     return None if any(map(Tensor.is_inference, tensors)) else [t._version for t in tensors]
 
 
-def _repeated(ids: Tensor) -> Tensor:
-    """[N] bool: True for positions of [N, K] ids with a repeated nonnegative id."""
-    ordered = ids.sort(1).values
-    return ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+def _repeated(ordered: Tensor) -> Tensor:
+    """[N, K - 1] bool: True for a nonnegative id equal to the id before, of sorted [N, K] ids."""
+    return ordered[:, :-1] >= ordered[:, 1:].clamp_min(0)
