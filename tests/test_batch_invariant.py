@@ -101,6 +101,11 @@ def of_call(
     return {"logp": out.logps, "entropy": out.entropies}
 
 
+def of_stats(stats: hl.HeadStats) -> dict[str, Tensor]:
+    """Return the statistics of a call of `head_stats` by name."""
+    return dict(zip(("logp", "lse", "entropy"), stats, strict=True))
+
+
 @ON_GPU
 @pytest.mark.slow
 @pytest.mark.parametrize("softcap", [None, 30.0])
@@ -109,17 +114,17 @@ def test_sweep_of_sizes_permutations_and_schedules(softcap: float | None) -> Non
     hidden, weight, targets = inputs(n, h, v)
     head = hl.Head(weight.requires_grad_(), softcap=softcap)
     with torch.no_grad():
-        whole = hl.head_stats(hidden, head, targets)._asdict()
+        whole = of_stats(hl.head_stats(hidden, head, targets))
         for size in SWEEP:
             for first in {0, 1, n - size}:
                 rows = slice(first, first + size)
                 found = hl.head_stats(hidden[rows], head, targets[rows])
-                for name, value in found._asdict().items():
+                for name, value in of_stats(found).items():
                     assert torch.equal(value, whole[name][rows]), (name, size, first)
         for seed in range(3):
             order = torch.randperm(n, device=DEVICE)
             found = hl.head_stats(hidden[order], head, targets[order])
-            for name, value in found._asdict().items():
+            for name, value in of_stats(found).items():
                 assert torch.equal(value, whole[name][order]), (name, seed)
     for options in (
         {"schedule": "one_pass"},
