@@ -71,9 +71,8 @@ def modifier_table() -> str:
 
 
 def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Return the pairs (framework, name in the framework) that a term's docstring lists, e.g.:
-
-    Also called: verl vanilla, TRL dapo.
+    """Return (framework, name in the framework) for each entry that a term's docstring lists, as
+    [("verl", "vanilla"), ("TRL", "dapo")] for "Also called: verl vanilla, TRL dapo."
     """
     listed = _listed(function, "Also called: ")
     pairs = (pair.partition(" ") for pair in listed.split(", ") if listed)
@@ -81,15 +80,16 @@ def also_called(function: Callable[..., Any]) -> list[tuple[str, str]]:
 
 
 def _listed(function: Callable[..., Any], head: str) -> str:
-    """Return the text of a docstring after `head`, up to a full stop at the end of a line."""
+    """Return the text of `function`'s docstring after the words `head` (such as "Also called: "),
+    up to a full stop at the end of a line."""
     _, _, rest = (inspect.getdoc(function) or "").partition(head)
     return " ".join(rest.partition(".\n")[0].split()).rstrip(".")
 
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a Markdown table of the columns `head` and the cells `rows`."""
+    """Return a Markdown table; `head` names the columns, each of `rows` holds one row's cells."""
     lines = [head, tuple("---" for _ in head), *rows]
-    # A vertical bar inside a cell would end the cell.
+    # Escape a vertical bar in a cell's text, because Markdown ends a table cell at a vertical bar.
     return "\n".join(f"| {' | '.join(c.replace('|', chr(92) + '|') for c in r)} |" for r in lines)
 
 
@@ -107,8 +107,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[inspect.Parameter]:
 
 
 def _options(function: Callable[..., Any], keyword: bool | None = None) -> str:
-    """Return all options, only the keyword-only options (True), or only the positional options
-    (False)."""
+    """Return the options of `function` as text: all (`keyword=None`), only the keyword-only options
+    (`keyword=True`) or only the positional options (`keyword=False`)."""
     shown = (
         p.name if p.default is p.empty else f"{p.name}={p.default!r}"
         for p in _parameters(function)
@@ -121,7 +121,7 @@ def _reduction(function: Callable[..., Term]) -> str:
     reduction = function().reduction
     if reduction is not None:
         return reduction.name
-    # The default reduction depends on an option, so that the docstring must state the reduction.
+    # A term whose default reduction depends on an option names the reduction in its docstring.
     return _listed(function, "Default reduction: ")
 
 
@@ -181,8 +181,8 @@ def _read(term: Term, stats: Statistics, batch: PackedBatch, fields: dict[str, A
 
 
 def _modified(modifier: Callable[..., Modifier]) -> Term:
-    """Return the term `z_loss` with the modifier applied, to find the fields that the modifier
-    alone reads."""
+    """Return a `z_loss` term with `modifier` applied: `z_loss` reads no batch field, so that every
+    field that the new term reads is a field of the modifier."""
     required = {
         "corrected": {},
         "second_moment_masked": {},

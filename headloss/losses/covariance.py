@@ -37,8 +37,8 @@ def _count(batch: PackedBatch, like: Tensor) -> Tensor:
 
 
 def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return the covariance c of each token, [T]; with static shapes, an unscored token gets
-    -inf."""
+    """Return the covariance c = (A - mean A) (logp - mean logp) of each token, [T]; with static
+    shapes, an unscored token gets -inf."""
     logp, count = stats.logp.detach(), _count(batch, stats.logp).clamp_min(1)
 
     def centred(values: Tensor) -> Tensor:
@@ -102,13 +102,14 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Term:
-    """Clipped surrogate without a few drawn tokens of high covariance, which would lower entropy.
+    """Clipped surrogate that drops a few drawn tokens of high covariance, which lower the entropy.
 
-        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A) [not drawn]
+        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token drawn to be dropped
 
-    Candidates are the tokens with low < c < high whose gradient the clip does not remove. The
-    max(1, share T) candidates with the smallest `draws` are drawn. Cui et al. 2025,
-    arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
+    A candidate for the draw is a token whose gradient the clip does not remove and whose covariance
+    c = (A - mean A) (logp - mean logp) is between low and high. Of the candidates, the max(1, share
+    T) with the smallest `draws` are dropped, for T tokens. Cui et al. 2025, arXiv:2505.22617. The
+    log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
@@ -118,7 +119,7 @@ def clip_cov(
     Inputs: advantages, old_logps, draws (random numbers, new in every step). Default reduction:
     token_mean.
     Also called: verl clip_cov.
-    """
+    """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)
     _share(share)
     number("a number", lambda x: True, low=low)
@@ -159,7 +160,7 @@ def _observe_kl(stats: Statistics, batch: PackedBatch, *, share: float) -> dict[
 def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
     """Unclipped surrogate with a penalty on the log-ratio of the tokens of highest covariance.
 
-        -r A + coefficient |logp - old| [among the max(1, share T) largest c]
+        -r A, plus coefficient |logp - old| at the max(1, share T) tokens of largest covariance c, T tokens in all
 
     Cui et al. 2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
@@ -169,7 +170,7 @@ def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl kl_cov.
-    """
+    """  # noqa: E501 (an equation is one line)
     _share(share)
     non_negative(coefficient=coefficient)
     return Term(

@@ -35,7 +35,7 @@ def distillation(
 ) -> Term:
     """Divergence between the teacher's distribution q and the student's distribution p.
 
-    l_t = KL(q || p), KL(p || q) or beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1-beta) p
+        KL(q || p), KL(p || q), or beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p
 
     Hinton et al. 2015, arXiv:1503.02531; generalized Jensen-Shannon: Agarwal et al. 2024,
     arXiv:2306.13649; skewed: Ko et al. 2024 (DistiLLM), arXiv:2402.03898; total variation: Wen et
@@ -50,19 +50,21 @@ def distillation(
         temperature: temperature of teacher and student, in place of the heads' temperatures. The
             loss has no factor of the squared temperature.
         teacher_head: the teacher's head, for `teacher_hidden`.
-        tail: treatment of the mass outside a top-k teacher's K stored outcomes. The tail "bucket"
-            makes this mass one more outcome. The tail "renormalized" normalizes teacher and student
-            over the K outcomes. The tail "truncated" sums over the K outcomes alone, which is not a
-            divergence and may be negative. The tail "clamped" is the truncated sum where the sum is
-            above 0, else 0 without a gradient, as in verl. The tail "generalized" is the divergence
-            of two measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k + q_k for
-            "reverse_kl", likewise for "forward_kl", and the truncated sum for "js". The generalized
-            divergence is never negative, and is 0 with gradient 0 where p = q on the K outcomes: Ma
-            et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail "sampled", for "reverse_kl"
-            alone, adds sg(1 + log p_y - log q_y) log p_y to the truncated sum at a token whose
-            target y, sampled by the student, is not stored. The added gradient is an unbiased
-            estimate of the gradient of the outcomes outside the K; the added value is a choice,
-            as NeMo-RL's pull requests 3584 and 3608 name no value.
+        tail: treatment of the mass outside a top-k teacher's K stored outcomes, 1 - sum of the K
+            probabilities. The tail "bucket" makes the mass outside the K outcomes one more outcome.
+            The tail "renormalized" normalizes teacher and student over the K outcomes. The tail
+            "truncated" sums over the K outcomes alone, which is not a divergence and may be
+            negative. The tail "clamped" is the sum over the K outcomes where that sum is above 0,
+            else 0 without a gradient, as in verl. The tail "generalized" is the divergence of two
+            measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k + q_k for
+            "reverse_kl", likewise for "forward_kl", and for "js" the sum over the K outcomes. The
+            generalized divergence is never negative, and is 0 with gradient 0 where p = q on the K
+            outcomes: Ma et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail "sampled", for
+            "reverse_kl" alone, is the sum over the K outcomes, plus sg(1 + log p_y - log q_y)
+            log p_y at a token whose target y, sampled by the student, is not among the K outcomes;
+            the gradient of the summand sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of
+            the gradient of the outcomes outside the K, while its value is a choice, as NeMo-RL's
+            pull requests 3584 and 3608 name no value.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -75,10 +77,11 @@ def distillation(
     (1 - m) / 2. The tail "sampled" also reads teacher_logps [..],
     log q_y at the term's temperature.
 
-    Default reduction: token_mean. Metrics: the divergence by its name; with the tail "sampled" also
-    stored and sampled (the two summands of the loss), mass (the student's probability of the K
-    outcomes) and outside (the share of tokens whose target is not stored).
-    """
+    Default reduction: token_mean. Metrics: the divergence by its name. The tail "sampled" has four
+    more metrics: stored (the sum over the K outcomes), sampled (the summand of targets that are not
+    stored), mass (the student's probability of the K outcomes) and outside (the fraction of tokens
+    whose target is not stored).
+    """  # noqa: E501 (an equation is one line)
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)
         number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
@@ -132,12 +135,12 @@ def _observe(
 def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
     """Policy gradient of the reverse KL divergence, at tokens that the student sampled.
 
-        sg(log p_y - log q_y) log p_y
+        sg(log p_y - log q_y) log p_y, q_y the teacher's probability of the sampled token y
 
     Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation. MOPD (Xiaomi 2026,
-    MiMo-V2-Flash, arXiv:2601.02780) is this term under `.corrected("token_mask", min=..., max=...)`
-    and added to a policy term. The gradient equals the gradient of kl(estimator="k2") with the
-    teacher as the reference.
+    MiMo-V2-Flash, arXiv:2601.02780) is `hl.on_policy_distillation()` under
+    `.corrected("token_mask", min=..., max=...)` and added to a policy term. The gradient equals the
+    gradient of kl(estimator="k2") with the teacher as the reference.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """
@@ -172,11 +175,11 @@ def sdar(*, beta: float = 5.0) -> Term:
         g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
 
     Lu et al. 2026 (SDAR), arXiv:2605.15155; added to a policy term with a factor of 0.1 or 0.01.
-    The gradient of the loss is -g grad log p_y. The value of the loss is not a divergence and may
-    be negative.
+    The gradient of sdar's loss is that of -g log p_y with the gate g held constant. The loss g (log
+    q_y - log p_y) is not a divergence and may be negative.
 
     Args:
-        beta: steepness of the gate, > 0.
+        beta: steepness of the sigmoid gate as a function of log q_y - log p_y, > 0.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean. Metrics: gate, gate_open
     (the share of gates above 0.5), gap (log q_y - log p_y).

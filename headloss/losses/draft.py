@@ -51,9 +51,9 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
 
         -log sum_j min(p_j, q_j)
 
-    Samarin et al. 2026 (LK losses), arXiv:2602.23881. The loss is computed as a log-sum-exp of
-    min(log p, log q), without a clamp. The gradient stays bounded however small the acceptance
-    probability is.
+    Samarin et al. 2026 (LK losses), arXiv:2602.23881. The negative log acceptance is computed as a
+    log-sum-exp of min(log p, log q), without a clamp. The gradient stays bounded however small the
+    acceptance probability is.
 
     Args:
         teacher_head: the verifier's head, for `teacher_hidden`; for a draft model of a reduced
@@ -106,15 +106,16 @@ def lk_hybrid(
     teacher_head: Head | None = None,
     temperature: float = 1.0,
 ) -> Term:
-    """KL divergence at low acceptance probability a, total variation at high acceptance.
+    """Mix of a KL divergence and a total variation, weighted by each token's acceptance probability.
 
-        l KL(q || p) + (1 - l) sum |p - q| / 2, l = sg exp(-eta a)
+        l KL(q || p) + (1 - l) sum |p - q| / 2, weight l = sg exp(-eta a), acceptance probability a = sum_j min(p_j, q_j)
 
     Samarin et al. 2026 (LK losses), arXiv:2602.23881.
 
     Args:
         eta: decay rate of the KL divergence's weight in the acceptance probability, >= 0.
-        per: "token", a of each token; "step", the mean of a over the scored tokens of a segment.
+        per: "token": each token's weight uses the token's own acceptance probability. "step": the
+            weight uses the mean acceptance probability over the scored tokens of a segment.
             With "step" a segment is an unrolled draft step, over all ranks of a group:
             `Segments.from_ids(step, count, group=...)`.
         teacher_head, temperature: as in `nla`.
@@ -122,7 +123,7 @@ def lk_hybrid(
     Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.
 
     Also called: speculators lk_hybrid, SpecForge LK lambda, Automodel LK lambda.
-    """
+    """  # noqa: E501 (an equation is one line)
     non_negative(eta=eta)
     one_of(("token", "step"), per=per)
     scope: Scope = "token" if per == "token" else "segment"
@@ -160,7 +161,7 @@ def draft_weights(
 ) -> Modifier:
     """Modifier that weighs drafted tokens: `hl.cross_entropy().modified(hl.draft_weights())`.
 
-        exp(-k / gamma), or of D-PACE sum_{i >= k} prod_{j <= i} ((1 - floor) p_y + floor)
+        exp(-k / gamma) for "decay"; sum_{i >= k} prod_{j <= i} ((1 - floor) p_y + floor) for D-PACE, k the token's place in the block
 
     DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
     weighs a token by the expected number of accepted tokens from that token on, computed from
@@ -174,7 +175,7 @@ def draft_weights(
 
     Inputs with weights="decay": slots [..], the index k of a token among the block's drafted
     tokens, from 0. The token that precedes the drafted tokens (the block's anchor) is not scored.
-    """
+    """  # noqa: E501 (an equation is one line)
     with naming("draft_weights"):
         one_of(("decay", "d_pace"), weights=weights)
         positive(gamma=gamma)
@@ -215,13 +216,13 @@ def dspark(
     teacher_head: Head | None = None,
     temperature: float = 1.0,
 ) -> Term:
-    """Cross-entropy and total variation of a block's drafted tokens, decayed by their place k.
+    """Cross-entropy and total variation of drafted tokens, weighted by exp(-k / gamma) at place k.
 
-        (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma)
+        (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma), weights ce and tv, place k in the block
 
-    DSpark (2026), as speculators, SpecForge and NeMo Automodel train draft models (SpecForge and
-    NeMo Automodel on 2 tv). DSpark's confidence head needs a separate loss on
-    `out.per_token["dspark/acceptance"]`.
+    DSpark (2026) is the loss by which speculators, SpecForge and NeMo Automodel train draft models;
+    the option tv of SpecForge and NeMo Automodel weighs sum |p - q|, twice the total variation.
+    DSpark's confidence head needs a separate loss on `out.per_token["dspark/acceptance"]`.
 
     Args:
         ce, tv: weights of cross-entropy and total variation, each >= 0.
@@ -229,14 +230,15 @@ def dspark(
         teacher_head, temperature: as in `nla`.
 
     Inputs: the inputs of `distillation`; slots [..], the place k of a token among its block's
-    drafted tokens, from 0 (with gamma=None, slots serve the block metrics alone). Each block of
-    drafted tokens is a segment. Default reduction: token_mean. Metrics: acceptance, top1; of each
-    block accept_len (1 + sum_k prod_{i <= k} a_i) and eal (1 + the number of leading targets that
-    are the draft's likeliest token). Both lengths end at a block's first unscored token, and are
-    not reported for segments that run across ranks.
+    drafted tokens, from 0. With gamma=None, only the metrics accept_len and eal read slots. Each
+    block of drafted tokens is a segment. Default reduction: token_mean. Metrics: acceptance, top1;
+    per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i the acceptance probability at place i)
+    and eal (1 + the number of leading targets that are the draft's likeliest token). The metrics
+    accept_len and eal end at a block's first unscored token, and are not reported for segments that
+    run across ranks.
 
     Also called: speculators DSpark.
-    """
+    """  # noqa: E501 (an equation is one line)
     non_negative(ce=ce, tv=tv)
     if gamma is not None:
         positive(gamma=gamma)

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """Wrap a term factory: set the term's name and options from the signature, name it in errors.
 
-    The wrapped `function` returns a term whose name may be empty.
+    A term returned by `function` may have an empty name, which the wrapper replaces.
     """
     signature = inspect.signature(function)
     name = function.__name__

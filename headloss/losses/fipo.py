@@ -26,14 +26,14 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-# Bounds of the weight f of a token with A < 0 and r > safety.
+# Bounds of a token's influence weight where its advantage is negative and its ratio above `safety`.
 SAFE = (0.8, 1.0)
 
 
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
     """Return the [T] float64 sums over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
 
-    Each round doubles the number of following tokens in every token's sum (a parallel scan).
+    Each loop iteration doubles the number of following tokens in every sum (a parallel scan).
     """
     total, ids, reach = values.double(), segments.ids, 1
     while reach < len(total) and (decay := 2 ** (-reach / half_life)) > 0:
@@ -71,14 +71,16 @@ class _Fipo:
         return future.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).to(moved.dtype)
 
     def _influence(self, stats: Statistics, batch: PackedBatch, future: Tensor) -> Tensor:
-        """Return the weight f of each token, [T]."""
+        """Return each token's influence weight, [T]: the exponential of its discounted future KL,
+        within the bounds."""
         weight = future.exp()
         if self.bounds is not None:
             weight = weight.clamp(*self.bounds)
         return torch.where(self._safe(stats, batch), weight, weight.clamp(*SAFE))
 
     def _safe(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return [T] bool: tokens whose weight the option `safety` does not bound."""
+        """Return [T] bool: tokens outside the rule that bounds the influence weight by `SAFE` where
+        the advantage is negative and the policy ratio above `safety`."""
         advantages = batch.advantages
         if self.safety is None:
             return torch.ones_like(advantages, dtype=torch.bool)
@@ -107,27 +109,28 @@ def fipo(
 ) -> Term:
     """Future-KL influenced policy optimization: weigh a token by the policy change after it.
 
-        -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), f_t = clip(exp(F_t), lo, 1 + weight_clip), F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k
+        -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); weight f_t = clip(exp(F_t), lo, 1 + weight_clip); future KL F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k; log-ratio d_k = logp_k - old_k; m_k = 0 where r_k > delta, else 1; lo = 1 if high_only, else 1 - weight_clip
 
-    m_k is 0 where r_k > delta, else 1; lo is 1 if high_only, else 1 - weight_clip. Where A < 0 and
-    r > safety, the weight f becomes clip(f, 0.8, 1). Ma et al. 2026, arXiv:2603.19835, as ms-swift
-    has the loss. The distance k - t counts the scored tokens of a segment; other frameworks count
-    all positions, unscored ones included. F is clamped to [-20, 20]; the log-ratios d_k in the sum
-    of F are not clamped. With old_logps=CURRENT every weight f is 1.
+    Where the advantage is negative and the policy ratio r is above safety, the weight f_t is
+    clipped to [0.8, 1] as well. The loss is that of ms-swift, from Ma et al. 2026,
+    arXiv:2603.19835. The distance k - t counts the scored tokens of a segment; other frameworks
+    count all positions, unscored ones included. The future KL F_t is clamped to [-20, 20], but the
+    log-ratios that F_t sums are not. With old_logps=CURRENT every weight f_t is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
         delta: upper bound of the ratio for either sign of the advantage, > 0; None for no bound.
         half_life: distance in tokens at which a change of the policy counts half, > 0; the authors'
             decay rate.
-        weight_clip: largest distance of f from 1, >= 0; None or 0: f = exp(F).
-        high_only: keep f at 1 or above.
-        safety: ratio above which f of a token of negative advantage is clipped to [0.8, 1], > 0;
-            None: no ratio.
+        weight_clip: largest distance of the weight f from 1, >= 0; None or 0: no clip, f = exp(F)
+            for the future KL F.
+        high_only: clip the weight f to values of at least 1.
+        safety: policy ratio above which the weight f of a token of negative advantage is clipped to
+            [0.8, 1], > 0; None: no such clip.
 
     Inputs: advantages, old_logps; segments that run across ranks are refused. Default reduction:
-    token_mean. Metrics: future_kl, F; influence_weight, f; safe, the share of tokens that the
-    option safety leaves as they are.
+    token_mean. Metrics: future_kl (the future KL F), influence_weight (the weight f) and safe (the
+    fraction of tokens whose weight the option safety does not clip).
     Also called: ms-swift fipo.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)

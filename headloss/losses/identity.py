@@ -20,7 +20,8 @@ from torch import Tensor
 class Given(functools.partial):
     """A decorated function with its options, pickled by the name of its factory.
 
-    Pickle finds a function by name, and the decorator has given the function's name to the factory.
+    Pickle finds a function by its name, but the name of a decorated function belongs to its
+    factory.
     """
 
     def __reduce__(self):

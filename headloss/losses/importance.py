@@ -2,14 +2,14 @@
 
 T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
-    token             r_t = exp(d_t)                           [T]
-    sequence          s_i = exp(mean_t d_t)                    [S], advantages averaged over t
-    sequence_token    s_it = sg(s_i) exp(logp_t - sg(logp_t))  [T], the value of s_i at each token
-    sequence_product  exp(sum_t d_t)                           [S], advantages averaged over t
+    "token":             r_t = exp(d_t), [T];
+    "sequence":          s_i = exp(mean_t d_t), [S], with the advantages averaged over t;
+    "sequence_token":    s_it = sg(s_i) exp(logp_t - sg(logp_t)), [T], s_i at each token;
+    "sequence_product":  exp(sum_t d_t), [S], with the advantages averaged over t.
 
 The exponent (d_t, its mean or its sum) is clamped to [-20, 20], so that every ratio and every
-gradient is finite. The log-ratios inside a mean or sum are not clamped. An empty segment has ratio
-1 and advantage 0.
+gradient is finite. Only the exponent is clamped: a mean or sum runs over the unclamped log-ratios
+of a sequence's tokens. An empty segment has ratio 1 and advantage 0.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
     ratio = bounded_exp(pool(d))
     if level != "sequence_token":
         return ratio
-    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
+    # clamp: a log-prob of -inf less itself would be NaN
+    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)
     return batch.segments.expand(ratio.detach()) * (logp - logp.detach()).exp()
 
 
@@ -144,8 +145,8 @@ def clip_figures(
 def observe(
     stats: Statistics, batch: PackedBatch, *, level: str, clip: tuple[float, float] | None = None
 ) -> dict[str, Observed]:
-    """Return all metrics of a policy term for a ratio at `level`; with `clip`, also the shares of
-    clipped ratios."""
+    """Return all metrics of a policy term whose policy ratio is per token or per sequence, as
+    `level` says; with `clip`, also the fractions of clipped ratios."""
     per = LEVELS[level][1]
     ratio = importance_ratio(stats, batch, level)
     found = ratio_figures(stats, batch, ratio, per)

@@ -30,7 +30,7 @@ POLICIES = ("ref_logps", "old_logps", "sampling_logps")
 @dataclass(frozen=True, kw_only=True)
 class _Estimate:
     estimator: str
-    level: str | None  # level of the policy ratio; None: no ratio
+    level: str | None  # level of the policy ratio ("token" ..); None: no policy ratio
     straight_through: bool
     against: str
     clamp_difference: float | None
@@ -50,8 +50,8 @@ class _Estimate:
             pulls = estimate(d, "k2") if ratio is None else ratio.detach() * estimate(d, "k2")
             return value.detach() + (pulls - pulls.detach())
         if ratio is not None:
-            # A token whose difference d is clamped gets no gradient, not even through the policy
-            # ratio.
+            # A token whose log-prob difference to the reference is clamped gets no gradient, not
+            # even through the policy ratio.
             value = value * torch.where(near == d, ratio, ratio.detach())
         return value if self.clamp is None else _within(value, self.clamp)
 
@@ -91,17 +91,20 @@ def kl(
         k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times r when bias_corrected
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556; the gradient flows through the ratio and the estimate. Tang
-    and Munos 2025, arXiv:2506.09477, say which gradients are unbiased. The log of the policy ratio
-    r, at any level, is clamped to [-20, 20]; d is clamped by the option clamp_difference alone.
+    (DeepSeek-V3.2), arXiv:2512.02556; the gradient of r times the estimate flows through both
+    factors. Tang and Munos 2025, arXiv:2506.09477, say which gradients are unbiased. The log of the
+    policy ratio r, at any level, is clamped to [-20, 20]; the log-prob difference d = ref - logp is
+    clamped only by the option clamp_difference.
 
     Args:
         estimator: "k1", "k2", "k3" or "abs". As the whole loss, k1 has an expected gradient of 0
-            unless bias_corrected or straight_through is set; k3 is the summand of GRPO.
-        bias_corrected: multiply by the unclipped ratio of new to old policy. With old_logps=CURRENT
-            the ratio is 1, and its gradient is the score-function gradient of the sampling.
+            unless bias_corrected or straight_through is set. GRPO adds k3 to its loss.
+        bias_corrected: multiply the estimate by the unclipped ratio of new to old policy. With
+            old_logps=CURRENT the policy ratio is 1, and its gradient is the score-function gradient
+            of the sampling.
         importance_sampling_level: level of the ratio of bias_corrected; see `importance`.
-        straight_through: take the value of the estimate and the gradient of k2, -d grad log p,
+        straight_through: take the value of the chosen estimate, but the gradient of the estimate k2,
+            -d grad log p,
             whose expectation is the gradient of the divergence; with bias_corrected, sg(r)
             multiplies the gradient alone.
         against: the batch field with the other policy's log-probs.
@@ -113,8 +116,8 @@ def kl(
             log-prob; a token above the bound counts 0.
         ratio_max: upper bound of r when bias_corrected, > 0.
 
-    Inputs: ref_logps, and old_logps when bias_corrected. Default reduction: token_mean. Metrics:
-    k1, k3, both uncorrected.
+    Inputs: ref_logps; with bias_corrected also old_logps. Default reduction: token_mean. Metrics:
+    k1 and k3, not multiplied by the policy ratio.
     Also called: verl low_var_kl, OpenRLHF compute_approx_kl, NeMo-RL reference_policy_kl_type.
     """  # noqa: E501 (an equation is one line)
     one_of(ESTIMATORS, estimator=estimator)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..batch.packing import PackedBatch
 
-NO_WEIGHT = 1e-8  # smallest mean weight to divide by
+NO_WEIGHT = 1e-8  # do not divide by a mean importance weight of at most NO_WEIGHT
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -75,7 +75,7 @@ def not_none(**options: Any) -> tuple[tuple[str, Any], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Correction:
-    """Importance weight w within [minimum, maximum]: [S] with `sequence`, else [T]."""
+    """Importance weight in [minimum, maximum]: per segment [S] if `sequence`, else per token."""
 
     sequence: bool
     mask: bool
@@ -131,12 +131,13 @@ def corrected(
         w = sg(exp(old - sampling)), of the token or summed over the sequence; clamped to [min, max], or 0 outside
 
     Truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Masks: Ling Team 2025
-    (IcePop), arXiv:2510.18855. The log of w, of the token or the sum, is clamped to [-20, 20]. A
-    token whose sampling log-prob is NaN has w = 1.
+    (IcePop), arXiv:2510.18855. The log of the importance weight is clamped to [-20, 20], both per
+    token and summed over a sequence. A token whose sampling log-prob is NaN has importance weight
+    1.
 
     Args:
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
-        minimum, maximum: bounds of w, each > 0 or None.
+        minimum, maximum: bounds of the importance weight w, each > 0 or None.
         live: use the trained policy's current log-probs in place of the old log-probs.
         normalized: divide by the mean of the truncated or masked weights over the tokens or
             sequences of the call; makes the term batch-scoped.
@@ -228,7 +229,7 @@ def _among_top(
 
 def _quantile(
     values: Tensor,  # [N]
-    count: Tensor,  # [], number of values that count; all further values are inf
+    count: Tensor,  # [], the number of finite entries of `values`; the entries left over are inf
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.
@@ -237,7 +238,8 @@ def _quantile(
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # The rounding error of q must not move a quantile position that is a whole number.
+    # Round q * last: where the quantile falls on one element, the float error of the product must
+    # not move the quantile to a neighbouring element.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
     # Indexing by a 0-dim tensor would make the host wait for the device.

@@ -42,7 +42,7 @@ def clipped_surrogate(
     clip: tuple[float, float],
     delta: float | None,
     dual_clip: float | None,
-) -> Tensor:  # [T], or [S] at sequence level
+) -> Tensor:  # [T], or [S] for a policy ratio per sequence
     ratio = importance_ratio(stats, batch, level)
     advantages = advantages_at(batch, level)
     bounded = ratio if delta is None else ratio.clamp(max=delta)
@@ -273,16 +273,16 @@ def luspo(
 ) -> Term:
     """Length-unbiased sequence policy optimization: each sequence's loss times its length.
 
-        -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i)
+        -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), answer i of |o_i| tokens, sequence ratio s_i
 
-    Liu et al. 2026, arXiv:2602.05261. The reduction multiplies by the length |o_i|. The log of the
-    policy ratio s_i is clamped to [-20, 20].
+    Liu et al. 2026, arXiv:2602.05261. The reduction multiplies by the answer's length. The log of
+    the policy ratio is clamped to [-20, 20].
 
     Args: as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_sum.
     Also called: TRL luspo.
-    """
+    """  # noqa: E501 (an equation is one line)
     level = importance_sampling_level
     return _clipped(sequence_sum, epsilon_low, epsilon_high, level=level, delta=delta)
 

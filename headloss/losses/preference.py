@@ -1,8 +1,8 @@
 """Preference terms on pairs: segment 2k is the chosen answer, 2k + 1 the rejected answer.
 
 S segments; h is the score of the chosen answer minus the score of the rejected answer. Every term
-has segment scope and returns [S]. See `preference_pairs` for empty answers and for several rejected
-answers.
+has segment scope and returns [S]. The module `preference_pairs` says how empty answers and several
+rejected answers per chosen answer are treated.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def dpo(
 
         -log sigmoid(beta h), h = sum_chosen(logp - ref) - sum_rejected(logp - ref)
 
-    Rafailov et al. 2023, arXiv:2305.18290. Let s be the log sigmoid, c and r the scores of the
-    chosen and the rejected answer times beta, x = c - r = beta h and e = label_smoothing. The loss
-    types are
+    Rafailov et al. 2023, arXiv:2305.18290. The option loss_type selects one of these losses:
+
+    - symbols: s is the log sigmoid; c and r are the scores of the chosen and the rejected answer
+      times beta; x = c - r = beta h; e = label_smoothing;
 
     - sigmoid: -s(x); hinge: max(0, 1 - x) (Zhao et al. 2023, arXiv:2305.10425); sigmoid_norm and
       ipo: -s(x) and (h - 1 / (2 beta))^2 on log-prob means;

@@ -36,7 +36,7 @@ def _unpaired(
     batch: PackedBatch,
     *,
     beta: float,
-    weights: tuple[float, float],  # of desirable and of undesirable answers
+    weights: tuple[float, float],  # weight of desirable answers, weight of undesirable answers
     shifted: bool,
 ) -> Tensor:
     gain = log_ratio(stats, batch)
@@ -67,21 +67,23 @@ def kto(
 
         w sigmoid(-beta (h - z)) where desirable, else w sigmoid(beta (h - z)), h = sum(logp - ref), z = max(0, reference_kl)
 
-    Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has z = 0 (D'Oosterlinck
-    et al. 2024, arXiv:2408.06266). The reference point `reference_kl`, one number for the batch, is
-    the mean of sum(logp - ref) over answers matched with wrong prompts, without gradient.
-    hl.head_stats computes the log-probs of such mismatched answers.
+    Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has the reference point
+    z = 0 in place of max(0, reference_kl) (D'Oosterlinck et al. 2024, arXiv:2408.06266). The
+    reference point `reference_kl`, one number for the batch, is the mean of sum(logp - ref) over
+    answers matched with wrong prompts, without gradient. hl.head_stats computes the log-probs of
+    such mismatched answers.
 
     Args:
         beta: strength of the pull to the reference, > 0.
-        desirable_weight, undesirable_weight: w of desirable and undesirable answers, each >= 0.
+        desirable_weight, undesirable_weight: factors of the losses of desirable and of undesirable
+            answers, each >= 0.
         loss_type: "kto" or "apo_zero_unpaired".
 
     Also called: TRL kto.
 
     Inputs: ref_logps; desirable [S], boolean; reference_kl [S], unless loss_type is
-    "apo_zero_unpaired". Default reduction: sequence_mean. Metrics: chosen_rewards,
-    rejected_rewards: beta h of the desirable and of the undesirable answers.
+    "apo_zero_unpaired". Default reduction: sequence_mean. Metrics: chosen_rewards and
+    rejected_rewards, beta sum(logp - ref) of the desirable and of the undesirable answers.
     """  # noqa: E501 (an equation is one line)
     positive(beta=beta)
     non_negative(desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)
@@ -112,7 +114,7 @@ def _observe_regressed(
 def a2po(*, beta: float = 1e-3) -> Term:
     """Optimal advantage regression (A*-PO): regress the implicit reward on the advantage.
 
-        (beta sum(logp - ref) - A)^2, A the reward less the prompt's optimal value
+        (beta sum(logp - ref) - A)^2, advantage A = the reward minus the prompt's optimal value
 
     Brantley et al. 2025, arXiv:2505.20686. The optimal value of a prompt is
     beta_1 log mean exp(reward / beta_1) over answers sampled from the reference policy.
@@ -122,8 +124,8 @@ def a2po(*, beta: float = 1e-3) -> Term:
 
     Also called: TRL A2POTrainer.
 
-    Inputs: ref_logps; advantages, averaged over the sequence. Default reduction: sequence_mean.
-    Metrics: rewards: the implicit reward.
+    Inputs: ref_logps; advantages (a sequence's advantage is the mean over its tokens). Default
+    reduction: sequence_mean. Metrics: rewards: the implicit reward.
     """
     positive(beta=beta)
     return Term(
@@ -162,11 +164,11 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
 def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True) -> Term:
     """Alignment via optimal transport: compare the sorted scores of two sets, rank by rank.
 
-        mean_i -log sigmoid(beta (u_(i) - v_(i))), u and v sorted: u = logp_chosen - logp_rejected and v of the reference, or u = chosen and v = rejected sums of logp - ref
+        mean_i -log sigmoid(beta (u_(i) - v_(i))), u_(i) and v_(i) the i-th smallest of two sets u and v: u = logp_chosen - logp_rejected of the policy, v of the reference; unpaired: u = sum(logp - ref) of chosen answers, v of rejected answers
 
-    Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and the mean
-    loss over the call is repeated at each pair. A pair without a scored token is left out of the
-    sort.
+    Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and each pair's
+    loss is the mean loss over the call. A pair without a scored token is not among the sorted
+    values.
 
     Args:
         beta: scale of the difference, > 0.

@@ -105,19 +105,21 @@ def dppo(
 ) -> Term:
     """Divergence proximal policy optimization: drop tokens whose probability moved too far.
 
-        -sg(min(r, ratio_max) [inside]) A log p_y; inside: D <= delta_high where A > 0, else D >= -delta_low
+        -sg(min(r, ratio_max)) A log p_y where D <= delta_high (A > 0) or D >= -delta_low (A <= 0), else 0; D the change of the target's probability
 
-    D is p - q ("tv"), or KL((q, 1 - q), (p, 1 - p)) with the sign of p - q ("kl"). Qi et al. 2026,
+    The change D is p - q ("tv"), or KL((q, 1 - q), (p, 1 - p)) with a minus sign where p < q
+    ("kl"), for the new policy's probability p and the old policy's q. Qi et al. 2026,
     arXiv:2602.04879. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         divergence: "tv" or "kl", of the target against all other tokens.
-        delta_low, delta_high: largest fall and rise of the probability, in units of D, each >= 0;
-            the paper uses 0.2 with "tv" and 0.05 with "kl".
+        delta_low, delta_high: largest fall and rise of the target's probability, measured by the
+            chosen divergence, each >= 0; the paper uses 0.2 with "tv" and 0.05 with "kl".
         ratio_max: upper bound of the weight, > 0; None for no bound.
         one_sided: drop a token only if its advantage pushes the probability further away; False:
             drop a token beyond either bound, whatever its advantage.
-        surrogate: "log_prob" as above, or "ratio": the same gradient with the value -w A.
+        surrogate: "log_prob" for the loss -sg(w) A log p_y with the weight w, or "ratio" for the
+            same gradient with the value -w A.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl dppo_tv, verl dppo_kl, prime-rl default, prime-rl ipo.
@@ -142,10 +144,10 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
         -sg(r [alpha <= r <= beta]) A log p_y
 
-    Ling Team 2025, arXiv:2510.18855, whose ratio compares trainer and sampler. For the paper's loss
-    give the sampler's log-probs as old_logps, or mask another term by
-    `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is clamped to
-    [-20, 20].
+    Ling Team 2025, arXiv:2510.18855, where r is the trainer's probability over the sampler's. For
+    the paper's loss give the sampler's log-probs as old_logps, or mask another term by
+    `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is clamped to [-20,
+    20].
 
     Args:
         alpha, beta: lower and upper bound of the ratio, 0 <= alpha <= beta.
@@ -160,7 +162,8 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
 
 def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
-    d = log_ratio(stats, batch).detach()  # expm1(d) keeps a sign that r - 1 would round away
+    # The sign of r - 1 is taken from expm1(log r), because r - 1 could round to 0.
+    d = log_ratio(stats, batch).detach()
     gap = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1()
     near = batch.segments.expand(batch.segments.mean(gap.abs())) <= delta
     return near | (gap * batch.advantages <= 0)
@@ -170,7 +173,7 @@ def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
 def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
     """Total-variation-based advantage-aligned constrained policy optimization.
 
-        -r A; 0 where mean_t |r - 1| > delta and the token would move further, (r - 1) A > 0
+        -r A, or 0 where mean_t |r - 1| > delta in the token's sequence and (r - 1) A > 0
 
     Honari et al. 2026, arXiv:2603.01365, with the total variation measured per sequence. The log of
     the policy ratio r is clamped to [-20, 20].

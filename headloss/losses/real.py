@@ -1,4 +1,4 @@
-"""Term `real`, which compares all answers to one prompt.
+"""Policy loss `hl.real`, which compares all answers to one prompt.
 
 T scored tokens, S segments, d_t = logp_t - old_t; segments with equal `prompts` form a group.
 """
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 def _scores(stats: Statistics, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Return the score s of each segment, and whether its advantage is above 0, [S] each."""
+    """Return each segment's score (mean log-ratio to the old policy), and whether the segment's
+    advantage is above 0, [S] each."""
     d = log_ratio(stats, batch).clamp(-FAR, FAR)
     return batch.segments.mean(d), advantages_at(batch, "sequence") > 0
 
@@ -55,7 +56,8 @@ def _real(stats: Statistics, batch: PackedBatch, *, tau: float) -> Tensor:
 
 def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     (scores, right), group = _scores(stats, batch), answers(batch)
-    # The metric mixed_groups counts each group once, at the group's first nonempty segment.
+    # The metric "mixed_groups" (groups with right and wrong answers) counts each group once, at the
+    # group's first nonempty segment.
     present, place = batch.segments.lengths > 0, torch.arange(len(right), device=right.device)
     places = torch.where(present, place, len(right))
     first = places.new_full(places.shape, len(right)).scatter_reduce(0, group.ids, places, "amin")
@@ -71,21 +73,22 @@ def _observe(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 def real(*, tau: float = 0.5) -> Term:
     """Rewards as labels: classify a prompt's answers as good or bad by the mean log-ratio.
 
-        log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t d_t; sums over the answers to i's prompt, 0 where all of them are on one side
+        log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t (logp_t - old_t) of answer i; the sums run over the answers to one prompt; 0 if all of them have A_i > 0 or all A_i <= 0
 
     Zhai et al. 2026, arXiv:2602.05630. The loss of a group is repeated at each segment of the
     group. For groups of equal size the mean over segments is the mean over prompts, including
-    prompts of loss 0; for groups of unequal size use `.over("prompt_mean")`. The score s_i is not
-    clamped, and the gradient with respect to s_i is at most 1 / tau. A segment without tokens
-    counts in its group with s = 0 and A = 0, and has no weight in the mean.
+    prompts of loss 0; for groups of unequal size use `.over("prompt_mean")`. An answer's score (its
+    mean log-ratio) is not clamped, and the loss's gradient with respect to the score is at most 1 /
+    tau. A segment without tokens counts in its group with s = 0 and A = 0, and has no weight in the
+    mean.
 
     Args:
         tau: temperature of the scores, > 0.
 
     Inputs: advantages, averaged over the sequence, of which the sign alone counts; old_logps;
     prompts [S]: all segments of a prompt are in one call, in any order. Default reduction:
-    sequence_mean. Metrics: positive_score and negative_score, s where A > 0 and elsewhere;
-    mixed_groups, the share of groups with both signs.
+    sequence_mean. Metrics: positive_score and negative_score, the scores s_i of the answers with
+    A_i > 0 and with A_i <= 0; mixed_groups, the fraction of prompts with answers of both signs.
     Also called: ms-swift real.
     """  # noqa: E501 (an equation is one line)
     positive(tau=tau)

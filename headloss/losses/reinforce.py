@@ -94,7 +94,7 @@ def cispo(
     ratio r, at any level, is clamped to [-20, 20].
 
     Args:
-        epsilon_high: distance of the cap from 1, >= 0. A value above 1 and up to 1.5 gets a
+        epsilon_high: distance of the cap from 1, >= 0. An epsilon_high above 1 and up to 1.5 gets a
             warning, because such a value is more likely meant as the cap.
         epsilon_low: distance of the lower bound from 1, >= 0; None for no lower bound.
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
@@ -127,8 +127,8 @@ def cispo(
 
 
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return log w, [S], the log-ratio of the new policy to the sampler, or to the old policy if
-    the batch has no sampler log-probs."""
+    """Return each segment's clamped sum of log-ratios of the new policy to the sampler, [S]; if the
+    batch has no sampler log-probs, of the new to the old policy."""
     change = log_ratio(stats, batch).detach()
     if "importance_sampling_ratio" in batch:
         change = change + batch.importance_sampling_ratio.log().clamp_min(MIN_LOG_WEIGHT)
@@ -141,8 +141,8 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # where A >= 0, where A < 0
-    rate: tuple[float, float],  # lambda where A >= 0, where A < 0
+    k: tuple[float, float],  # the exponent k for advantages >= 0, and for advantages < 0
+    rate: tuple[float, float],  # the rate lambda for advantages >= 0, and for advantages < 0
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
@@ -163,15 +163,16 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Term:
-    """Variational sequence-level soft policy optimization: smooth kernel of the sequence weight.
+    """Variational sequence-level soft policy optimization (VESPO): reshape the sequence's weight.
 
-        -sg(phi(w_i)) A log p_y, phi(w) = exp(lambda + k log w - lambda w), log w_i = sum_t d_t
+        -sg(phi(w_i)) A log p_y; phi(w) = w^k exp(lambda (1 - w)), with k and lambda by the sign of A; w_i = exp(sum_t d_t), d_t = logp_t - old_t
 
-    Shen et al. 2026, arXiv:2602.10693. log w is clamped to [log 1e-8, 20]. If the batch has
-    sampling_logps, sum_t (old_t - sampling_t) is added to log w before the clamp; `.corrected`
-    would then count the sampler twice. If the batch has importance_sampling_ratio (old over
-    sampling, truncated or masked by the caller), the sum of the log of this ratio replaces the sum
-    of old_t - sampling_t. A ratio below 1e-8, such as a masked 0, counts as 1e-8.
+    Shen et al. 2026, arXiv:2602.10693. The log of the sequence weight w_i is clamped to [log 1e-8,
+    20]. If the batch has sampling_logps, sum_t (old_t - sampling_t) is added to the log of w_i
+    before the clamp; `.corrected` would then count the sampler twice. If the batch has
+    importance_sampling_ratio (old over sampling, truncated or masked by the caller), the sum of the
+    log of importance_sampling_ratio is added in place of sum_t (old_t - sampling_t). A ratio below
+    1e-8, such as a masked 0, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: shape of phi where A >= 0, each > 0.
@@ -179,7 +180,7 @@ def vespo(
 
     Inputs: advantages, old_logps, optionally sampling_logps. Default reduction: token_mean.
     Also called: TRL vespo.
-    """
+    """  # noqa: E501 (an equation is one line)
     positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     k, rate = (k_pos, k_neg), (lambda_pos, lambda_neg)
     return Term(
@@ -218,11 +219,11 @@ def topr(
 ) -> Term:
     """Tapered off-policy REINFORCE: weigh negative advantages by a ratio of at most 1.
 
-        -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; w = exp(sum_t d_t), exp(mean_t d_t) or r
+        -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; the weight w is exp(sum_t d_t), exp(mean_t d_t) or exp(d_t), with d_t = logp_t - old_t
 
-    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has w = exp(sum_t d_t). ROLL has w = r, and tests
-    the sign of the episode's score, where this term tests the sign of A. The log of w is clamped to
-    [-20, 20].
+    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t d_t). ROLL has w =
+    exp(d_t), and tests the sign of the episode's score, where `hl.topr` tests the sign of the
+    advantage. The log of the weight w is clamped to [-20, 20].
 
     Args:
         importance_sampling_level: w is "sequence_product" (exp of the sum), "sequence" (exp of the
@@ -230,7 +231,7 @@ def topr(
         weight_pos, weight_neg: weight of tokens with A >= 0 and with A < 0, each >= 0.
 
     Inputs: advantages; old_logps of the sampling policy. Default reduction: sequence_sum.
-    Metrics: capped, the share of w above 1 among A < 0.
+    Metrics: capped, the fraction of tokens with weight w > 1 among those with advantage A < 0.
     Also called: ROLL topr.
     """  # noqa: E501 (an equation is one line)
     level = importance_sampling_level

@@ -39,7 +39,8 @@ class _Rejection:
     live: bool
 
     def statistic(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return the measure per token [T] or per sequence [S]; a ratio as its logarithm."""
+        """Return the `measure` of the mismatch per token [T] or per sequence [S]; for the measure
+        "ratio" its logarithm."""
         values = self._of_tokens(stats, batch)
         if self.level == "token":
             return values
@@ -62,7 +63,7 @@ class _Rejection:
         return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
 
     def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return a bool tensor in the shape of the statistic: True where the bounds hold."""
+        """Return True for the tokens [T] or sequences [S] whose mismatch is within the bounds."""
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
@@ -104,12 +105,12 @@ def rejected(
 ) -> Modifier:
     """Mask of the tokens or sequences on which trainer and sampler disagree too much.
 
-        1 where min <= m <= max, else 0; m = exp(d), d^2 / 2, exp(d) - 1 - d, |p - q| or KL(q, p)
+        1 where min <= m <= max, else 0; the mismatch m is exp(d), d^2 / 2, exp(d) - 1 - d, |p - q| or KL(q, p); d = old - sampling, p = exp(old), q = exp(sampling)
 
     KL(q, p) is the divergence of the target against all other tokens. Li et al. 2025, "When speed
-    kills stability", https://richardli.xyz/rl-collapse. d is clamped to [-20, 20], and is 0 where
-    the sampling log-prob is NaN. `rejected` leaves the denominator of the reduction unchanged;
-    `rejection_mask` counts only the kept tokens in the denominator.
+    kills stability", https://richardli.xyz/rl-collapse. The log-ratio d = old - sampling is clamped
+    to [-20, 20], and is 0 where the sampling log-prob is NaN. `rejected` leaves the denominator of
+    the reduction unchanged; `rejection_mask` counts only the kept tokens in the denominator.
 
     Args:
         measure: "ratio", "k2", "k3", "tv" or "kl".
@@ -118,11 +119,11 @@ def rejected(
             geometric mean). The level "sequence_max" of a ratio has two sides: a sequence is kept
             if the ratios of all its tokens are within the bounds, as SkyRL masks outliers (with
             1e-4 and 100).
-        minimum, maximum: bounds of m, each >= 0 or None.
+        minimum, maximum: bounds of the measure (or of the sequence's measure), each >= 0 or None.
         live: use the trained policy's current log-probs in place of the old log-probs.
 
     Inputs: old_logps, sampling_logps. Metrics: rejected (per token or per segment).
-    """
+    """  # noqa: E501 (an equation is one line)
     with naming("rejected"):
         made = _made(measure, level, minimum, maximum, live)
     return Modifier(
@@ -155,7 +156,9 @@ def rejection_mask(
     min: float | None = None,
     max: float | None = None,
 ) -> Tensor:
-    """Mask of `.rejected` as a batch field for `.where`, whose denominator counts kept tokens.
+    """Return the mask of the modifier `.rejected` as a tensor, to be used as a batch field.
+
+    Under `.where(field)` the denominator of the reduction counts the kept tokens alone.
 
         kept = hl.rejection_mask(batch, "k3", level="sequence_mean", max=0.01)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))
@@ -176,9 +179,10 @@ def rejection_mask(
 
 
 def field_of(name: str, batch: Batch, factor: Factor) -> Tensor:
-    """Return [..] bool: positions whose token a factor keeps; the factor reads no statistics.
+    """Return [..] bool: positions whose token the modifier's function `factor` keeps; `factor`
+    must read no statistics.
 
-    Errors start with the caller's name `name`.
+    Errors start with `name`, the name of the calling function.
     """
     if not isinstance(batch, Batch):
         raise TypeError(f"{name}: batch: got {type(batch).__name__}, want headloss.Batch")

@@ -1,9 +1,9 @@
 """Losses of critics and reward models, on a few numbers per token from another head.
 
-T scored tokens, S segments, C classes. These functions are not terms of `hl.head_loss`, because no
-function here has a softmax over the vocabulary. Reductions (such as "token_mean") and totals work
-as in `hl.head_loss`, and are exact under padding, packing, gradient accumulation and several ranks.
-Sums of 16-bit inputs are computed in float32.
+T scored tokens, S segments, C classes. Critics and reward models have no softmax over the
+vocabulary, so that their losses are plain functions and no terms of `hl.head_loss`. Reductions
+(such as "token_mean") and totals work as in `hl.head_loss`, and are exact under padding, packing,
+gradient accumulation and several ranks. Sums of 16-bit inputs are computed in float32.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def bradley_terry(
 ) -> Tensor:
     """Reward-model loss on pairs: segment 2k is the chosen answer, 2k + 1 the rejected answer.
 
-        -log sigmoid(R_chosen - R_rejected - margin) + centre (R_chosen + R_rejected)^2
+        -log sigmoid(R_chosen - R_rejected - margin) + centre (R_chosen + R_rejected)^2, with rewards R
 
     Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155. Centring: Eisenstein et al. 2023,
     arXiv:2312.09244. The loss is the mean over the pairs; a batch's totals count two segments per
@@ -88,7 +88,7 @@ def bradley_terry(
 
     Raises:
         ValueError: for a wrong shape or an odd number of segments.
-    """
+    """  # noqa: E501 (an equation is one line)
     _check("bradley_terry", "rewards", rewards, batch)
     with naming("bradley_terry"):
         non_negative(centre=centre)
@@ -109,7 +109,7 @@ def bradley_terry(
 
 
 def classification(
-    logits: Tensor,  # [.., C] or [S, C]
+    logits: Tensor,  # [.., C] or [S, C]: C classes, for each position or for each of S segments
     batch: Batch,
     *,
     reduction: Reduction | str | None = None,

@@ -8,7 +8,7 @@ from typing import Literal
 
 Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # Scopes that a term may have.
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # smallest part that a term can read
 TRACING = ContextVar("tracing", default=False)  # True while a term is traced: no collective runs.
 
 

@@ -49,7 +49,7 @@ class _Centering:
 
     @torch.no_grad()
     def centre(self, log_p: Tensor, batch: PackedBatch) -> _Centre:
-        """Return the coefficients from the trainer's log-probs of the candidates, [T, K]."""
+        """Return the coefficients c_k of log p_k from the trainer's candidate log-probs, [T, K]."""
         got, want = batch.candidate_sampling_logps.shape[1:], log_p.shape[1:]
         if got != want:
             raise ValueError(
@@ -57,7 +57,7 @@ class _Centering:
             )
         log_q = _held(batch.candidate_sampling_logps.to(log_p.dtype), batch)
         p, q = log_p.exp(), log_q.exp()
-        # A float32 sum close to 1 would leave no digits of a small 1 - sum.
+        # Sum in float64: a float32 sum close to 1 would leave no correct digits of 1 - sum.
         masses = [x.sum(1, dtype=torch.float64) for x in (q, p)]
         of_q, of_p = ((1 - mass).clamp_min(LEAST_TAIL) for mass in masses)
         rho = of_q / of_p
@@ -66,7 +66,7 @@ class _Centering:
         return _Centre(c, *(x.to(p.dtype) for x in (*masses, rho)))
 
     def _weight(self, log_ratio: Tensor) -> Tensor:
-        """Return f(w), the clamped or masked weight w = exp(log_ratio) that `mode` names."""
+        """Return the weight exp(log_ratio), clamped or masked as the option `mode` says."""
         if self.mode is None:
             return torch.ones_like(log_ratio)
         return bounded(
@@ -99,7 +99,7 @@ def score_centering(
 ) -> Term:
     """Remove the sampler's mean score from a policy gradient where sampler q and trainer p differ.
 
-        A sum_k sg(c_k) log p_k, c_k = q_k f(p_k / q_k) - alpha p_k, alpha = rho f(1 / rho), rho = (1 - sum_k q_k) / (1 - sum_k p_k)
+        A sum_k sg(c_k) log p_k over candidates k; c_k = q_k f(p_k / q_k) - alpha p_k for the weight f(w) of the option mode; alpha = rho f(1 / rho); rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
     Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Numerator and denominator of
     rho are at least 1e-6 (the paper's appendix A.3; NeMo-RL bounds the denominator alone). Add
@@ -107,14 +107,15 @@ def score_centering(
     hl.reinforce() + hl.score_centering(), or hl.reinforce().corrected("token_truncate", min=a,
     max=b, live=True) + hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's
     probability of a token outside the candidates is modelled as rho p. If the candidates cover the
-    whole vocabulary or the whole support, alpha p has no gradient and the sum is exact. prime-rl
-    has the exact sum over a replayed support, and weighs tokens by a mask of |p - q|. The term also
-    applies to tokens that another part of the objective clips or masks.
+    whole vocabulary or all of `support_ids`, the summand -alpha p_k has no gradient and the loss is
+    exact. prime-rl has the exact sum over a replayed support, and weighs tokens by a mask of |p -
+    q|. The term also applies to tokens that another part of the objective clips or masks.
 
     Args:
-        mode: f(w) is 1 (None), w clamped to [min, max] ("token_truncate"), or w within the bounds
-            and 0 outside ("token_mask"). The log of w is clamped to [-20, 20].
-        min, max: bounds of w, each > 0 or None; need a mode.
+        mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
+            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). Before that,
+            the log of the ratio w is clamped to [-20, 20].
+        min, max: bounds of the ratio p / q, each > 0 or None; allowed only with a mode.
 
     Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where empty slots
     count 0; candidate_sampling_logps [.., K], log q of the candidates under the sampler's full

@@ -40,7 +40,7 @@ class _SecondMoment:
             moments = moments.where(batch.live, torch.inf)
         ordered, order = moments.sort(stable=True)
         number = torch.arange(1, len(order) + 1, device=order.device)
-        # The mean of the n smallest m rises with n, so that a binary search finds n bit by bit.
+        # The mean of the n smallest squared log-ratios rises with n: search n bit by bit.
         count, step = number.new_zeros(()), 1 << len(order).bit_length()
         while step := step // 2:
             more = count + step
@@ -68,14 +68,14 @@ def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modi
         0 for the n largest m, else 1; m = (old - sampling)^2, n the least with mean(the other m) < threshold
 
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
-    ratio; the authors' code derives clip bounds from the threshold instead. If no n brings the mean
-    below the threshold, all tokens except the smallest m are dropped. The means run over the tokens
-    of one call on one rank. A NaN log-prob of the sampler counts as m = 0. `second_moment_masked`
-    leaves the denominator of the reduction unchanged; `second_moment_mask` counts only the kept
-    tokens in the denominator.
+    ratio; the authors' code derives clip bounds from the threshold instead. If even the tokens of
+    smallest mismatch m have a mean above the threshold, all tokens but one are dropped. The means
+    run over the tokens of one call on one rank. A NaN log-prob of the sampler counts as no
+    mismatch. `second_moment_masked` leaves the denominator of the reduction unchanged;
+    `second_moment_mask` counts only the kept tokens in the denominator.
 
     Args:
-        threshold: upper bound of the mean of m over the kept tokens, > 0.
+        threshold: upper bound of the mean of (old - sampling)^2 over the kept tokens, > 0.
         live: use the trained policy's current log-probs in place of the old log-probs.
 
     Inputs: old_logps, sampling_logps. Metrics: second_moment (mean m of all tokens),
@@ -100,9 +100,9 @@ def _made(threshold: float, live: bool = False) -> _SecondMoment:
 
 @with_floats
 def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
-    """Mask of `.second_moment_masked` as a batch field for `.where`.
+    """Return the mask of the modifier `.second_moment_masked` as a tensor, to be used as a field.
 
-    With `.where`, the denominator counts the kept tokens alone, as in AReaL.
+    Under `.where(field)` the denominator counts the kept tokens alone, as in AReaL.
 
         kept = hl.second_moment_mask(batch, threshold=0.04)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))

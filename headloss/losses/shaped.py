@@ -72,7 +72,7 @@ def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -
     """Return `term` with its advantages replaced by the result of the function `by`; the repr shows
     the options `how` after `name`.
 
-    Raise TypeError if `term` is not a Term. A call of the new term raises ValueError if the term
+    Raise TypeError if `term` is not a Term. A call of the returned term raises ValueError if `term`
     reads no advantages.
     """
     if not isinstance(term, Term):
@@ -112,7 +112,7 @@ def kl_shaped(
 ) -> Term:
     """Policy term with the KL divergence from the reference subtracted from the advantages.
 
-        A_t - beta kl_t, or where centred A_t - beta (kl_t - mean_t kl_t)
+        A_t - beta kl_t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
 
     As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1, the term is
     on-policy distillation from the reference.
@@ -141,7 +141,8 @@ def kl_shaped(
 
 
 def _weight(batch: Any, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return w clipped to [1 - epsilon, 1 + epsilon], and the mask of clipped tokens, [T] each."""
+    """Return the weight exp(sign(A) (teacher - old)) clipped to [1 - epsilon, 1 + epsilon], and the
+    mask of clipped tokens, [T] each."""
     apart = (batch.teacher_logps - batch.old_logps).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     weight = (batch.advantages.sign() * apart).exp()
     clipped = weight.clamp(1 - epsilon, 1 + epsilon)
@@ -173,17 +174,19 @@ def _observe_factor(
 def rlsd_shaped(
     term: Term, *, mix: float = 0.5, epsilon: float = 0.2, negative_only: bool = False
 ) -> Term:
-    """Policy term whose advantages are scaled by the teacher's agreement with their sign.
+    """Policy term whose advantages grow where the teacher agrees with their sign, else shrink.
 
         A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
 
     Yang et al. 2026 (RLSD), arXiv:2604.03128, where the teacher is the policy with the answer in
-    the prompt. No advantage changes its sign. The log of w is clamped to [-20, 20].
+    the prompt. The factor of an advantage is positive. The log of the weight w is clamped to [-20,
+    20].
 
     Args:
         term: a term that reads advantages.
-        mix: share of the teacher's factor, in [0, 1]; a warm-up or decay is up to the caller.
-        epsilon: bound of w's distance from 1, >= 0.
+        mix: weight of the teacher in the factor of the advantage, in [0, 1]; a warm-up or decay is
+            up to the caller.
+        epsilon: largest distance of the teacher's weight w_t from 1, >= 0.
         negative_only: leave advantages >= 0 as they are.
 
     Inputs: the inputs of `term`; teacher_logps, old_logps [..]. Metrics: the metrics of `term`;

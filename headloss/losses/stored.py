@@ -17,29 +17,30 @@ from ..statistics.softmax import FLOOR
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-# rounding error of 1 - the sum of 512 softmax probabilities, in units of eps; at most 3.3 was
-# measured
+# bound of the rounding error of (1 - sum of 512 softmax probabilities), in units of the dtype's
+# epsilon; the largest measured error is 3.3
 NOISE = 4
 
 
 def divergence_of_stored(
     logps: Tensor, batch: PackedBatch, measure: Measure, tail: str, wide: torch.dtype
 ) -> Tensor:
-    """Return the divergence [T] over the teacher's K outcomes and the mass outside, treated by the
-    option `tail`, in the dtype `wide`.
+    """Return the divergence [T] over the teacher's K stored outcomes and the mass outside the K
+    outcomes, which is treated as the option `tail` says; values have the dtype `wide`.
 
     Args:
-        logps: the student's log-probs [T, K + 1] of the K outcomes and of the mass outside; with
-            the tail "sampled" [T, K + 2], with the target's log-prob before the last column.
+        logps: the student's log-probs [T, K + 1]: K columns for the stored outcomes, and one for
+            the log of the mass outside the K outcomes. With the tail "sampled" [T, K + 2]: the
+            target's log-prob is inserted before the last column.
     """
     empty = batch.teacher_topk_ids < 0
     log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
     log_p = logps.double()
     if tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # The teacher's mass outside is 1 - sum, and unknown below the rounding of the log-probs.
-        # Below the rounding error, the mass outside of the K outcomes is set to one rounding error
-        # for teacher and student.
+        # The teacher's mass outside its K stored outcomes is 1 - sum of K probabilities. Where that
+        # mass is below the rounding error, it is unknown: the log of teacher and student is then at
+        # least log(epsilon) of the dtype.
         dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
         noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
@@ -51,7 +52,8 @@ def divergence_of_stored(
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, measure)
-    if tail == "generalized" and measure.kind != "js":  # in "js" the sums of p and q cancel
+    # For "js" the correction sum(q) - sum(p) of the two measures cancels out.
+    if tail == "generalized" and measure.kind != "js":
         more = log_q.exp().sum(1) - log_p.exp().sum(1)
         value = value + (more if measure.kind == "reverse_kl" else -more)
     if tail == "clamped":
@@ -67,10 +69,11 @@ def outside(batch: PackedBatch) -> Tensor:
 
 
 def of_target(logps: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the summand [T] that the tail "sampled" adds at targets outside the stored outcomes; 0
-    at stored targets.
+    """Return the summand [T] that the option tail="sampled" adds at targets outside the teacher's
+    stored top k; 0 at targets in the top k.
 
-    The last two columns of `logps` are the target's log-prob and the log of the mass outside.
+    The last two columns of `logps` are the target's log-prob and the log of the student's mass
+    outside the top k.
     """
     beyond = outside(batch)
     log_p = torch.where(beyond, logps[:, -2].double(), 0).clamp_min(FLOOR)
@@ -81,7 +84,7 @@ def of_target(logps: Tensor, batch: PackedBatch) -> Tensor:
 def log_tail(log_p: Tensor) -> Tensor:
     """Return log(1 - sum exp(log_p)) over the last dimension, [.., K] to [.., 1].
 
-    The difference is at least the dtype's epsilon, so that its log stays finite.
+    The value 1 - sum exp(log_p) is at least the dtype's epsilon, so that its log stays finite.
     """
     least = torch.finfo(log_p.dtype).eps
     total = log_p.logsumexp(-1, keepdim=True).clamp_max(math.log1p(-least))

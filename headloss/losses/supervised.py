@@ -59,7 +59,7 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
             in [0, 1].
 
     For class weights use `.weighted(field)`, with the weight of each target's class in the field.
-    The field also weighs the smoothed part by the target's class, where
+    With `.weighted`, the smoothed part is also weighted by the target's class, where
     torch.nn.functional.cross_entropy weighs each vocabulary column by the column's class weight.
     docs/how-to.md builds PyTorch's loss.
 
@@ -82,7 +82,8 @@ def z_loss(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         (log sum_j exp z_j)^2
 
-    Chowdhery et al. 2022 (PaLM), arXiv:2204.02311. Usually added with a factor of 1e-4.
+    Chowdhery et al. 2022 (PaLM), arXiv:2204.02311. A z-loss is usually added to the cross-entropy
+    with a factor of 1e-4.
 
     Inputs: none. Default reduction: token_mean.
     """
@@ -114,7 +115,8 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -log(1 - p_y)
 
-    Welleck et al. 2019, arXiv:1908.04319. At p_y = 1 the loss is -log of the dtype's epsilon.
+    Welleck et al. 2019, arXiv:1908.04319. The argument of the log is at least the dtype's epsilon,
+    so that the loss is finite at p_y = 1.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -124,8 +126,9 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 def log_1_minus_p(logp: Tensor, least: float | None = None) -> Tensor:
     """Return log(1 - p) from log p, with 1 - p at least `least` or the dtype's epsilon."""
     logp = logp.clamp(max=-(least or torch.finfo(logp.dtype).eps))
-    # log(1 - exp x) has two forms, exact above and below -log 2. torch.where differentiates both
-    # forms, so that the form not selected needs an argument with a finite gradient.
+    # log(1 - exp x) is computed as log(-expm1(x)) for x > -log 2, else as log1p(-exp(x)).
+    # torch.where differentiates both branches, so that the unused branch, too, needs a finite
+    # gradient.
     likely = logp > -math.log(2)
     near = torch.where(likely, logp, -1.0).expm1().neg().log()
     far = torch.where(likely, -1.0, logp).exp().neg().log1p()
@@ -164,11 +167,11 @@ def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Zhang et al. 2025 (CHORD), arXiv:2508.11408. The loss is 0 where p_y is 0 or 1. Combine the term
     with a policy term by boolean fields of the batch rows: (1 - mu) * hl.grpo().where("rl") + mu *
-    hl.chord_phi().where("sft"). The caller chooses the schedule of the weight mu.
+    hl.chord_phi().where("sft"). The caller chooses the schedule of the mixing weight mu.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
-    logp = stats.logp.clamp_min(FLOOR)  # 0 * -inf would be NaN
+    logp = stats.logp.clamp_min(FLOOR)  # p log p at log p = -inf would be 0 * -inf = NaN
     undecided = -logp.exp() * logp.expm1()
     return -undecided.detach() * logp
 
@@ -183,7 +186,7 @@ def focal(*, gamma: float = 2.0) -> Term:
 
         -(1 - p_y)^gamma log p_y
 
-    Lin et al. 2017, arXiv:1708.02002. At p_y = 1, the difference 1 - p_y is the dtype's epsilon.
+    Lin et al. 2017, arXiv:1708.02002. The factor 1 - p_y is at least the dtype's epsilon.
 
     Args:
         gamma: power of 1 - p_y, >= 0; with 0 the loss is cross_entropy.
@@ -208,8 +211,9 @@ def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
         -sg(H / scale)^alpha log p_y, H = -sum_j p_j log p_j
 
     Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of the
-    entropy of the 20 likeliest tokens (at most log 20 = 3.0). For the paper's entropy, put the
-    entropy of hl.head_topk's log-probs in a field: hl.cross_entropy().weighted("uncertainty").
+    entropy of the 20 likeliest tokens (at most log 20 = 3.0). To weigh by the entropy of the 20
+    likeliest tokens as the paper does, put the entropy of hl.head_topk's log-probs in a field:
+    hl.cross_entropy().weighted("uncertainty").
 
     Args:
         alpha: power of the entropy, > 0.
@@ -232,12 +236,13 @@ def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sum_k q_k log p_k
 
-    For probabilities of the whole vocabulary use hl.distillation with `teacher_logits`, which has
-    the same gradient: the values differ by the entropy of q.
+    For probabilities of the whole vocabulary use hl.distillation with `teacher_logits`: its value
+    is smaller by the entropy of q, and its gradient equals the gradient of the cross-entropy.
 
     Szegedy et al. 2015, arXiv:1512.00567.
 
-    Inputs: candidate_ids, candidate_probs [.., K], the q_k; empty slots count as 0.
+    Inputs: candidate_ids [.., K]; candidate_probs [.., K], the probability q_k of each candidate k.
+    Unused entries of candidate_ids count as probability 0.
     Default reduction: token_mean.
     """
     got, want = batch.candidate_probs.shape[1:], stats.candidate_logps.shape[1:]

@@ -61,10 +61,10 @@ def _observe_gmpo(
 def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
     """Geometric-mean policy optimization: clip token log-ratios, then average them per sequence.
 
-        -exp(mean_t clip(d_t)) A_i, clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
+        -exp(mean_t clip(d_t)) A_i; log-ratio d_t = logp_t - old_t, advantage A_i of sequence i; clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
 
-    Zhao et al. 2025, arXiv:2507.20673. The ratio and clip metrics are per token. The exponent
-    mean_t clip(d_t) is clamped to [-20, 20].
+    Zhao et al. 2025, arXiv:2507.20673. The ratio and clip metrics are per token. The mean over a
+    sequence's clipped log-ratios is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
@@ -114,8 +114,9 @@ def sapo(
     [-20, 20].
 
     Args:
-        temperature_pos, temperature_neg: steepness of the gate where A > 0 and elsewhere, each > 0.
-        importance_sampling_level: as in `grpo`.
+        temperature_pos, temperature_neg: steepness of the sigmoid of the policy ratio where the
+            advantage is > 0, and elsewhere, each > 0.
+        importance_sampling_level: level of the policy ratio, as in `grpo`.
 
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: TRL sapo, verl sapo.
@@ -165,9 +166,9 @@ def ce_gppo(
 ) -> Term:
     """Gradient-preserving clipping: a clipped token keeps a bounded gradient.
 
-        -w p_y / sg(p_y) A, w = r; beta_low (1 - epsilon_low) or beta_high (1 + epsilon_high) where clipped
+        -w p_y / sg(p_y) A, weight w = r; below the clip beta_low (1 - epsilon_low), above the clip beta_high (1 + epsilon_high)
 
-    Su et al. 2025 (CE-GPPO), arXiv:2509.20712. With both betas 1 the loss is GPPO
+    Su et al. 2025 (CE-GPPO), arXiv:2509.20712. With beta_low = beta_high = 1 the loss is GPPO
     (Klear-Reasoner), arXiv:2508.07629. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
@@ -208,11 +209,10 @@ def aspo(
 ) -> Term:
     """Asymmetric importance sampling: positive advantages are weighted by the inverse ratio.
 
-        -sg(w) b / sg(b) A, b = min(r, 1 + epsilon_high) where A > 0, else max(r, 1 - epsilon_low)
+        -sg(w) b / sg(b) A, w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip); b is the policy ratio r, clipped to at most 1 + epsilon_high where A > 0, else to at least 1 - epsilon_low
 
-    w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip). Wang et al. 2025,
-    arXiv:2510.06062. A token beyond the clip has no gradient; a token beyond dual_clip keeps its
-    gradient. The log of the policy ratio r is clamped to [-20, 20].
+    Wang et al. 2025, arXiv:2510.06062. A token beyond the clip has no gradient; a token beyond
+    dual_clip keeps its gradient. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low: distance of the lower ratio bound from 1 where A <= 0, in [0, 1).
@@ -220,7 +220,7 @@ def aspo(
         dual_clip: upper bound of the weight, > 1; None for no bound.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    """
+    """  # noqa: E501 (an equation is one line)
     number("0 <= epsilon_low < 1", lambda x: 0 <= x < 1, epsilon_low=epsilon_low)
     non_negative(epsilon_high=epsilon_high)
     if dual_clip is not None:

@@ -44,7 +44,7 @@ class Teacher:
     """
 
     temperature: float
-    # not shown in the repr, which would copy the weight from the device
+    # Left out of the repr: the repr of a head would copy the weight from the device.
     head: Head | None = field(repr=False)
     tail: Tail = "bucket"
 
@@ -77,8 +77,8 @@ class Teacher:
     def columns(self, batch: PackedBatch) -> Tensor:
         """Return the stored ids, [T, K]; with the tail "sampled" [T, K + 1].
 
-        The last column of the tail "sampled" is the target, or an empty slot (-1) for a stored
-        target.
+        The option tail="sampled" appends a column: the target's id, or -1 (an empty slot) if the
+        teacher's stored top k has the target.
         """
         ids: Tensor = batch.teacher_topk_ids
         if self.tail != "sampled":
@@ -131,13 +131,15 @@ def measure_of(kind: str, beta: float = 0.5) -> Measure:
 
 
 class SharedRows(NamedTuple):
-    """Rows of `teacher_hidden` by token; neighbouring tokens of one row share the row's product.
+    """Rows of `teacher_hidden` for the tokens; neighbouring tokens with one row share its logits.
 
     Attributes:
-        index: [T] the row of each token.
-        rows: [R] the row of each run of tokens with equal rows; None if no token shares a row.
-        run: [T] the run of each token.
-        on_host: `run` on the host, so that a block of tokens reads nothing from the device.
+        index: [T] the row that each token reads.
+        rows: [R] the rows of `teacher_hidden` for R runs of neighbouring tokens, where all tokens
+            of a run read one row; None if no two neighbouring tokens read one row.
+        run: [T] the index of each token's run among the R runs.
+        on_host: `run` in CPU memory, so that selecting a block of tokens reads nothing from the
+            device.
     """
 
     index: Tensor
@@ -150,7 +152,7 @@ class SharedRows(NamedTuple):
         """Group neighbouring tokens with an equal row; raise ValueError for a row outside [0,
         count).
 
-        With static shapes no row is shared, because grouping would read the device.
+        With static shapes every token gets a run of its own, because grouping reads the device.
         """
         if static:
             return cls(index, None, index, index)
@@ -166,10 +168,10 @@ class SharedRows(NamedTuple):
         return self.of(part, int(part.max()) + 1) if len(part) else self
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
-        """Return the teacher rows [M] that a subset of the tokens reads, and each token's index [n]
-        into the rows.
+        """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
+        index [n] into the M rows.
 
-        The index is None if no two tokens share a row.
+        The second value is None if no two of the tokens read one row.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
@@ -234,7 +236,8 @@ class BesideTeacher:
     def log_acceptance(self) -> Tensor:
         """Return log sum_j min(p_j, q_j), [T], with a gradient.
 
-        The sum is the probability that speculative sampling accepts a token drawn by the student.
+        sum_j min(p_j, q_j) is the probability that speculative sampling accepts a token drawn from
+        the student's distribution p, for the teacher's distribution q.
         """
         return self._measured(ACCEPTANCE)
 

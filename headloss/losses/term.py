@@ -1,8 +1,8 @@
 """Terms (losses per token or segment), objectives (weighted sums of terms), and `@term`.
 
 T scored tokens, S segments. A term is a pure function of the statistics ([T] vectors) and of the
-packed batch's vectors, and returns one value per token [T] or per segment [S]. A term never reads a
-logit, a mask or a padded position.
+packed batch's vectors, and returns one value per token [T] or per segment [S]. The function of a
+term never reads a logit, a mask or a padded position.
 """
 
 from __future__ import annotations
@@ -78,20 +78,20 @@ class Term(_Arithmetic):
 
     Attributes:
         name: key of the term in `out.terms` and `out.metrics`.
-        function: (stats, batch) to [T] or [S].
+        function: maps (stats, batch) to a loss per token [T] or per segment [S].
         scope: smallest part of a batch that the function accepts.
-        per: shape of the function's result, "token" [T] or "segment" [S].
-        reduction: weight of each token; None must be replaced by `.over(...)`.
+        per: "token" if the function's result is [T], "segment" if [S].
+        reduction: rule for each token's weight in the sum; None must be replaced by `.over(...)`.
         options: options of the call that made the term.
-        observe: (stats, batch) to the metrics reported under "name/...".
+        observe: maps (stats, batch) to the metrics reported under "name/...".
         modifiers: factors per token, applied in order.
         weight_fields: batch fields that multiply the loss.
         kept_field: boolean batch field of the tokens or segments kept.
-        segments_per_unit: consecutive segments that belong together (2 for pairs).
+        segments_per_unit: number of consecutive segments that belong together (2 for pairs).
         teacher: teacher whose divergences the function reads.
-        slopes: batch to the whole gradient in closed form (`softmax.Slope`); None: by autograd.
-        own_scope: scope without the modifiers; None if no modifier was added.
-        own_reduction: reduction before `.over` changed it; None if `.over` did not.
+        slopes: maps a batch to the gradient in closed form (`softmax.Slope`); None: autograd.
+        own_scope: the scope before modifiers widened it; None if the term has no modifier.
+        own_reduction: the reduction before `.over` changed it; None if `.over` did not.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Term(_Arithmetic):
     # ------------------------------------------------------------------ changed copies of a term
 
     def over(self, reduction: Reduction | str) -> Term:
-        """Return the term under a reduction, given by name or e.g. `headloss.fixed_length(n)`."""
+        """Return the term with a reduction: its name, or e.g. `headloss.fixed_length(n)`."""
         new, first = as_reduction(reduction), self.own_reduction or self.reduction
         return replace(self, reduction=new, own_reduction=None if new == first else first)
 
@@ -194,7 +194,7 @@ class Term(_Arithmetic):
         return self.modified(rejected(measure, level=level, minimum=min, maximum=max, live=live))
 
     def off_policy_masked(self, threshold: float) -> Term:
-        """Drop off-policy sequences; see `modifiers.off_policy_masked`."""
+        """Drop sequences whose policy moved too far; `modifiers.off_policy_masked` has the rule."""
         return self.modified(off_policy_masked(threshold))
 
     def top_entropy(

@@ -23,7 +23,8 @@ from .term import Objective, Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-Piece = tuple[slice | Tensor, "PackedBatch"]  # position of the piece's tokens in the whole batch
+# A micro-batch piece for a trial run: the piece's tokens (indices in the whole batch), its batch.
+Piece = tuple[slice | Tensor, "PackedBatch"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    # this access does not count as a read of the term
+    # Read `_target`, not the recorder: reading the segment count is not a read by the term.
     recorded = batch._target if isinstance(batch, Recorder) else batch
     for source in (term, *term.modifiers):
         if source.observe is not None:
@@ -178,8 +179,8 @@ def check_pieces(
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """Raise ValueError for a user's term whose values change if its batch is split into tokens.
 
-    A mean over tokens is an example. The check runs the term on single-token segments and reads the
-    device.
+    A function that takes a mean over the batch's tokens is such a term. The check runs the term on
+    single-token segments and reads the device.
     """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1
