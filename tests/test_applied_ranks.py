@@ -10,12 +10,15 @@ import pytest
 
 pytest.importorskip("transformers")
 import applied_ranks
+import torch
 from worlds import World, script_on, world_of
 
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with world_of(2) as ranks:
+
+@pytest.fixture(scope="module", params=["gloo", pytest.param("nccl", marks=TWO_GPUS)])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with world_of(2, backend=request.param) as ranks:
         yield ranks
 
 
@@ -29,7 +32,7 @@ def test_fsdp2(world: World, units: str, adapters: bool) -> None:
 
 @pytest.mark.parametrize("units", ["root", "alone", "group"])
 def test_fsdp2_under_compile(world: World, units: str) -> None:
-    world.run(applied_ranks.trains, units, False, True)
+    world.run(applied_ranks.trains, units, False, True, seconds=100)
 
 
 @pytest.mark.slow

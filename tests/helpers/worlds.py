@@ -1,4 +1,4 @@
-"""Worlds of a few gloo processes, started once, that run functions on every rank."""
+"""Worlds of a few processes, started once, that run functions on every rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def skip_any_row() -> None:
 
 
 def _serve(
-    rank: int, world: int, store: str, pipe: Connection, prepare: Callable[[], None] | None
+    rank: int,
+    world: int,
+    store: str,
+    pipe: Connection,
+    prepare: Callable[[], None] | None,
+    backend: str,
 ) -> None:
     """Run each received function, and send back (failed, result or traceback)."""
     import overhead
@@ -49,8 +54,10 @@ def _serve(
     if prepare is not None:
         prepare()
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+        backend, init_method=f"file://{store}", rank=rank, world_size=world
     )
     while True:
         function, args = pipe.recv()
@@ -68,16 +75,21 @@ class World:
 
     Args:
         prepare: function run first on every rank.
+        backend: "gloo", or "nccl" with a GPU for each rank.
     """
 
     def __init__(
-        self, size: int, folder: str, prepare: Callable[[], None] | None = skip_any_row
+        self,
+        size: int,
+        folder: str,
+        prepare: Callable[[], None] | None = skip_any_row,
+        backend: str = "gloo",
     ) -> None:
         context = forks()
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, str(Path(folder) / "store"), theirs, prepare)
+            args = (rank, size, str(Path(folder) / "store"), theirs, prepare, backend)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)
@@ -111,10 +123,12 @@ class World:
 
 
 @contextmanager
-def world_of(size: int, prepare: Callable[[], None] | None = skip_any_row) -> Iterator[World]:
+def world_of(
+    size: int, prepare: Callable[[], None] | None = skip_any_row, backend: str = "gloo"
+) -> Iterator[World]:
     """Yield a world that ends with the context."""
     with tempfile.TemporaryDirectory() as folder:
-        world = World(size, folder, prepare)
+        world = World(size, folder, prepare, backend)
         try:
             yield world
         finally:
