@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-# Triton's interpreter multiplies with NumPy, whose BLAS is configured at import. In OpenBLAS's
-# kernels for Haswell and Zen a row's bits depend on its place in the tile, unlike on GPUs.
+# Triton's interpreter multiplies with NumPy, whose BLAS is configured at import. On Haswell and Zen
+# CPUs, OpenBLAS rounds a matrix row differently depending on the row's index in the matmul tile;
+# GPU matmuls do not.
 if platform.machine() in ("x86_64", "AMD64"):
     os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 
@@ -22,7 +23,8 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():  # before Triton is imported: its kernels then run on a CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.disable()  # until all imports are done and objects are frozen
+# keep Python's garbage collector off during the imports; `overhead.freeze` turns it on
+gc.disable()
 
 import covering  # noqa: E402
 import overhead  # noqa: E402
@@ -40,7 +42,8 @@ class _TorchRandom:
     setstate = staticmethod(torch.set_rng_state)
 
 
-_torch_random = _TorchRandom()  # hypothesis holds only a weak reference
+# keep a reference: hypothesis registers random generators by weak reference only
+_torch_random = _TorchRandom()
 hypothesis.register_random(_torch_random)
 
 # `--hypothesis-profile=full` selects the profile "full".
@@ -58,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", covering.MARK)
 
 
-@pytest.hookimpl(tryfirst=True)  # runs before the `-m` filter
+# tryfirst: items must be marked slow before pytest applies `-m "not slow"`
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     covering.mark_slow(items)
 
@@ -91,7 +95,8 @@ def fresh_memory_is_nan() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def skip_small_rows() -> Iterator[None]:
-    """Leave rows without gradient out of small CPU products too, as in large calls."""
+    """Skip token rows with a negligible gradient in small CPU matmuls too, which the library does
+    only in large ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "CPU_SKIP_WORTH", 0)
         yield

@@ -101,12 +101,13 @@ def agile_chunked(
 
 
 def new_argument(theirs: Any, text: str) -> Any:
-    """Return a copy of a function with an extra argument after the first: "x" or "x=None"."""
+    """Return a copy of a function with one more argument: `text` is its name, as in "x", or has a
+    default, as in "x=None"."""
     function = theirs.forward if isinstance(theirs, type) else theirs
     parameters = list(inspect.signature(function).parameters.values())
     names = [str(p) for p in parameters]
     at = 2 if isinstance(theirs, type) or names[0] == "self" else 1
-    if "=" in text:  # an argument with a default goes last among positional arguments
+    if "=" in text:  # put an argument with a default after all positional arguments
         kinds = [p.kind is p.KEYWORD_ONLY for p in parameters]
         at = kinds.index(True) if any(kinds) else len(names)
     if any(p.kind is p.KEYWORD_ONLY for p in parameters):
@@ -167,7 +168,7 @@ def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> An
         path = ".".join(parts[:n])
         if path not in sys.modules:
             stub = ModuleType(path)
-            stub.__path__ = []  # a package without further modules
+            stub.__path__ = []  # an empty `__path__` marks the stub as a package
             monkeypatch.setitem(sys.modules, path, stub)
     owner: Any = sys.modules[module]
     if holder:
@@ -181,7 +182,8 @@ def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> An
 def stubbed(
     monkeypatch: pytest.MonkeyPatch, adapter: str, changed: Callable[[Any], Any] = lambda f: f
 ) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """Return the adapter, the stub functions after `changed`, and the functions' places."""
+    """Install stubs in place of the framework's functions, each altered by `changed`; return the
+    adapter and the stubs by place."""
     module = importlib.import_module(f"headloss.integrations.{adapter}")
     standing = {}
     for at, name in module.SEAMS.ours:
@@ -264,7 +266,8 @@ def test_a_broken_seam(adapter, how, monkeypatch) -> None:
 
 @pytest.mark.parametrize("adapter", CASES)
 def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
-    """A new argument with a default is accepted, and refused by name once a call passes a value."""
+    """If a framework's function gets a new argument with a default, `install()` works, and a call
+    that passes the argument raises an error with its name."""
     package, tested = CASES[adapter][:2]
     released(monkeypatch, tested, package)
     module, standing = stubbed(monkeypatch, adapter, lambda f: new_argument(f, "fresh=False"))
@@ -291,7 +294,7 @@ def test_a_new_argument_with_a_default(adapter, monkeypatch) -> None:
 
 
 def recorded(function: Any, ours: Any, calls: list[dict[str, Any]]) -> Any:
-    """Return a replacement with the signature of `ours` that records its arguments."""
+    """Return a function with the signature of `ours` that appends its arguments to `calls`."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -343,7 +346,7 @@ def layer(**more: Any) -> SimpleNamespace:
 
 
 def test_prime_rl_without_gemma(monkeypatch) -> None:
-    """prime-rl's newest injection works without Gemma's layer."""
+    """headloss installs into a prime-rl release that has no Gemma layer."""
     released(monkeypatch, "0.8.0", "prime-rl")
     module, standing = stubbed(monkeypatch, "prime_rl", lambda f: prime_rl)
     monkeypatch.delitem(sys.modules, module.GEMMA[0].partition(":")[0])
@@ -353,8 +356,8 @@ def test_prime_rl_without_gemma(monkeypatch) -> None:
 
 
 def test_prime_rl_without_a_temperature() -> None:
-    """prime-rl's call without a temperature returns the summed cross-entropy of labels other than
-    -100, with gradients."""
+    """prime-rl's `forward` without a temperature returns the sum of the cross-entropy over labels
+    other than -100, with correct gradients."""
     from headloss.integrations.prime_rl import forward
 
     torch.manual_seed(0)
@@ -406,7 +409,8 @@ def test_prime_rl_sampling_mask() -> None:
 def test_prime_rl_replays_a_sampling_mask(cap: float | None) -> None:
     """Values and gradients under prime-rl's sampling mask equal those of masked logits.
 
-    A set that is empty or lacks its label restricts nothing; ids are int32 in any slot.
+    A token whose mask is empty or lacks the label is scored over the whole vocabulary; kept ids are
+    int32 between unused entries (-1).
     """
     from headloss.integrations.prime_rl import forward
 
@@ -676,7 +680,8 @@ def test_a_class_that_is_gone(framework, monkeypatch) -> None:
 
 
 def test_a_megatron_layer_without_gtp(monkeypatch) -> None:
-    """Megatron-Core 0.18 has no GTP size on its layer."""
+    """A Megatron output layer without the attribute `gtp_remat_size`, as in Megatron-Core 0.18, is
+    supported."""
     from headloss.integrations import megatron_heads
 
     tensors = "megatron.core.tensor_parallel"
@@ -738,12 +743,14 @@ def test_every_adapter_is_known() -> None:
 
 
 def test_the_table_of_versions() -> None:
-    """The documentation names exactly the releases of TESTED."""
+    """The documentation lists exactly the framework releases in `headloss.integrations`' table
+    `TESTED`."""
     page = Path(__file__).parents[1] / "docs" / "integrations" / "README.md"
     row = r"^\| \[(.+?)\]\(\S+?\)(?:, promised)? \| ([\d., ]+) \|"
     rows = re.findall(row, page.read_text(), re.M)
     table = {name.lower(): tuple(releases.split(", ")) for name, releases in rows}
-    del table["liger's api"]  # the Liger adapter replaces nothing
+    # Liger's page has no tested release, since that adapter monkey-patches nothing
+    del table["liger's api"]
     assert table == {n.replace("nemo-automodel", "automodel"): r for n, r in TESTED.items()}
 
 

@@ -41,7 +41,7 @@ def test_fsdp2_under_compile(world: World, units: str) -> None:
     reason="DeepSpeed is not installed: DS_BUILD_OPS=0 pip install '.[zero3]'",
 )
 def test_zero3() -> None:
-    """No loss has real logits."""
+    """After `apply(model)` under DeepSpeed's ZeRO-3, training runs without logits."""
     script = Path(__file__).parent / "helpers" / "applied_zero3.py"
     on_cpus = {"ACCELERATE_USE_CPU": "true", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     printed = script_on(2, str(script), seconds=300, **on_cpus)

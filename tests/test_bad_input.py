@@ -9,7 +9,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.head import products
-from headloss.kernels import reference  # imported before the fixture replaces functions
+from headloss.kernels import reference  # imported before a fixture replaces its functions
 from headloss.logits.given import GivenLogits
 
 T, H, V, S = 6, 4, 9, 2
@@ -206,7 +206,7 @@ def test_hidden_and_head(error, match, make):
             r"mine: got shape \(2, 6\), want \(6,\) per token, or \(2,\)",
             lambda: batch(mine=torch.zeros(2, 6)),
         ),
-        (  # a column would broadcast to a matrix with token vectors
+        (  # an error: a [T, 1] field would broadcast with [T] vectors to a matrix
             ValueError,
             r"sampling_logps: got shape \(6, 1\), want \(6,\) per token$",
             lambda: batch(sampling_logps=torch.zeros(T, 1)),
@@ -561,7 +561,7 @@ def live(**given) -> Tensor:
     [
         (
             'schedule: got "one_pass", but the objective is segment-scoped and does not fit',
-            # The budget holds one token's logits, and segments have four tokens.
+            # The memory budget is one token's logits, but a segment has four tokens.
             lambda: call(hl.gspo(), x=live(), schedule="one_pass", memory_budget=4 * V),
         ),
         (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from triton_cases import DEVICE  # first, to turn on the interpreter
+from triton_cases import DEVICE  # import this first: it turns on Triton's interpreter
 
 import headloss as hl
 from headloss.kernels import triton as triton_backend
@@ -30,7 +30,7 @@ ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter takes hours
 
 def inputs(n: int, h: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, targets = trained_looking(n, h, v, SIXTEEN, DEVICE)
-    hidden[5] *= -4  # its target is far below the largest logit
+    hidden[5] *= -4  # now the target's logit lies far below the largest
     return hidden, weight, targets
 
 
@@ -144,7 +144,7 @@ FLOAT = torch.float32
 
 
 @pytest.mark.parametrize("dtypes", [(SIXTEEN, SIXTEEN), (FLOAT, FLOAT), (FLOAT, SIXTEEN)])
-@pytest.mark.parametrize("columns", [150, 9])  # a vocabulary, and an adapter's rank
+@pytest.mark.parametrize("columns", [150, 9])  # sizes of a vocabulary and of a LoRA rank
 def test_a_row_of_a_product_is_its_own(
     dtypes: tuple[torch.dtype, torch.dtype], columns: int
 ) -> None:
@@ -198,7 +198,7 @@ def trained(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     leaf = hidden.to(head.weight.dtype).detach().requires_grad_()
     given = hl.Options(backend="triton", batch_invariant=True, **options)
-    totals = hl.Totals(1, 1)  # equal coefficients in any batch
+    totals = hl.Totals(1, 1)  # fixed totals, so that a token's weight does not depend on the batch
     batch = hl.Batch(targets, totals=totals)
     out = hl.head_loss(leaf, head, batch, hl.cross_entropy(), given)
     out.loss.backward()
@@ -222,8 +222,8 @@ def test_calls_that_are_batch_invariant(kind: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("size", [2.0**-24, 2.0**20])
 def test_coefficients_of_any_size_leave_float16_its_digits(size: float) -> None:
-    """Float16 coefficients of any size keep their digits, by a scale that does not depend on other
-    rows."""
+    """Float16 gradients stay accurate for coefficients of any size: each row is scaled
+    independently of the other rows."""
     hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(7, 24, 90, torch.float16))
     head, batch = hl.Head(weight), hl.Batch(targets, share=torch.rand(7, device=DEVICE) + 0.5)
     objective = hl.cross_entropy().weighted("share")

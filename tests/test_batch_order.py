@@ -45,8 +45,8 @@ def test_other_segments_are_seen():
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("what", ["targets", "segments", "ids"])
 def test_a_change_in_place_raises(what, called):
-    """A batch changed in place raises, even before the first call, since a new batch is read at
-    once."""
+    """Changing a batch's tensor in place raises an error in the next loss call, also if no loss was
+    called before."""
     ids = torch.tensor([[1, 2]] * 6)
     segments = hl.Segments.from_ids(torch.tensor([0, 0, 0, 1, 1, 1]), 2)
     logps = torch.full((6, 2), -1.5)
@@ -111,8 +111,8 @@ def test_copies_find_their_order_anew(copied):
 
 @pytest.mark.parametrize("schedule", ["auto", "recompute", "held"])
 def test_segments_in_any_order(schedule):
-    """Tokens give equal results with sorted and unsorted segments, even with unscored tokens
-    between."""
+    """Losses and gradients do not depend on whether a segment's tokens are contiguous, also with
+    unscored tokens in between."""
     objective = hl.cross_entropy().over("sequence_mean") + 0.1 * hl.z_loss().over("sequence_sum")
     ids, weight = torch.tensor([1, 0, 1, 0, 0, 1]), torch.randn(V, 4, dtype=torch.float64)
     hidden, order = torch.randn(6, 4, dtype=torch.float64, requires_grad=True), ids.argsort()
@@ -160,8 +160,8 @@ def test_a_batch_is_freed_with_its_last_name(targets, support):
 
 
 def test_a_group_of_vocabulary_and_of_segments(tmp_path):
-    """One group may serve vocabulary and segments; errors of later calls equal those of the first
-    call."""
+    """One process group may split both the vocabulary and the segments, and an invalid target
+    raises the usual error in a later call."""
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:

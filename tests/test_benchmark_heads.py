@@ -47,7 +47,7 @@ def test_oracle_of_a_bias_and_an_adapter(name: str, monkeypatch: pytest.MonkeyPa
     for key, value in found.gradients.items():
         want = true[key][found.places(key)]
         torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
-    # Old log-probs come from this head, so the policy is near the old policy.
+    # The old log-probs were computed with this head, so the current policy's are near.
     assert float((found.values["logps"] - inputs.old).abs().max()) < 0.5
 
 
@@ -96,7 +96,8 @@ def test_each_call_has_its_own_number_of_tokens() -> None:
 
 
 def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate checks the second size, and no size occurs twice in a timed case."""
+    """The check of changing sizes covers both token counts, and a timed case uses each token count
+    once."""
     seen: list[int] = []
 
     def make(work: works.Work, setting: works.Setting) -> contestants.Run:
@@ -124,8 +125,8 @@ def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_rows_of_small_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All tables contain nine kinds of small calls besides plain ones, in three sizes; all pass the
-    gate."""
+    """The benchmark of small calls has nine variants in three sizes, and the results of all pass
+    the accuracy check."""
     rows = [case for case in cases.table() if case.row.startswith("small calls, ")]
     assert len(rows) == 27 and {case.group for case in rows} == {"small"}
     assert {case.setting.tokens for case in rows} == {256, 1024, 4096}

@@ -219,7 +219,8 @@ def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     true = everything(works.WORKS["ce"], works.make_inputs(TINY, CPU))
     torch.testing.assert_close(dx, true["hidden"], check_dtype=False)
     torch.testing.assert_close(dw, true["weight"], check_dtype=False)
-    # With chunks, each chunk writes its own rows of dX, from the first chunk's gradient.
+    # Split into chunks, the timed matmuls write each chunk's rows of dX from the gradient of the
+    # first chunk.
     monkeypatch.setattr(measure, "CHUNK", 16)
     chunked, _ = measure.make_limit(setting, inputs)(inputs)
     torch.testing.assert_close(chunked[:16], dx[:16])
@@ -269,7 +270,7 @@ def test_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows"][: len(first["rows"])] == first["rows"]
     assert {row["case"] for row in found["rows"]} == {case.name for case in cases.quick()}
     assert all(row["status"] != "failed" for row in found["rows"])
-    # A repeated case replaces its rows.
+    # A benchmark case that runs again replaces its former rows.
     assert run.main([*arguments, "--only", "cross-entropy*"]) == 0
     again = json.loads(output.read_text())
     assert len(again["rows"]) == len(found["rows"])
@@ -339,8 +340,8 @@ def test_small_calls_tell_the_host_time() -> None:
 
 
 def test_parallel(tmp_path: Path) -> None:
-    """The parallel study checks and times a small world, and merges rows into a file and a
-    table."""
+    """The study of vocabulary-parallel runs checks and times two ranks, and writes its rows into a
+    JSON file and a table."""
     script, path = Path(run.__file__).parent / "studies" / "parallel.py", tmp_path / "parallel.json"
     printed = script_on(2, str(script), "--quick", "--repeats=1", f"--out={path}")
     assert re.search(r"\[ +[\d.]+ s\] vocabulary \(64, 16, 96\) gspo, 2 ranks \.\.\.", printed)
@@ -385,7 +386,8 @@ def test_a_timeline_of_calls_in_a_row() -> None:
 
 
 def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A call runs few operations before its device read, and only the product after the read."""
+    """A call launches few operations before it first reads from the device, and one matmul
+    afterwards."""
     monkeypatch.setattr(start, "CALLS", 2)
     start.main(tiny=True)
     table = capsys.readouterr().out.splitlines()[1:]
@@ -397,8 +399,8 @@ def test_start(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_rows_of_an_earlier_commit_are_marked() -> None:
-    """Rows of an earlier commit stay in the tables with a mark; goals are compared within one
-    run."""
+    """Rows of an earlier commit are marked in the tables, and a comparison with another
+    implementation uses rows of one run only."""
 
     def row(case: str, contestant: str, number: int, share: float) -> dict:
         found = {"case": case, "row": case, "group": "table", "goal": "", "contestant": contestant}
@@ -528,7 +530,8 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"Transformers", "headloss", "headloss, 5 GiB", "headloss, recompute"}
     for work in step_cases.WORKS:
         assert {row["contestant"] for row in rows if row["work"] == work} >= names
-    assert {row["tokens"] for row in rows if row["work"] == "DPO"} == {96}  # one row is no pair
+    # DPO needs pairs, so it skips the case with one row
+    assert {row["tokens"] for row in rows if row["work"] == "DPO"} == {96}
     for row in rows:
         assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
         assert row["runs"] == steps.ROUNDS and row["low"] <= row["ms"] <= row["high"]
@@ -581,7 +584,7 @@ def test_longest_sequences(
     """The search for the longest sequence treats out-of-memory as too long, and reports other
     failures.
 
-    Rows of longest sequences and of times share one file.
+    Results of that search are kept in the same file as the step times.
     """
     pytest.importorskip("transformers", reason="the models are its own")
 
@@ -633,7 +636,8 @@ def test_steps_that_disagree_are_not_timed() -> None:
 
 
 def test_labels_look_trained() -> None:
-    """Scaling the last norm gives labels the wanted probability, even in a tied model."""
+    """`make_model` scales the last norm so that labels get a mean probability of 0.5, also in a
+    model with tied embeddings."""
     pytest.importorskip("transformers", reason="the models are its own")
     setting = replace(step_cases.QUICK["Qwen2.5-0.5B"], dtype=torch.bfloat16)
     batch = step_cases.make_batch(step_cases.make_model(setting, CPU), 4, 512, CPU)
@@ -667,9 +671,10 @@ def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture
         if work != "ce":
             assert plain["logp_error"] > 1e-3
             assert row["wrong_side"] == 0
-            if not work.startswith("gspo"):  # with few sequences none may be clipped
+            if not work.startswith("gspo"):  # GSPO has so few ratios here that none may be clipped
                 assert row["clipped"] > 0.01
-    large = rows["grpo", sizes[-1], "eager"]  # rounded logits cause wrong clips
+    # rounded logits put ratios on the wrong side of the clip bound
+    large = rows["grpo", sizes[-1], "eager"]
     assert large["wrong_side"] > 0 and large["error"] > 0.02
     text = tables.read_text()
     assert text.count("| plain bf16 logits |") == 5 and text.count("### GSPO") == 2
@@ -694,7 +699,8 @@ def test_the_truth_is_autograd_in_float64() -> None:
 
 
 def test_support(tmp_path: Path) -> None:
-    """The support study checks and times small supports of every kind, and the dense call."""
+    """The study of `support_ids` checks and times small sets of ids of every kind, and a call over
+    the whole vocabulary."""
     output = tmp_path / "support.json"
     assert support.main(["--quick", "--output", str(output)]) == 0
     found = json.loads(output.read_text())

@@ -85,8 +85,8 @@ def test_yes_or_no_is_a_difference_of_two_rows() -> None:
 @pytest.mark.parametrize("options", [{}, {"schedule": "recompute", "chunk_tokens": 3}])
 @pytest.mark.parametrize("static", [False, True])
 def test_unscored_positions_may_hold_anything(options: dict, static: bool) -> None:
-    """Unscored positions may hold invalid ids and NaN in hidden states and fields; two runs are
-    identical."""
+    """At unscored positions candidate ids may be invalid and hidden states and fields NaN; a second
+    run gives identical bits."""
     hidden, weight, targets = torch.randn(8, 4), torch.randn(97, 4), torch.randint(97, (8,))
     ids, scores = torch.rand(8, 97).argsort(1)[:, :5], torch.randn(8, 6)
     scored = torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]).bool()
@@ -184,7 +184,8 @@ def standardised(stats, batch):
 @pytest.mark.parametrize("softcap", [None, 6.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_frozen_head(softcap: float | None, dtype: torch.dtype) -> None:
-    """A frozen head adds slopes of candidates at the end if a loss first needs all statistics."""
+    """With a frozen head, candidates get correct gradients from a term that normalises its values
+    over the batch."""
     hidden, weight = torch.randn(9, 8).to(dtype), torch.randn(97, 8).to(dtype)
     ids = torch.rand(9, 97).argsort(1)[:, :4]
     ids[2, 2:] = -1

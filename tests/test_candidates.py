@@ -1,4 +1,4 @@
-"""Candidates work with exp tiles, and their kernels agree with their twins.
+"""Candidates work with tiles of exp(z), and their Triton kernels agree with PyTorch versions.
 
 n tokens, v columns, H hidden width, K candidates.
 """
@@ -55,7 +55,7 @@ def test_chosen_logits(n, h, k, dtype, name):
 
 
 def test_chosen_logits_are_a_tokens_own():
-    """A chosen logit has identical bits whatever the other tokens are."""
+    """A candidate's logit has the same bits whatever other tokens are in the batch."""
     x, w = (torch.randn(n, 200, device=DEVICE).half() for n in (7, 40))
     columns = columns_of(7, 20, 9)
     whole = triton_backend.chosen_logits(x, w, columns, Transform())
@@ -71,7 +71,8 @@ def test_chosen_logits_are_a_tokens_own():
 @pytest.mark.parametrize("which", ["tp", "p", "tpeu"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_chosen_gradient(which, name, ordered):
-    """Both backends write autograd's values into a gradient, or into a multiple of exp z."""
+    """The kernels and the reference backend add the gradients of candidate log-probs as autograd
+    does."""
     n, v, k, first = 6, 40, 5, 7
     transform, c = transforms(n)[name], coefficients_of(n, which)
     raw = 3 * torch.randn(n, v, device=DEVICE)
@@ -88,7 +89,8 @@ def test_chosen_gradient(which, name, ordered):
     target = log_p.gather(1, (targets - first).unsqueeze(1)).squeeze(1)
     backward = Backward(targets, first, transform, normalizer, c, target)
     base = twins.logit_gradient_(raw.clone(), backward)
-    # The gradient from slopes, by the transform's derivative.
+    # Expected: autograd through the logit transform, from the derivatives with respect to the
+    # chosen logits.
     leaf = raw.clone().requires_grad_()
     picked = transform_of(transform, leaf).gather(1, torch.where(here, columns, 0))
     (extra,) = torch.autograd.grad((picked * torch.where(here, slopes, 0)).sum(), leaf)
@@ -123,8 +125,8 @@ def transform_of(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", [triton_backend, twins], ids=["triton", "reference"])
 def test_slopes_alone_make_a_multiple(backend):
-    """Two cancelling slopes give correct gradients although c_prob, and thus every multiple, is
-    0."""
+    """Gradients are correct for two cancelling derivatives of candidate log-probs, whose sum makes
+    the gradient coefficient `c_prob` 0."""
     n, h, v = 3, 16, 40
     x = torch.randn(n, h, device=DEVICE).half()
     w = torch.randn(v, h, device=DEVICE).half()
@@ -169,7 +171,8 @@ SCHEDULES = {
 
 @pytest.fixture(params=["twins", "kernels"])
 def terms(request, monkeypatch):
-    """Run whole calls on the GPU code path, with the kernels or with their twins."""
+    """Run calls on the GPU code path, once with Triton's kernels and once with their PyTorch
+    versions."""
     monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     if request.param == "twins":
@@ -179,8 +182,8 @@ def terms(request, monkeypatch):
 
 @hl.term
 def probe(stats, batch):
-    """A term with cancelling slopes at some tokens, zero slopes at others, and slopes of the
-    target."""
+    """A term whose derivatives with respect to candidate log-probs cancel at some tokens, are 0 at
+    others, and include the target's."""
     first = stats.candidate_logps[:, 0] * batch.advantages
     return (stats.candidate_logps.exp() * batch.scores).sum(1) + first
 
@@ -202,7 +205,8 @@ def inputs(dtype: torch.dtype):
 @pytest.mark.parametrize("objective", ["probe", "with grpo", "with entropy"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_whole_calls(terms, schedule, objective):
-    """Whole calls are correct on GPU code paths: 16-bit exp tiles, slabs and moved rows."""
+    """Calls with candidates are correct on the GPU's code paths: 16-bit tiles of exp(z), blocks of
+    vocabulary rows, and reordered token rows."""
     dtype = torch.bfloat16 if terms == "twins" else SIXTEEN[-1]
     hidden, weight, batch = inputs(dtype)
     made = {
@@ -225,8 +229,8 @@ def test_whole_calls(terms, schedule, objective):
 
 
 def test_statistics_to_be_read(terms):
-    """Statistics are available on GPU paths: the peak with exp tiles; sum p^2 and the rest from
-    logits."""
+    """A term's `observe` can read further statistics on the GPU's code path: the peak from tiles of
+    exp(z), sum p^2 and others from logits."""
     hidden, weight, batch = inputs(SIXTEEN[-1])
     hidden, weight, batch = hidden.to(DEVICE), weight.to(DEVICE), batch.to(DEVICE)
 
@@ -250,7 +254,8 @@ ROWS = [row for row in matrix.pairwise() if row[0] in matrix_cases.CANDIDATES][:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_logits_that_exist(row):
-    """Candidates of given logits agree with the matrix's cases."""
+    """Candidate log-probs from logits passed in by the caller agree with float64 autograd in all
+    cases."""
     known = matrix.make_inputs(row)
     if known.head.lora or known.head.bias is not None or known.hidden.dtype != torch.float64:
         known = matrix.make_inputs((row[0], row[1], "one_pass", "float64", "temperature", *row[5:]))
@@ -270,8 +275,8 @@ def test_logits_that_exist(row):
 
 @hl.term
 def with_the_rest(stats, batch):
-    """A term: reverse KL to a uniform distribution over the candidates and the remaining
-    columns."""
+    """A term: the reverse KL divergence from a uniform distribution over the candidates and one
+    outcome for all other tokens."""
     log_p, tail = stats.candidate_logps, stats.candidate_tail
     return (log_p.exp() * log_p).sum(1) + tail.exp() * (tail - batch.scores.sum(1))
 

@@ -21,7 +21,7 @@ HOPPER, SMALL = 227 << 10, 99 << 10  # bytes of shared memory
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Clear all cached facts about the machine."""
+    """Clear the cached answers about the machine (Triton, accelerator) before and after a test."""
     kept = kernels._failure, kernels.load, tiles.has_accelerator
     kept += (versions.overlaps,)
     for known in kept:
@@ -64,7 +64,8 @@ def test_kernels_of_a_gpu(
 
 
 def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
-    """The tiles in flight fit the requested shared memory, plus a few dozen bytes for Triton."""
+    """The tiles of the overlapping kernel fit into the shared memory that it requests, which is
+    below Hopper's limit."""
     ring = tiles.STAGES * (tiles.ROWS + tiles.WIDTH) * tiles.DEPTH * 2
     out = tiles.ROWS * tiles.WIDTH // 2 * 2
     assert ring + out < tiles.SHARED <= HOPPER
@@ -72,8 +73,8 @@ def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("broken", ["missing", "import", "driver"])
 def test_a_triton_that_does_not_work(monkeypatch, fresh, broken: str) -> None:
-    """A broken Triton makes `auto` fall back with one warning about the reason, and "triton"
-    raise."""
+    """If Triton does not work, `backend="auto"` falls back with one warning that gives the reason,
+    and `backend="triton"` raises it."""
 
     def fail() -> None:
         raise RuntimeError("no C compiler was found")

@@ -55,7 +55,8 @@ def test_plan_keeps_to_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
         (["--objective", "gspo", "--segment-length", "512"], "one_pass"),
         (["--objective", "gspo", "--segment-length", "16384"], "recompute"),
         (["--objective", "gspo", "--segment-length", "16384", "--frozen-head"], "frozen"),
-        # The entropy's gradient needs more than logp, so a frozen head has no special schedule.
+        # The entropy's gradient is more than a multiple of d logp, so the `frozen` schedule does
+        # not apply.
         (
             ["--objective", "gspo+entropy", "--segment-length", "16384", "--frozen-head"],
             "recompute",
@@ -76,7 +77,8 @@ def test_plan_for_a_gpu_that_is_not_here(
     size: str | int,
     budget: int,
 ) -> None:
-    """A plan for a named GPU uses a 64th of its memory, independent of the local machine."""
+    """`headloss plan --gpu-memory` budgets a 64th of the named GPU's memory for logits, whatever
+    GPU this machine has."""
     arguments = ["plan", *SIZES, "--objective", "gspo", "--gpu-memory", f"{size}"]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
@@ -148,7 +150,8 @@ def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
 def test_plan_of_very_many_tokens(capsys: pytest.CaptureFixture[str], objective: str) -> None:
     tokens = (1 << 24) - 1
     found = plan(capsys, "--objective", objective, "--tokens", f"{tokens}")
-    size = 4224 if objective == "cross_entropy" else 4096  # segment-scoped chunks end with segments
+    # chunks of a per-segment objective must end where a segment ends
+    size = 4224 if objective == "cross_entropy" else 4096
     assert found["chunk_tokens"] == size and found["chunks"] == -(-tokens // size)
     assert found["plain_bytes"] == tokens * 128256 * 8
     found = plan(capsys, "--objective", "gspo", "--tokens", f"{tokens}", "--vocab", "1")
@@ -249,7 +252,8 @@ def test_check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
 def test_check_fails_where_an_error_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`headloss check` fails if a result has an error."""
+    """`headloss check` returns exit status 1 if a gradient is wrong by more than the allowed
+    error."""
     case = gate.Case(objective="grpo", schedule="one_pass", dtype=torch.float32)
     monkeypatch.setattr(gate, "cases", lambda quick: [case])
     real = gate.run

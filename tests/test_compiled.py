@@ -36,7 +36,8 @@ def names(found: list[dict], target: str) -> set[str]:
 
 
 def test_a_product_and_a_slab() -> None:
-    """A product and a slab compile, with and without the overlapping kernel."""
+    """The kernels for a matmul with a block of vocabulary rows compile for Hopper, including the
+    overlapping kernel."""
     found, _ = compiled("cuda:90", "--only", "slab", "--forms", "least")
     assert names(found, "cuda:90") == {"overlapping_slab_kernel", "gradient_kernel"}
 
@@ -44,7 +45,8 @@ def test_a_product_and_a_slab() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel(target: str) -> None:
-    """Every kernel compiles for the target, except kernels that the target replaces or lacks."""
+    """Every Triton kernel compiles for each GPU target, except kernels that the target does not
+    use."""
     found, kernels = compiled(target, "--dtypes", "bfloat16", "float32")
     mine = names(found, target)
     never = {"cuda:90": {"product_kernel", "slab_kernel"}, "cuda:100": set()}

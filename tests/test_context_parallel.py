@@ -113,10 +113,11 @@ def stock() -> tuple[Any, list[str]]:
 
 
 def test_trainer_with_apply(world: World) -> None:
-    """Under `apply`, token means are correct; sequence losses and unsharded fields are refused.
+    """After `apply(model)` under Trainer's context parallelism, means over tokens are correct;
+    sequence losses and fields that Trainer leaves whole raise errors.
 
-    The loss receives `shift_labels` and the token count. Parts of sequences are no sequences, and
-    fields that Trainer leaves whole do not match sharded labels.
+    The loss receives `shift_labels` and the token count. A rank's shard of a sequence is not a
+    sequence, and fields that Trainer does not shard do not match the sharded labels.
     """
     objective = hl.cross_entropy() + 0.1 * hl.z_loss()
     model = tiny("llama", num_hidden_layers=0)

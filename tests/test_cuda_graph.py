@@ -1,7 +1,7 @@
 """A call with `Options(static=True)` never reads the device, and can be captured in a CUDA graph.
 
-N positions, S segments, H hidden width, V vocabulary. The absence of reads is checked on any device
-through a call's operators; capture, replay and bitwise checks need a GPU.
+N positions, S segments, H hidden width, V vocabulary. Tests on any device check that no operator
+reads the device; tests of capture, replay and equal bits need a GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class NoReads(TorchDispatchMode):
         masks = args[1] if packet in (aten.index, aten.index_put, aten.index_put_) else ()
         by_mask = any(t is not None and t.dtype == torch.bool for t in masks)
         by_mask |= func is aten.repeat_interleave.Tensor
-        of_numbers = packet is aten.lift_fresh and args[0].dim() > 0  # one number is a fill
+        # filling a tensor with one Python number reads nothing
+        of_numbers = packet is aten.lift_fresh and args[0].dim() > 0
         if packet in self.READS or by_mask or of_numbers:
             raise AssertionError(f"{func} reads the device")
         return func(*args, **(kwargs or {}))
@@ -109,7 +110,8 @@ class NoReads(TorchDispatchMode):
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_nothing_is_read(name, options):
     given = inputs(0, "cpu", torch.float32, tokens=40, width=8, vocabulary=33)
-    step(given, OBJECTIVES[name], OPTIONS[options])  # runs the trial of each term
+    # a first call, which tries out each term on a small batch
+    step(given, OBJECTIVES[name], OPTIONS[options])
     with NoReads():
         step(given, OBJECTIVES[name], OPTIONS[options])
 

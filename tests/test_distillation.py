@@ -127,7 +127,8 @@ def test_skewed_and_total_variation(setting, form, kind, schedule):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", MORE_KINDS[:2])  # without |p - q|, which has a kink at p = q
+# total variation |p - q| is left out: it has a kink at p = q
+@pytest.mark.parametrize("kind", MORE_KINDS[:2])
 def test_none_of_them_from_oneself(setting, form, kind):
     test_no_divergence_from_oneself(setting, form, kind, torch.float64)
 
@@ -210,7 +211,8 @@ def test_no_divergence_from_oneself(setting, form, kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_teacher_head_equals_its_logits(setting, kind, schedule):
-    """A teacher head equals its logits with scale and soft cap, at the term's temperature."""
+    """A teacher head gives the same distillation loss and gradients as the teacher's logits, with
+    logit scale, soft cap and temperature."""
     options = SCHEDULES[schedule]
     made = setting.run(make(setting, "hidden", kind, 1.7), options, **setting.given("hidden"))
     given = setting.run(make(setting, "logits", kind, 1.7), options, **setting.given("logits"))
@@ -281,7 +283,8 @@ def test_ruled_out_tokens(setting, kind):
     assert all(g.isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize("most", [18.0, 28.0])  # beyond 28, float64 has no digits of a JS
+# at larger logits, the JS divergence is below float64's precision
+@pytest.mark.parametrize("most", [18.0, 28.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
     """The tail of a confident student keeps its digits, because the remaining probability is summed
@@ -310,7 +313,8 @@ def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("depth", [20.0, 1000.0])
 def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
-    """Rounding of stored log-probs does not count as remaining probability.
+    """A sum of stored teacher probabilities below 1 by rounding alone counts as no remaining
+    probability.
 
     The teacher's stored probabilities sum to 1 up to rounding, and an equal student has almost no
     probability elsewhere.
@@ -322,14 +326,14 @@ def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
     out = hl.head_loss(hidden.requires_grad_(), hl.Head(torch.eye(V)), batch, hl.distillation())
     (found,) = torch.autograd.grad(out.loss, hidden)
     assert out.loss.abs() <= 2 * torch.finfo(dtype).eps
-    assert found[:, 8:].abs().max() <= 1e-9  # the mean over 64 tokens
+    assert found[:, 8:].abs().max() <= 1e-9  # the loss is a mean over 64 tokens
 
 
 @pytest.mark.parametrize("size", [V, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
-    """A remaining probability below the rounding of stored log-probs adds nothing, for a student
-    with e^-40 or with nothing outside."""
+    """A teacher's remaining probability below the rounding error of its stored log-probs adds
+    nothing to the loss, however little probability the student has there."""
     logps, ids = torch.tensor([[0.7, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     hidden, weight = torch.full((2, V), -40.0), torch.eye(V)[:size]
     hidden[:, :3] = logps.flip(1)
@@ -347,8 +351,8 @@ def test_a_rest_that_no_teacher_knows_counts_for_nothing(kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("missing", [0, None])
 def test_a_rest_of_the_teachers_where_the_student_has_none(kind, missing):
-    """A teacher's remaining probability meets a student without one: the student gets a rounding
-    error's probability, and ruled-out tokens stay ruled out."""
+    """If the teacher has remaining probability but the student has none, the student's counts as a
+    rounding error, so the loss is finite."""
     logps, ids = torch.tensor([[0.6, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     logits = torch.tensor([[0.3, -0.2, 0.5], [1.0, 0.0, -1.0]])
     if missing is not None:
@@ -365,8 +369,8 @@ def test_a_rest_of_the_teachers_where_the_student_has_none(kind, missing):
 
 @pytest.mark.parametrize("tail", ["bucket", "clamped"])
 def test_stored_log_probs_that_add_up_to_more_than_one(tail):
-    """Stored probabilities with a sum above 1, due to rounding, are used unchanged; the value may
-    be negative."""
+    """Stored teacher probabilities whose sum exceeds 1 by rounding are used unchanged, so the
+    divergence may be negative."""
     logps, ids = torch.tensor([[0.6, 0.3, 0.108]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     hidden = torch.full((2, V), -40.0)
     hidden[:, :3] = logps
@@ -564,8 +568,8 @@ def test_a_frozen_schedule_is_refused(setting):
 
 
 def test_the_host_reads_how_many_rows_are_left_once_their_gradient_is_queued(monkeypatch):
-    """The gradient of a chunk is queued before the host reads the number of rows, so that the GPU
-    never idles."""
+    """A chunk's gradient kernels are queued before the CPU waits for the number of remaining rows,
+    so that the GPU is never idle."""
     from headloss.kernels import reference
     from headloss.logits import linear
 

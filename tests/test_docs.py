@@ -65,7 +65,8 @@ def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
     path = tmp_path / "script.py"
     path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
-    # Not by `script_on`: separately started processes have different set orders, unlike forks.
+    # Start separate processes, not forks as `script_on` does: their sets iterate in different
+    # orders.
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     place |= {"PYTHONPATH": str(ROOT)}
     ranks = [
@@ -85,7 +86,8 @@ def test_notebook_prints_what_is_stored(path: Path) -> None:
     notebook = json.loads(path.read_text())
     printed = notebooks.run(notebook, path.stem)
     assert printed == notebooks.stored(notebook), "run `python docs notebooks`"
-    assert not any("False" in text for text in printed)  # no printed comparison is False
+    # no comparison printed by the notebook is False
+    assert not any("False" in text for text in printed)
 
 
 def test_there_are_two_notebooks() -> None:
@@ -105,7 +107,7 @@ DRAWINGS = sorted((ROOT / "docs" / "drawings").glob("*.svg"))
 def test_drawing_is_readable_on_any_background(path: Path) -> None:
     shown = path.read_text()
     light, dark = shown.split("@media (prefers-color-scheme: dark)")
-    # Each class has a colour on light and dark.
+    # Each CSS class has a colour for light and dark backgrounds.
     for kind in set(re.findall(r'class="(\w+)"', shown)):
         assert f".{kind} {{" in light and f".{kind} {{" in dark, kind
     assert f"drawings/{path.name}" in (ROOT / "docs" / "concepts.md").read_text()
@@ -211,8 +213,8 @@ def test_every_part_has_a_place() -> None:
 
 
 def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The benchmark page also shows rows of DPO, even without a stock time, and a table of longest
-    sequences."""
+    """The benchmark page shows rows of DPO, also if stock Transformers has no time, and a table of
+    the longest sequences."""
     results = json.loads(readme.STEPS.read_text())
     rows = [row for row in results["rows"] if row.get("work") == "GRPO" and "longest" not in row]
     rows = [row | {"work": "DPO"} for row in rows if row["tokens"] == 16384]
@@ -264,7 +266,8 @@ def test_every_page_is_in_the_menu() -> None:
 
 def test_api_has_every_public_name() -> None:
     names = re.findall(r"^::: headloss\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})  # a constant, documented in Batch
+    # a constant, which the page documents under `Batch`
+    assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})
 
 
 def test_twenty_questions_have_a_page_each() -> None:

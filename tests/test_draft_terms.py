@@ -31,7 +31,8 @@ SCHEDULES = {
 
 
 class Setting:
-    """A draft and a verifier; some slots of the blocks are not scored."""
+    """A draft model's and a verifier's inputs for blocks of drafted tokens, of which some tokens
+    are not scored."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         hidden, weight, targets = trained_looking(T, H, V, dtype)
@@ -67,7 +68,7 @@ class Setting:
         return {"a": a, "kl": kl, "rkl": rkl, "js": js, "tv": tv, "ce": ce, "top1": best.double()}
 
     def want(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return the mean over scored tokens, and its gradients."""
+        """Return the mean of `values` over scored tokens, and the gradients of this mean."""
         loss = values[self.scored].mean()
         return [loss.detach(), *torch.autograd.grad(loss, self.leaves)]
 
@@ -92,7 +93,8 @@ def step_means(setting: Setting, a: torch.Tensor) -> torch.Tensor:
 
 
 def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tensor:
-    """Compute D-PACE by a loop over slots; an unscored slot counts as accepted and adds nothing."""
+    """D-PACE computed by a loop over the tokens of each block; an unscored token counts as accepted
+    and has weight 0."""
     rows, scored = ce.detach().view(-1, BLOCK), setting.scored.view(-1, BLOCK)
     weights = torch.zeros_like(rows)
     for block in range(len(rows)):
@@ -107,7 +109,7 @@ def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tens
 
 
 def losses(s: Setting):
-    """Return each loss by name: the objective, and its values [T]."""
+    """Return by name each loss: a headloss objective, and the [T] values that it should have."""
     v, head = s.values(), s.verifier
     decay = (-s.slots.double() / 4).exp()
     beside = {"teacher_head": head}
@@ -149,7 +151,7 @@ def test_losses_are_their_formulas(name, schedule):
 @pytest.mark.parametrize("name", ["nla", "lk_lambda", "dspark", "compound"])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_kernels(name, schedule):
-    """Triton kernels in float32 agree with the formulas."""
+    """Each draft loss agrees with its formula on Triton's kernels in float32."""
     torch.manual_seed(0)
     s = Setting()
     want = s.want(losses(s)[name][1])
@@ -224,8 +226,8 @@ def test_values_per_token():
 @pytest.mark.parametrize("schedule", ["held", "recompute"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_divergences_for_a_loss_outside(schedule, backend):
-    """An outside loss can read divergences, such as a clamped divergence or a confidence loss of a
-    framework."""
+    """A loss outside of headloss can read divergences from `head_stats`, for instance to clamp
+    them, and gets correct gradients."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     torch.manual_seed(0)
     s = Setting(dtype)
@@ -314,7 +316,8 @@ def both_sides(raw, raw_teacher) -> tuple[Distribution, Distribution]:
 
 
 def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log a and d log a / dz."""
+    """Return the log acceptance probability log a = log sum_v min(p_v, q_v), and its derivative
+    with respect to the draft's logits."""
     pair = Pair(*both_sides(raw, raw_teacher), (ACCEPTANCE,))
     log_a, slope = acts.divergence(raw, raw_teacher, pair)[:, 0].t().contiguous()
     part = Divergence(raw_teacher, pair, slope[:, None], torch.ones_like(slope[:, None]), log_a)
@@ -324,8 +327,8 @@ def acceptance_and_gradient(acts, raw, raw_teacher) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize("acts", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize("shift", [4.0, 16.0, 32.0, 60.0])
 def test_a_small_acceptance_keeps_its_digits(acts, shift):
-    """A small acceptance keeps its digits if draft and verifier prefer different halves of the
-    vocabulary by exp(shift)."""
+    """A small acceptance probability is accurate although draft and verifier prefer different
+    halves of the vocabulary by a factor of exp(shift)."""
     columns = 3000
     sign = torch.where(torch.arange(columns) % 2 > 0, 0.5, -0.5) * shift
     raw, raw_teacher = torch.randn(3, columns) + sign, torch.randn(3, columns) - sign
@@ -407,8 +410,8 @@ def test_refusals():
 def test_positions_share_rows_of_a_teacher(schedule, backend):
     """Positions of a draft's unrolled steps may share rows of a teacher.
 
-    Two steps read each row, unscored positions have an arbitrary index, and some rows have no
-    gradient.
+    Each teacher row is read by two positions; unscored positions have any row index, and some rows
+    get no gradient.
     """
     dtype = torch.float64 if backend == "reference" else torch.float32
     options = {
@@ -565,8 +568,8 @@ def test_columns_beside_are_refused():
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_the_likeliest_alone(backend, softcap, monkeypatch):
-    """The verifier's argmax needs one product and one blockwise read; ties give the first id, even
-    at a negative scale."""
+    """`head_topk` with k = 1 runs one logit matmul, and returns the first of equal largest logits,
+    also with a negative logit scale."""
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     hidden, weight, _ = trained_looking(7, 8, 300)
     weight[[5, 200]] = 6 * hidden[3]
@@ -583,7 +586,8 @@ def test_the_likeliest_alone(backend, softcap, monkeypatch):
 
 @pytest.mark.parametrize("made_of", ["logits", "hidden", "topk"])
 def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
-    """check_term tries terms of a teacher with made-up divergences, and reports inputs and cuts."""
+    """`check_term` tests terms that read a teacher, and reports the statistics, gradients and
+    segments that they need."""
     head = hl.Head(torch.randn(9, 4)) if made_of == "hidden" else None
     stored = {
         "teacher_topk_ids": torch.arange(3).expand(28, 3),
@@ -608,7 +612,8 @@ def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
 
 @pytest.mark.parametrize("name", ["nla", "lk_lambda", "d_pace", "dspark", "compound"])
 def test_micro_batches_in_another_order_are_the_whole(name: str) -> None:
-    """Blocks in two micro-batches and turned round give one loss and gradient, by the totals."""
+    """Two micro-batches with the blocks in reversed order give the loss and gradient of the whole
+    batch, if `totals` counts the tokens of both."""
     s = Setting()
     objective, values = losses(s)[name]
     want = s.want(values)

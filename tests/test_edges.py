@@ -53,7 +53,7 @@ OBJECTIVES = [
 
 
 def zero(gradient: Tensor | None) -> bool:
-    """Return True if a gradient exists and is zero."""
+    """Return True if the gradient is a tensor of zeros, and not None."""
     return gradient is not None and bool(gradient.eq(0).all())
 
 
@@ -120,7 +120,7 @@ def test_empty_and_unscored_segments(schedule, objective):
         value[4:7] = math.nan
     batch = hl.Batch(targets, segments, **fields)
     out, dx, dw = run(schedule, hidden, weight, batch, objective)
-    clean = hidden.nan_to_num().requires_grad_()  # NaN would spread in plain products
+    clean = hidden.nan_to_num().requires_grad_()  # the reference matmul would spread the NaN
     want = plain(clean, hl.Head(weight.requires_grad_()), batch, objective)
     torch.testing.assert_close(out.loss.detach(), want.loss)
     assert dx is not None and dx[4:7].eq(0).all() and dx[0].eq(0).all()
@@ -307,7 +307,7 @@ def test_fields_of_another_dtype():
 @pytest.mark.parametrize("objective", [hl.grpo(), hl.gspo(), hl.gspo_token(), hl.gmpo()], ids=repr)
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_an_infinite_ratio_on_the_clipped_branch(schedule, objective, old):
-    """An infinite ratio on the clipped branch (A > 0) has a gradient of 0, not NaN."""
+    """With A > 0 the clip bounds an infinite importance ratio, so its gradient is 0 and not NaN."""
     hidden, weight, targets = trained_looking(6, H, V)
     fields = {"old_logps": torch.full((6,), old), "advantages": torch.ones(6)}
     out, dx, dw = run(schedule, hidden, weight, hl.Batch(targets, **fields), objective)
@@ -343,7 +343,8 @@ def test_an_unlikely_target_keeps_its_digits(objective, backend):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_the_sum_over_chunks_does_not_round_to_bfloat16(schedule):
-    """A sum over 64 chunks of one token has the error of one bfloat16 rounding."""
+    """Summing bfloat16 gradients over 64 chunks costs no more accuracy than rounding the exact
+    gradient to bfloat16 once."""
     hidden, weight, targets = trained_looking(64, 16, 40, torch.bfloat16)
     hidden.requires_grad_(), weight.requires_grad_()
     head, batch = hl.Head(weight), hl.Batch(targets)
@@ -371,7 +372,8 @@ CAPPED = {
     [("frozen", "logp"), *itertools.product(["one_pass", "recompute"], CAPPED)],
 )
 def test_what_a_soft_cap_leaves_of_large_logits(schedule, objective, seed):
-    """The slope 1 - tanh^2 of logits far beyond the cap keeps the digits of a rounded tanh."""
+    """For logits far beyond the soft cap, the derivative 1 - tanh^2 is as accurate as PyTorch's
+    tanh in float32."""
     torch.manual_seed(seed)
     hidden = (60 * torch.randn(12, 16)).requires_grad_()
     weight = torch.randn(31, 16).requires_grad_(schedule != "frozen")
@@ -419,7 +421,7 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
-@pytest.mark.parametrize("tokens", [12, V])  # V: as many tokens as columns
+@pytest.mark.parametrize("tokens", [12, V])  # V tokens: as many as vocabulary columns
 @pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
 def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows, chunk, tokens):
@@ -478,8 +480,8 @@ def test_two_runs_give_the_same_bits(schedule):
 
 @pytest.mark.parametrize("changed", ["targets", "temperature"])
 def test_what_a_later_sweep_reads_may_not_change(changed):
-    """Changing an input before a later sweep raises; schedules finished in the forward pass are
-    unaffected."""
+    """A schedule that recomputes logits in the backward pass raises if an input was changed in
+    between; `one_pass` does not read inputs again."""
     hidden, weight, targets = trained_looking(8, H, V, torch.float32)
     given = {"targets": targets.clone(), "temperature": torch.linspace(0.5, 2, 8)}
     for schedule in ("one_pass", "recompute"):

@@ -33,7 +33,8 @@ def records(seeds: list[int]) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_calls_in_two_threads_are_equal_to_calls_in_a_row(count: int) -> None:
-    """Random calls, valid and invalid, give identical bits in two threads with different orders."""
+    """Random valid and invalid calls give the same bits in a row and in two concurrent threads with
+    different orders."""
     seeds = list(range(200_000, 200_000 + count // 2))
     found: dict[int, Any] = {}
 
@@ -60,7 +61,8 @@ def test_calls_in_two_threads_are_equal_to_calls_in_a_row(count: int) -> None:
 
 
 def a_step(step: int) -> None:
-    """Make a training step with new lengths, coefficients, options and functions."""
+    """Run a training step whose lengths, coefficients, options and user-defined functions differ
+    from those of all steps before."""
     generator = torch.Generator().manual_seed(step)
     tokens, width, vocabulary = 3 + step % 17, 8, 23
 
@@ -84,7 +86,7 @@ def a_step(step: int) -> None:
         objective = objective + 0.1 * hl.gspo().over(hl.fixed_length(1 + step))
     options = hl.Options(schedule=["auto", "one_pass", "recompute"][step % 3])
     out = hl.head_loss(hidden, hl.Head(weight), batch, objective, options)
-    if step % 5:  # a fifth of the losses have no backward pass
+    if step % 5:  # no backward pass at every fifth step
         out.loss.backward()
     if step % 7 == 0:
         with pytest.raises(ValueError, match="targets: got"):
@@ -111,8 +113,8 @@ def test_no_memory_grows_with_calls(calls: int) -> None:
 
 
 def tracked_objects() -> int:
-    """Count tracked objects after repeated collections, each of which untracks one level of nested
-    tuples."""
+    """Count the objects that Python's garbage collector tracks; it is run repeatedly, since a
+    collection untracks one level of nested tuples only."""
     for _ in range(8):
         gc.collect()
     return len(gc.get_objects())

@@ -35,7 +35,8 @@ def test_sft_learns(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run_example("sft", capsys)
     perplexities = [float(re.search(r"perplexity +([\d.]+)", line)[1]) for line in lines]  # type: ignore[index]
     assert perplexities[0] > 500 and perplexities[-1] < 3
-    assert "of 160 tokens" in lines[-1]  # 8 rows of 24 tokens minus 4 prompt tokens
+    # 8 rows x (24 - 4) tokens: the 4 prompt tokens are not scored
+    assert "of 160 tokens" in lines[-1]
 
 
 def test_gspo_packed_lowers_its_loss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,8 +59,8 @@ def test_support_has_a_ratio_of_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_zero_mismatch(capsys: pytest.CaptureFixture[str]) -> None:
-    """Ratios are exactly 1 on a GPU; CPU products may sum in a different order for a different
-    size."""
+    """The importance ratios between the example's sampler and trainer are exactly 1 on a GPU; on a
+    CPU matmuls of different sizes may sum in different orders."""
     (line,) = run_example("zero_mismatch", capsys)
     least, most = (float(line.split()[i].strip(",")) for i in (2, 4))
     near = 0 if torch.cuda.is_available() else 4e-6
@@ -73,8 +74,8 @@ def test_a_trainers_own_loss(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
-    """Forward and reverse KL with an outcome for all other columns lead the student to the teacher;
-    forward KL over only the student's top k does not."""
+    """Distillation on candidates reaches the teacher if all other tokens count as one outcome, and
+    fails with forward KL over the student's top k alone."""
     forward, alone, reverse, _ = (float(x.split()[-1]) for x in run_example("candidates", capsys))
     assert forward < 1.5 and reverse < 2 < alone
 
@@ -92,14 +93,15 @@ def test_recommender_learns_by_either_loss(
 
 
 def small_verifier():
-    """Return the example module and a frozen random model of 24 tokens; the draft has 20 tokens."""
+    """Return the example module and a frozen random model with a vocabulary of 24 tokens, of which
+    the draft model knows 20."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     example = load(ROOT / "examples" / "draft_model.py")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=24, num_attention_heads=4, **sizes))
-    with torch.no_grad():  # non-uniform, mostly given by the previous token
+    with torch.no_grad():  # scale the weights so that next-token probabilities are far from uniform
         model.lm_head.weight.mul_(15)
         model.model.embed_tokens.weight.mul_(100)
     return example, example.Verifier(model, torch.arange(20))
@@ -179,7 +181,8 @@ def test_parallel_learns(ranks: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_cpu_memory_contestants(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every contestant of the CPU memory study runs, and contestants of one work agree."""
+    """All implementations in the CPU memory study run, and those of the same loss return the same
+    value."""
     benchmark = load(ROOT / "benchmarks" / "studies" / "cpu_memory.py")
     losses: dict[str, list[float]] = {}
     for name in benchmark.CONTESTANTS:

@@ -1,6 +1,6 @@
 """Framework losses written as sums of terms (expressions of docs/losses.md) agree with formulas.
 
-The formulas use materialised float64 logits; the loss and both gradients are compared.
+Loss, dX and dW are compared with formulas on materialised float64 logits.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Data:
         return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
 
     def theirs(self, formula: Formula, divisor: float | None = None) -> list[Tensor]:
-        """Return the formula's sum over scored tokens, divided by their number or by `divisor`,
-        with gradients."""
+        """Return the sum of `formula` over scored tokens, divided by their number or by `divisor`,
+        and its gradients."""
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         values = formula((leaves[0] @ leaves[1].t()).log_softmax(-1))
         loss = values[self.scored].sum() / (divisor or int(self.scored.sum()))
@@ -179,7 +179,8 @@ def test_rlsd_by_advantages(data: Data) -> None:
 
 
 def test_the_rest_as_one_outcome(data: Data) -> None:
-    """verl's forward_kl_topk_tail treats all other columns as one outcome."""
+    """`distillation()` agrees with verl's `forward_kl_topk_tail`: all tokens outside the teacher's
+    top k count as one outcome."""
 
     def formula(log_p: Tensor) -> Tensor:
         p, q = data.at(log_p, data.ids), data.top
@@ -233,8 +234,8 @@ def test_of_roll(data: Data) -> None:
 
 
 def test_kl_estimators(data: Data) -> None:
-    """KL estimators k1, k2, k3 and abs agree with formulas, also with the gradient of k2 and times
-    the ratio."""
+    """The KL estimators k1, k2, k3 and abs agree with formulas, also with k3's value and k2's
+    gradient, and with importance ratios."""
     fields = {"ref_logps": data.teacher, "old_logps": data.old}
 
     def estimate(name: str, log_p: Tensor) -> Tensor:
@@ -290,7 +291,8 @@ def test_eaft_of_the_likeliest(data: Data, scale: float) -> None:
 
 
 def test_a_report_of_channels(data: Data) -> None:
-    """A term of coefficient 0 changes no gradient but reports the mean of its channel."""
+    """A term with coefficient 0 reports its mean over the tokens of a mask and changes no
+    gradient."""
     channel = torch.arange(T) % 2 == 0
     batch = hl.Batch(data.y.masked_fill(~data.scored, -100), channel=channel)
     objective = hl.cross_entropy() + 0.0 * hl.cross_entropy().where("channel")

@@ -10,7 +10,7 @@ import pytest
 from failing_ranks import SECONDS, Met
 from worlds import World, world_of
 
-LATE = 5.0  # allowed seconds after the timeout, for a busy machine
+LATE = 5.0  # seconds allowed beyond the collectives' timeout, since the test machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_a_term_that_raises_on_one_rank(world: World, over: str) -> None:
     (note,) = raised.notes
     assert "the others wait for this one" in note and "cannot be used any more" in note
     assert raised.seconds < 1
-    # After a caught error the group is unusable on both ranks.
+    # After a rank's error was caught, further calls on the same process group raise on both ranks.
     assert again.kind == gone_on.kind == "RankError", (again, gone_on)
     assert max(again.seconds, gone_on.seconds) < SECONDS + LATE
 

@@ -22,7 +22,8 @@ STEEP = {
 @pytest.mark.parametrize("verb", ["one_pass", "held", "frozen", "head_stats", "frozen stats"])
 @pytest.mark.parametrize("steep", STEEP)
 def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
-    """A steep head's gradient fits float16, although the unscaled intermediate does not."""
+    """A head with a large logit scale gets its float16 gradient, although an unscaled intermediate
+    result would overflow."""
     weight = (60 * torch.randn(40, 16)).half()
     hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
     batch, frozen = hl.Batch(torch.arange(12)), "frozen" in verb
@@ -87,8 +88,8 @@ def test_large_advantages_and_a_declared_upstream_gradient_stay_within_float16(u
 
 @pytest.mark.parametrize("margin", [8.0, 12.0, 15.0])
 def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
-    """A frozen head keeps the digits of a token near p = 1, with dlogp/dz near 1 - p and an
-    unlikelihood slope near 1 / (1 - p)."""
+    """The `frozen` schedule gives accurate float16 gradients of a token near p = 1, where d logp/dz
+    is about 1 - p and unlikelihood's derivative about 1 / (1 - p)."""
     hidden, weight = torch.zeros(2, 16).half(), (torch.eye(16) * 2**-6).half()
     hidden[0, 3], hidden[0, 5] = 64 * margin, -16
     head, batch = hl.Head(weight), hl.Batch(torch.tensor([3, 1]))
@@ -121,7 +122,7 @@ SIZES = {
     "large": lambda n: torch.full((n,), 1e3),
     "falling": lambda n: 10.0 ** torch.linspace(3, -2, n),
     "rising": lambda n: 10.0 ** torch.linspace(-2, 3, n),
-    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),  # some chunks have no gradient
+    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),  # whole chunks have advantage 0
 }
 
 
@@ -133,8 +134,8 @@ SIZES = {
 def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
     kind, size, upstream, schedule
 ):
-    """Advantages from 0.01 to 1000 keep float16's digits, even if successive chunks have different
-    sizes."""
+    """Advantages between 0.01 and 1000 give gradients of float16's full accuracy, also if their
+    size differs from chunk to chunk."""
     hidden, weight, targets = torch.randn(64, 16), torch.randn(97, 16), torch.randint(97, (64,))
     hidden, weight, advantages = hidden.half(), weight.half(), SIZES[size](64)
     logps = plain(hidden, hl.Head(weight), hl.Batch(targets), hl.cross_entropy()).logps.float()
@@ -145,7 +146,7 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
     leaf = hidden.clone().requires_grad_()
     head = hl.Head(weight.requires_grad_(schedule != "frozen"), bias=torch.zeros(97).half())
     head.bias.requires_grad_(schedule != "frozen")
-    # Otherwise not representable in float16.
+    # Without this factor the exact gradient would underflow in float16.
     owed = 1.0 if declared or size not in ("small", "gaps") else times
     objective = objective * (owed / times)
     (hl.head_loss(leaf, head, batch, objective, given).loss * times).backward()
@@ -158,8 +159,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
 @pytest.mark.parametrize(("far", "digits"), [(1e-5, 0.1), (1e-4, 0.01), (3e4, 1e-3)])
 def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
-    """Advantages far from one lose the digits stated in docs/limits.md; the term's coefficient
-    loses none."""
+    """In float16, advantages far from 1 cost the accuracy that docs/limits.md states; the same
+    factor as a term's coefficient costs none."""
     hidden, weight, targets = trained_looking(64, 16, 97, torch.float16)
     weight.requires_grad_(schedule != "frozen")
     gradients = {}
@@ -178,8 +179,8 @@ def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("margin", [8.0, 12.0])
 def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):
-    """A token near p = 1, with a large coefficient p / (1 - p) and a small gradient, keeps other
-    tokens' digits."""
+    """A token near p = 1 with a large coefficient p / (1 - p) but a small gradient does not cost
+    the other tokens' gradients accuracy in float16."""
     weight, targets = torch.randn(11, 8).half(), torch.randint(11, (64,))
     hidden = 3 * torch.randn(64, 8)
     hidden[0], targets[0] = torch.linalg.pinv(weight.float())[:, 3], 3
@@ -196,7 +197,8 @@ def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_weight_gradients_are_summed_in_float16(dtype, schedule):
-    """Weight gradients are summed over several blocks for features of any size."""
+    """With `accumulate_dtype` float16, weight gradients summed over several chunks are accurate for
+    hidden states and upstream gradients of any scale."""
     hidden = (2 * torch.randn(1000, 8)).to(dtype).requires_grad_()
     head = hl.Head(torch.randn(11, 8).to(dtype).requires_grad_())
     batch = hl.Batch(torch.arange(1000) % 11)
@@ -209,8 +211,8 @@ def test_weight_gradients_are_summed_in_float16(dtype, schedule):
 @pytest.mark.parametrize("upstream", [1.0, 2.0])
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 def test_a_float16_adapter_beside_a_wider_weight(schedule, upstream):
-    """A float16 adapter next to a wider weight has a correct gradient, although it is rounded to
-    float16 without a scale."""
+    """A float16 LoRA next to a float32 weight gets an accurate gradient, without the scaling that
+    float16 heads use."""
     hidden = (10 * torch.randn(300, 8)).requires_grad_()
     a, b = (torch.randn(*shape).half().requires_grad_() for shape in ((4, 8), (11, 4)))
     head = hl.Head(torch.randn(11, 8), lora=(hl.Lora(a=a, b=b, scaling=1.0),))
@@ -287,7 +289,8 @@ def test_the_weight_gradient_is_summed_in_any_dtype(dtype, sums, chunk_tokens):
 
 @pytest.mark.parametrize("verb", ["head_loss", "head_stats"])
 def test_nothing_scored_in_float16(verb):
-    """A float16 call without scored tokens works, although no coefficient gives a scale."""
+    """A float16 call without scored tokens gives zero gradients, although there is no coefficient
+    to choose a scale from."""
     hidden, weight, _ = (tensor.to(DEVICE) for tensor in trained_looking(12, 32, 75, torch.float16))
     targets = torch.full((12,), -100, device=DEVICE)
     hidden, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())

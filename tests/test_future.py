@@ -121,7 +121,7 @@ def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
     start = time.process_time()
     found = discounted(values, hl.Segments.from_lengths([count]), 32.0)
     assert time.process_time() - start < 5
-    limit = 0.5 / (1 - 2 ** (-1 / 32))  # limit of the infinite sum
+    limit = 0.5 / (1 - 2 ** (-1 / 32))  # the sum over an infinite sequence
     torch.testing.assert_close(found[:1000], torch.full((1000,), limit, dtype=torch.float64))
     assert float(found[-1]) == 0.5
 
@@ -129,8 +129,8 @@ def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("far", [90.0, 800.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(far: float, dtype: torch.dtype) -> None:
-    """Far from the old policy F is clamped but d is not; infinite d of both signs give finite
-    results."""
+    """Far from the old policy FIPO's future KL is clamped, and infinite log-ratios of both signs
+    give finite losses and gradients."""
     for name in ("unclipped", "plain", "delta"):
         case = make(dtype=dtype, lengths=(1, 0, 4))
         old = case.fields["old_logps"].clone()
@@ -155,7 +155,8 @@ def test_a_certain_and_an_impossible_token() -> None:
 
 
 def test_one_token_and_the_policy_itself() -> None:
-    """A one-token segment has F = d, and old_logps=CURRENT gives weights of 1."""
+    """A segment of one token has its own log-ratio as future KL, and with old_logps=CURRENT every
+    influence weight is 1."""
     case = make(lengths=(1, 1, 1))
     d = (case.logp - case.fields["old_logps"]).detach()
     observed = hl.fipo(weight_clip=None).observe(case.stats, case.batch)  # type: ignore[misc]

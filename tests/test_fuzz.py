@@ -1,4 +1,5 @@
-"""Random calls agree with float64 plain logits; errors of invalid calls name an argument."""
+"""Random calls agree with a float64 computation from materialised logits, and the errors of invalid
+calls name an argument."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ drawn = functools.cache(fuzz_draw.draw)
 
 @pytest.mark.parametrize("name", fuzz_bad.SPOILS)
 def test_every_way_to_be_wrong_is_named(name: str) -> None:
-    """Every invalid change gives an error that names it, on the first applicable random call."""
+    """Each kind of invalid argument, put into a random valid call, raises an error that names the
+    argument."""
     spoil = fuzz_bad.SPOILS[name]
     for seed in range(100_000, 101_000):
         if drawn(seed).spoil is not None and spoil.fits(drawn(seed)):
@@ -100,8 +102,8 @@ def test_a_seed_gives_one_call() -> None:
 
 
 def test_the_comparison_sees_what_differs() -> None:
-    """The comparison detects a different loss, gradient, metric or error text, and a missing
-    error."""
+    """The comparison of two versions reports a changed loss, gradient, metric or error text, and an
+    error that only one version raises."""
     seed = next(
         s for s in range(500) if fuzz_draw.draw(s).verb == "head_loss" and served(s, "gradients")
     )
@@ -149,8 +151,8 @@ def test_two_versions(
 ) -> None:
     """Two versions in separate processes, with calls on two ranks, are compared.
 
-    Covered: a version with different error texts, equal versions, and a package in a wrong
-    place.
+    Compared are a copy with changed error texts, an equal copy, and a package outside of the given
+    folder, which raises.
     """
     root, other, first = Path(hl.__file__).parents[1], tmp_path / "other", 9
     shutil.copytree(root / "headloss", other / "headloss")

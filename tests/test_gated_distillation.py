@@ -47,7 +47,7 @@ def test_sdar(beta: float) -> None:
 
 
 def of_gap(gap: float, logp: float, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the value and the slope of one token."""
+    """Return SDAR's loss of one token, and its derivative with respect to the log-prob."""
     leaf = torch.tensor([logp], dtype=dtype, requires_grad=True)
     teacher = torch.tensor([gap + logp], dtype=dtype)
     batch = PackedBatch(torch.zeros(1).long(), Segments.rows(1, 1), {"teacher_logps": teacher})
@@ -58,7 +58,7 @@ def of_gap(gap: float, logp: float, dtype: torch.dtype) -> tuple[float, float]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sdar_of_gaps_of_any_size(dtype: torch.dtype) -> None:
-    """SDAR is finite for gates of 0 and 1, and for a gap to a token without probability."""
+    """SDAR is finite for gates of 0 and 1, and if teacher or student give a token probability 0."""
     assert of_gap(-800.0, -1.0, dtype) == (0.0, 0.0)
     value, slope = of_gap(799.0, -800.0, dtype)
     assert (value, slope) == (799.0, -1.0)
@@ -136,7 +136,8 @@ def test_rlsd_shaped(name: str, clipped: bool) -> None:
 
 
 def test_rlsd_shaped_by_the_policy_as_it_is() -> None:
-    """The factor under old_logps=CURRENT uses the call's log-probs, without gradient."""
+    """With old_logps=CURRENT, RLSD's factor on the advantage is computed from the call's own
+    log-probs, which get no gradient through the factor."""
 
     def formula(log_p, targets, fields) -> Tensor:
         logp = of_targets(log_p, targets)

@@ -1,4 +1,5 @@
-"""The remedy in DTensor errors gives the exact gradient, and a plain gather does not."""
+"""The code that DTensor errors recommend for a sharded head gives the exact gradient, and a plain
+`full_tensor` call does not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Given logits are differentiated in place: the kernel, declared slopes, and whole calls are
-correct."""
+"""`logits_loss` overwrites logits passed in by the caller with a correct gradient: tests of the
+kernel, of closed-form derivatives, and of calls."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ SHAPES = [(5, 97, torch.float32), (3, 1000, torch.bfloat16), (4, 1040, torch.flo
 @pytest.mark.parametrize("name", transforms(1))
 @pytest.mark.parametrize(("n", "v", "dtype"), SHAPES)
 def test_both_walks_in_one_launch(n, v, dtype, name, shape):
-    """One launch gives correct statistics and the in-place gradient, including the entropy's part,
-    for whole or split rows."""
+    """One kernel launch gives correct statistics and overwrites the logits by a correct gradient,
+    also if the entropy has a coefficient."""
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3] = -math.inf
     stats, normalizer = exactly(raw, targets, 0, transform)
@@ -126,8 +126,8 @@ def test_rows_that_stay_in_shared_memory(name, which):
 
 @pytest.mark.parametrize("which", ["tp", "t", "p", "tpe", "tpu"])
 def test_two_launches(which):
-    """Two launches are correct on a vocabulary slice from column 40, with reordered rows and
-    separate output."""
+    """Separate kernel launches for statistics and gradient are correct on a vocabulary slice, with
+    reordered rows and a separate output tensor."""
     n, v, first, transform = 4, 97, 40, transforms(4)["capped rows"]
     targets = torch.tensor([41, 3, 136, 40 + v], device=DEVICE)
     order, c = torch.tensor([2, 0, 5, 3], device=DEVICE), coefficients_of(n, which)
@@ -166,8 +166,8 @@ def test_dead_rows_are_not_read_and_get_zeros():
 
 
 def test_rest_keeps_its_digits():
-    """The remaining probability keeps its digits for a nearly certain token, equal largest logits,
-    and mass in the last column."""
+    """The sum of exponentials minus 1 is accurate for a nearly certain token, for equal largest
+    logits, and for all probability in the last column."""
     raw = torch.full((3, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = raw[1, 71] = 0.0
@@ -298,8 +298,8 @@ CLIPPED = [
 
 @pytest.mark.parametrize("objective", CLIPPED, ids=repr)
 def test_what_is_known_beforehand_is_the_gradient(objective):
-    """Declared slopes equal autograd's gradient for ratios on both sides of every bound, at 1, and
-    beyond the clamp."""
+    """The closed-form derivatives of policy terms equal autograd's, for ratios on both sides of
+    each clip bound, at 1, and beyond the clamp."""
     batch, inside = packed()
     objective = Objective.of(objective)
     assert has_slopes(objective, inside.kinds())
@@ -427,7 +427,8 @@ def test_logits_loss(objective, inplace, shift):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", OBJECTIVES[:2], ids=repr)
 def test_the_gradient_outlives_the_logits(objective, backend):
-    """The gradient survives the logits if the forward pass writes it to separate memory."""
+    """If the forward pass writes the gradient to separate memory, logits freed before the backward
+    pass do not matter."""
     leaf, clean, batch = problem(torch.float32, LAYOUTS["packed"])
     work = LAYOUTS["packed"](leaf * 1)
     logits = weakref.ref(work.untyped_storage())
@@ -435,7 +436,7 @@ def test_the_gradient_outlives_the_logits(objective, backend):
     out = hl.logits_loss(work, batch, objective, options=options)
     assert out.plan.in_place == (backend == "triton") and logits() is not None
     del work
-    gc.collect()  # frees objects of Triton's interpreter
+    gc.collect()  # free the tensors that Triton's interpreter still refers to
     assert logits() is None
     (2 * out.loss).backward()
     _, exact = by_autograd(clean, batch, objective, torch.float64)
@@ -446,8 +447,8 @@ def test_the_gradient_outlives_the_logits(objective, backend):
 @pytest.mark.parametrize("options", [{}, {"upstream": 1.0}, {"static": True}], ids=str)
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_triton_is_reference(objective, options):
-    """Triton and reference agree in loss, statistics and metrics, with declared upstream gradients
-    and static shapes."""
+    """`logits_loss` agrees between Triton and the reference backend in loss, statistics, metrics
+    and gradients, also with `upstream` and `static`."""
     found = []
     for backend in ("reference", "triton"):
         leaf, _, batch = problem(torch.float32, LAYOUTS["packed"])
@@ -571,7 +572,8 @@ def test_static_calls_can_be_captured():
 
     def run(z):
         out = hl.logits_loss(z, batch, OBJECTIVES[1], inplace=True, options=options)
-        # Detached, because a live graph ties its leaves to the stream of its creation.
+        # Detach the loss: a live autograd graph would tie its leaf tensors to the CUDA stream of
+        # their creation.
         return out.loss.detach(), torch.autograd.grad(out.loss, z)[0]
 
     pristine = LAYOUTS["packed"](leaf).detach()
@@ -603,8 +605,8 @@ def test_a_slice_is_measured_whatever_lies_beyond_it(acts):
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter minutes")
 def test_many_rows_in_turn():
-    """Many rows with unscored ones and a ragged end give identical bits twice, and in a CUDA
-    graph."""
+    """A kernel call on many rows, with unscored ones and a ragged last block, gives the same bits
+    twice and in a CUDA graph."""
     n, v, transform = 3000, 20011, Transform(softcap=9.0)
     raw, targets = tile(n, v, torch.bfloat16), targets_of(n, v)
     live = torch.arange(n, device=DEVICE) % 7 != 3
@@ -625,7 +627,8 @@ def test_many_rows_in_turn():
     assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
     stats, normalizer = exactly(named, of_some, 0, transform)
-    own = c.map(lambda t: t[some])  # run() needs the coefficients of all tokens
+    # `own`: the kernel got the coefficients of all tokens, the reference needs those of `some`
+    own = c.map(lambda t: t[some])
     own = own._replace(prob=own.prob + own.entropy * stats.entropy)
     oracle = oracle_gradient(named, of_some, 0, transform, normalizer, own)
     assert error(gradient[some], oracle) <= EPS[torch.bfloat16] + 3e-6

@@ -29,7 +29,8 @@ def cases(n: int, v: int) -> dict[str, Transform]:
 
 
 def products(monkeypatch, given, needs, *, hold: bool):
-    """Return partial statistics and exp tiles of the overlapping and the plain kernel."""
+    """Yield the softmax statistics and stored exp(z), first of the overlapping kernel, then of the
+    plain kernel."""
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
@@ -59,9 +60,9 @@ def products(monkeypatch, given, needs, *, hold: bool):
 @pytest.mark.parametrize(
     ("n", "h", "v", "dtype"),
     [
-        (5, 72, 300, torch.bfloat16),  # smaller than a tile, with ragged slices
+        (5, 72, 300, torch.bfloat16),  # smaller than one tile in both dimensions
         (300, 512, 1000, torch.float16),
-        (2500, 1024, 20000, torch.bfloat16),  # a dozen tiles per program
+        (2500, 1024, 20000, torch.bfloat16),  # about twelve tiles for each program of the kernel
     ],
 )
 def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, needs, hold):
@@ -85,7 +86,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
         assert (mine is None) == (other is None)
         if mine is not None:
             assert ((mine - other).abs() <= 1e-5 * other.abs() + atol).all(), name
-    if hold:  # exp tiles may differ by one rounding
+    if hold:  # stored exp(z) may differ by one rounding
         torch.testing.assert_close(terms.exp_logits, others.exp_logits, rtol=2**-7, atol=0)
         if transform == "plain":
             assert (terms.exp_logits != others.exp_logits).float().mean() < 1e-3
@@ -105,7 +106,8 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     ],
 )
 def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
-    """Slabs of the gradient agree between the two kernels, up to rounding."""
+    """The overlapping Gluon kernel and the plain Triton kernel give the same logit gradient, up to
+    rounding."""
     x = torch.randn(n, h, device=DEVICE).to(dtype)
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = torch.randint(v, (n,), device=DEVICE)

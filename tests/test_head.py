@@ -398,7 +398,7 @@ def test_adapters_in_float32_over_a_bfloat16_weight():
 def test_lora_on_a_tied_embedding():
     model = wrap(target="embed_tokens")
     layer = model.base_model.model.embed_tokens
-    effective = layer(torch.arange(V))  # [V, H], by PEFT's forward
+    effective = layer(torch.arange(V))  # the merged weight [V, H], computed by PEFT's own forward
     head = Head.of(layer)
     torch.testing.assert_close(head.logits(HIDDEN), HIDDEN @ effective.T)
     factors = [layer.lora_embedding_A["default"], layer.lora_embedding_B["default"]]

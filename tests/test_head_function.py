@@ -1,4 +1,5 @@
-"""`head_function` agrees with float64 plain logits under one pass, held and recompute.
+"""`head_function` agrees with float64 autograd through materialised logits, under the schedules
+`one_pass`, `held` and `recompute`.
 
 N positions, T of them scored, H hidden width, V vocabulary.
 """
@@ -32,7 +33,8 @@ def problem(dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def losses() -> dict[str, Loss]:
-    """Return losses like those of frameworks: padded rows, a mask, old log-probs and advantages."""
+    """Return losses as frameworks write them, on [B, L] log-probs and entropies with a mask, old
+    log-probs and advantages."""
     _, _, targets = problem()
     generator = torch.Generator().manual_seed(2)
     mask = (targets != -100).double()
@@ -75,7 +77,8 @@ def run(dtype, verb, trained=("hidden", "weight")):
 
 
 def exact(loss: Loss, dtype, source=torch.float64):
-    """Compute the exact results from leaves of dtype `source`, in `dtype`."""
+    """Compute loss and gradients through materialised logits in `dtype`, from inputs rounded to the
+    dtype `source`."""
 
     def verb(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return by_logits(hidden.to(dtype), weight.to(dtype), targets, loss)
@@ -125,7 +128,8 @@ def test_against_float64(monkeypatch, name, separable, options, schedule, dtype)
 
 
 def test_float16():
-    """Float16 gradients are scaled for all tokens, whatever is declared."""
+    """Float16 gradients are accurate at a loss scale of 1e-7 for a loss declared separable over
+    tokens."""
     loss = losses()["token"]
 
     def verb(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

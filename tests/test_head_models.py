@@ -24,7 +24,7 @@ TINY = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "use_cache": False,
-    # logit transforms of some families, far from the identity
+    # logit soft caps and scales of those families that have them, far from the identity
     "final_logit_softcapping": 2.0,
     "logits_soft_cap": 2.0,
     "logits_scaling": 3.0,
@@ -55,7 +55,7 @@ LATENT = {"head_dim": 4}
 SPARSE = {"head_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 PER_LAYER = {"vocab_size_per_layer_input": 37, "hidden_size_per_layer_input": 4}
-# Additional or removed (None) arguments of some families.
+# Config arguments that single model families need in addition, or must not get (None).
 SPECIAL: dict[str, dict] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": SPARSE,

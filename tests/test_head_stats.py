@@ -44,7 +44,8 @@ def problem(dtype=torch.float64, device="cpu") -> tuple[Tensor, Tensor, Tensor, 
 
 
 def foreign(logp: Tensor, lse: Tensor, entropy: Tensor, advantages: Tensor) -> Tensor:
-    """An outside loss over the whole batch, which normalises its inputs."""
+    """A user's own loss of log-probs, log-sum-exps and entropies, with sums over the whole
+    batch."""
     a = advantages.to(logp.dtype)
     ratio = (logp - logp.detach().sub(0.1)).exp()
     return -(ratio * a).sum() / 7 + 1e-2 * lse.square().sum() / entropy.detach().sum() - (
@@ -67,8 +68,8 @@ def by_logits(hidden: Tensor, head: hl.Head, targets: Tensor) -> list[Tensor]:
 
 
 def run(dtype, verb, loss, trained=("hidden", "weight"), given=None, **of_head):
-    """Return statistics and gradients of a loss on the outputs of `verb`, with leaves in
-    `dtype`."""
+    """Return the statistics from `verb`, and the gradients of `loss` on them, with parameters cast
+    to `dtype`."""
     hidden, weight, targets, advantages = problem() if given is None else given
     leaves = {"hidden": hidden, "weight": weight}
     leaves = {n: t.detach().to(dtype).requires_grad_(n in trained) for n, t in leaves.items()}
@@ -134,7 +135,8 @@ def test_few_tokens(schedule, count):
 @pytest.mark.parametrize("loss", [foreign, of_logp])
 @pytest.mark.parametrize("schedule", ["held", "held in blocks", "frozen", "recompute"])
 def test_on_triton(monkeypatch, schedule, loss, form):
-    """Triton is correct for any coefficients, with held exp tiles or held logits."""
+    """`head_stats` is correct on Triton's kernels for any loss on its outputs, whether exp(z) or
+    logits are stored until the backward pass."""
     held = form == "terms"
     monkeypatch.setattr(kernels, "can_write_exp", lambda backend, *_: held and backend == "triton")
     sixteen = torch.bfloat16 if DEVICE == "cuda" else torch.float16
@@ -165,8 +167,8 @@ def test_on_triton(monkeypatch, schedule, loss, form):
 
 
 def test_the_choice():
-    """The schedule is frozen if supported, held within the budget, else recompute; `plan` gives the
-    reason."""
+    """The planner chooses `frozen` for a frozen head and a loss of log-probs, `held` if all logits
+    fit the budget, and else `recompute`."""
     hidden, weight, targets, _ = problem()
     size, t = V * 8, N - len(OUT)
 
@@ -411,7 +413,7 @@ def test_options_in_a_compiled_graph():
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    # Changing numbers are not compiled in.
+    # Options and temperatures that change from call to call must not be compiled in as constants.
     for given, t in (
         ({"chunk_tokens": 3}, 1.0),
         ({"chunk_tokens": 5, "gradient_tolerance": 0.5}, 0.9),
@@ -468,7 +470,8 @@ def test_a_compiled_graph_serves_any_number_of_tokens():
 
 
 def test_gradients_in_a_graph_lie_in_rows_as_it_was_told():
-    """Gradients in a graph have the declared row layout for any layout of inputs."""
+    """The operators' gradients are row-major, as their fake implementations declare, whatever the
+    strides of the inputs."""
     from headloss.engine import operator
 
     x, w = (torch.randn(H, n, dtype=torch.float64).t() for n in (N, V))

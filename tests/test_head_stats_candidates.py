@@ -30,7 +30,8 @@ def problem(dtype: torch.dtype):
 
 
 def foreign(logp, entropy, logps, tail):
-    """An outside loss over all tokens, including the values of empty slots."""
+    """A user's own loss of `head_stats` outputs, which also reads the values at unused entries of
+    `candidate_ids`."""
     found = (logps.exp() * torch.linspace(-1, 2, K)).sum(-1) + 0.1 * logps.sum(-1) - logp
     found = found - 0.1 * entropy + (0 if tail is None else tail.exp() - 0.2 * tail)
     return found.square().sum().sqrt()
@@ -132,7 +133,8 @@ def test_in_a_compiled_graph(kind: str, dtype: torch.dtype) -> None:
         found = hl.head_stats(x, head, batch, options, names)
         loss = (found.logp * found.entropy).sum()
         if found.candidate_logps is not None:
-            # A candidate outside the support has no mass, so its log-prob is not used directly.
+            # A candidate outside of `support_ids` has log-prob -inf, so the loss reads its
+            # probability instead.
             loss = loss + (found.candidate_logps.exp() * torch.linspace(-1, 2, K)).sum()
             loss = loss + 0.3 * found.candidate_tail.exp().sum()
         return loss, found.candidate_logps

@@ -1,4 +1,4 @@
-"""Whole calls with exp tiles are correct; without a GPU they run in the interpreter.
+"""Calls that store exp(z) in 16 bits are correct; on a CPU the kernels run in Triton's interpreter.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -64,7 +64,8 @@ QUIET = {"none": (), "few": (5,), "most": tuple(i for i in range(T) if i % 4), "
 
 
 def check(hidden, weight, batch, objective, **options) -> hl.Plan:
-    """Check a call against the error budget, plus the interpreter's rounding for gradients."""
+    """Check a call against a float64 reference: errors are at most three times those of plain
+    PyTorch, plus the interpreter's rounding."""
     head = hl.Head(weight)
     oracle, exact, coarse = (
         plain(hidden, head, batch, objective, mode) for mode in ("float64", "float32", "input")
@@ -108,8 +109,8 @@ def with_mean_logit(stats, batch):
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_under_a_soft_cap_logits_are_kept_for_the_gradient_of_their_mean(softcap):
-    """Under a soft cap logits are kept for the gradient of their mean, since exp z = 0 loses z and
-    the cap's slope."""
+    """With a soft cap, a gradient of the mean logit keeps raw logits, since an exp(z) that
+    underflows to 0 no longer tells z."""
     hidden, weight, batch = setting()
     head = hl.Head(weight.requires_grad_(), softcap=softcap)
     options, objective = hl.Options(backend="triton"), with_mean_logit()
@@ -147,7 +148,7 @@ def test_hidden_states_in_columns(schedule):
 @pytest.mark.parametrize("scale", [1e-3, 1e3])
 @pytest.mark.parametrize("v", [V, 5 << 20] if DEVICE == "cuda" else [V])
 def test_an_adapters_product_keeps_the_digits_of_float32(v, scale, dtype):
-    """An adapter's product keeps float32 digits for any dtype of its outer factor."""
+    """The product with a LoRA factor has float32 accuracy, whatever the dtype of that factor."""
     inner = scale * torch.randn(60, 16, device=DEVICE)
     outer = torch.randn(v, 16, device=DEVICE).to(dtype)
     want = inner.double() @ outer.double().T
@@ -169,7 +170,8 @@ HEADS = {
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
 def test_float16_takes_raw_logits(monkeypatch, schedule, kind):
-    """Float16 uses raw logits, with errors no larger than PyTorch's."""
+    """With float16 inputs raw logits are stored instead of exp(z), and errors are no larger than
+    PyTorch's."""
     monkeypatch.undo()
     hl.clear_cache()
     hidden, weight, targets = trained_looking(T, H, V, torch.float16, DEVICE)
@@ -215,7 +217,8 @@ def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
-    """Rows with gradient are moved to their places in a chunk and scaled; other rows are 0."""
+    """The gradients of the kept rows are scaled and written to their rows of the chunk, and all
+    other rows of the chunk are set to 0."""
     chunk = slice(20, 25)
     places = torch.arange(20, 25) if isinstance(rows, slice) else rows
     part = torch.randn(len(places), 7, device=DEVICE)

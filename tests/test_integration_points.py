@@ -130,7 +130,8 @@ def test_the_same_hidden_states_under_two_losses():
 
 
 def test_weights_that_changed_between_forward_and_backward():
-    """Weights changed between forward and backward raise under recompute, as in autograd."""
+    """Under the schedule `recompute`, changing the head's weight between forward and backward
+    raises, as PyTorch's autograd does."""
     hidden, weight, batch = problem()
     weight.requires_grad_()
     out = hl.head_loss(
@@ -147,8 +148,8 @@ def test_weights_that_changed_between_forward_and_backward():
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "static"])
 def test_autocast(schedule):
-    """Under autocast bf16 products of fp32 parameters give fp32 gradients no worse than plain
-    autocast's."""
+    """Under autocast, fp32 parameters are multiplied in bf16, and their fp32 gradients are at least
+    as accurate as plain autocast's."""
     hidden, weight, batch = problem(torch.float32)
     exact = plain(
         hidden.requires_grad_(), hl.Head(weight.requires_grad_()), batch, hl.cross_entropy()
@@ -234,7 +235,8 @@ def test_checkpointing_around_the_model(use_reentrant, schedule):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_checkpointing_around_the_loss(use_reentrant, schedule):
-    """Checkpointing runs the call twice and gives the gradient once."""
+    """Under activation checkpointing the loss call runs twice, but each gradient is counted
+    once."""
     model = Model()
     ids, batch = ids_and_batch()
     want = by_plain_autograd(model, ids, batch)
@@ -359,7 +361,8 @@ def test_head_stats_does_not_break_the_graph(temperature):
         torch.testing.assert_close(a, b)
 
 
-AS_USUAL = "False, ['auto', False, True]"  # no candidate tail, default options
+# for the registered operator: no `candidate_tail`, default options
+AS_USUAL = "False, ['auto', False, True]"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

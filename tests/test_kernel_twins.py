@@ -1,4 +1,5 @@
-"""Every kernel operation agrees with its plain twin, and every twin with float64 autograd.
+"""Each Triton kernel agrees with its PyTorch twin (the same operation in plain PyTorch), and each
+twin with float64 autograd.
 
 n tokens, v columns, H hidden width, T tokens of a call, V vocabulary.
 """
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
 def double(of):
-    """Return the record in float64."""
+    """Return a copy of a tensor, dataclass or tuple with all floating-point tensors in float64."""
     if isinstance(of, torch.Tensor):
         return of.double() if of.is_floating_point() else of
     if isinstance(of, Transform):
@@ -53,8 +54,8 @@ def double(of):
 
 
 def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
-    """Return hidden states and weights (rows of wider matrices) and targets, one outside the
-    tile."""
+    """Return hidden states, weight (both views of wider matrices) and targets, one of which lies
+    outside the weight's vocabulary rows."""
     x = torch.full((n, h + 8), math.nan, dtype=dtype, device=DEVICE)[:, :h]
     w = torch.full((v, h + 16), math.nan, dtype=dtype, device=DEVICE)[:, :h]
     x.copy_(torch.randn(n, h))
@@ -68,7 +69,8 @@ def head(n: int, h: int, v: int, first: int, dtype: torch.dtype):
 def assert_statistics(
     found: SoftmaxState, twin: SoftmaxState, exact: SoftmaxState, v: int, needs
 ) -> None:
-    """Compare the statistics of two partials, independent of their shift.
+    """Compare the statistics that follow from two online-softmax states, which may subtract
+    different maxima.
 
     A log-prob near 0 has only the digits left by the rounding of its logit.
     """
@@ -146,7 +148,8 @@ def test_products_and_held_terms(n, v, name):
             off = float((gradient.double() - oracle).norm()) - tiny
             assert off <= (EPS[dtype] + 1e-4) * float(oracle.norm())
 
-        if twins.is_multiple(backward):  # equal exp tiles in separate memory
+        # two copies of the stored exp(z), since each operation overwrites its input
+        if twins.is_multiple(backward):
             copies = [mine._replace(exp_logits=mine.exp_logits.clone()) for _ in range(2)]
             order = triton_backend.dense_order(torch.arange(n, device=DEVICE) % 3 > 0, n - 1)
             count = int(order.count)
@@ -197,7 +200,7 @@ def test_gradient_of_rows_that_several_programs_share(dtype):
 
 
 def slices_of(x, w, forward: Forward) -> torch.Tensor:
-    """Return [2, 5, n] partials of two vocabulary slices."""
+    """Return the online-softmax states [2, 5, n] of two halves of the vocabulary."""
     half, parts = len(w) // 2, []
     for own in (slice(0, half), slice(half, len(w))):
         here = forward._replace(first=forward.first + own.start)
@@ -247,7 +250,8 @@ def test_scaled_rows_and_casts(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_narrowed_gradient(dtype):
-    """A 16-bit gradient is written to the front of each float32 row of the tile."""
+    """A 16-bit gradient is written into the first half of each float32 row of the logit tile, and
+    the memory behind the tile is untouched."""
     n, v, transform = 4, 97, transforms(4)["capped rows"]
     targets = torch.tensor([3, 96, 500, 40], device=DEVICE)
     raw = tile(n, v, torch.float32)
@@ -298,8 +302,8 @@ def walk_of(logits, out, n, name, which, needs, normalizer=None, live=None, slop
 )
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_walks(dtype, n, name):
-    """Kernels on given logits agree with their twins in place: statistics, gradients, and both with
-    declared slopes and dead rows."""
+    """Kernels on logits passed in by the caller agree with their PyTorch twins: statistics,
+    in-place gradients, and both in one launch with skipped rows."""
     v, shape = 97, Shape(warps=1)
     logits = LAYOUTS[n % 2](tile(12, v, dtype).unflatten(0, (3, 4)))
     walk = walk_of(logits, None, n, name, None, NEEDS)
@@ -350,7 +354,8 @@ def assert_rows(pair, dtype) -> None:
 
 
 def test_a_wide_vocabulary():
-    """A row of 128257 columns with the target last is correct, as a tile and as given logits."""
+    """A vocabulary of 128257 columns with the target in the last one is correct, both for a
+    computed logit tile and for logits passed in."""
     v = 128257
     raw, targets = tile(1, v, torch.float32), torch.tensor([v - 1], device=DEVICE)
     forward = Forward(targets, 0, Transform(temperature=1.3), NEEDS)
@@ -420,7 +425,8 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
-        at_zero = c._replace(prob=-g)  # the operation adds the entropy's part
+        # without the entropy's contribution to `prob`, which the twin itself adds
+        at_zero = c._replace(prob=-g)
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)
         found = out
@@ -438,7 +444,7 @@ SCHEDULES = {
 
 @pytest.fixture
 def through_twins(monkeypatch):
-    """Run whole calls on the kernels' code path with twins in place of kernels."""
+    """Run calls on the kernels' code path, with a PyTorch twin in place of each kernel."""
     monkeypatch.setattr(kernels, "can_write_exp", lambda *_: True)
     monkeypatch.setattr(kernels, "choose", lambda *_: "triton")
     monkeypatch.setattr(kernels, "load", lambda _: twins)
@@ -457,8 +463,8 @@ def through_twins(monkeypatch):
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
 @pytest.mark.parametrize("multiples", [True, False])
 def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule, dtype):
-    """Whole calls through twins are correct in any dtype, with exp tiles, slabs, moved rows and a
-    bias."""
+    """Calls on the kernels' code path are correct in any dtype with PyTorch twins: tiles of exp(z),
+    blocks of vocabulary rows, reordered rows, a bias."""
     hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
     batch = hl.Batch(targets, advantages=torch.tensor([1.0, 0, -2, 0] * 3), old_logps=hl.CURRENT)
     objective = hl.grpo() if multiples or schedule == "frozen" else hl.grpo() - 0.1 * hl.entropy()
@@ -486,8 +492,8 @@ def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule,
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "slabs"])
 def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temperature, schedule):
-    """Distillation through twins is correct with further terms, a bias, and rows without
-    gradient."""
+    """Distillation on the kernels' code path is correct together with another term, a bias, and
+    rows without gradient; PyTorch twins replace the kernels."""
     monkeypatch.setattr("headloss.logits.linear.GRAIN", 1)
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     states, other, shift = torch.randn(T, 8), torch.randn(V, 8), torch.randn(V)
@@ -517,7 +523,8 @@ def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temper
 
 @pytest.mark.parametrize("more", ["bias", "adapter"])
 def test_a_teachers_head_with_more_than_a_weight_through_the_twins(through_twins, more):
-    """A teacher's head with a bias or adapter is correct through twins."""
+    """Distillation from a teacher head with a bias or a LoRA is correct on the kernels' code path,
+    with PyTorch twins."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     lora = (hl.Lora(a=torch.randn(2, 8), b=torch.randn(V, 2), scaling=0.5),)
     given: Any = {"bias": {"bias": torch.randn(V)}, "adapter": {"lora": lora}}[more]
@@ -554,5 +561,5 @@ def test_kept_rows_come_first_and_stay():
     keep = torch.tensor([False, True, False, True, True, False])
     order = twins.dense_order(keep, 5)
     assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
-    order = twins.dense_order(keep, 2)  # too few rows saved to move any
+    order = twins.dense_order(keep, 2)  # skipping so few rows is not worth moving the others
     assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]

@@ -1,4 +1,5 @@
-"""1 - p of a nearly certain token keeps its digits if a second product rounds logits differently.
+"""The gradient of a nearly certain token keeps the accuracy of 1 - p if the backward pass
+recomputes logits with different rounding.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -40,12 +41,12 @@ OBJECTIVES = {
     "js": hl.distillation(divergence="js"),
     "support": hl.cross_entropy(),
 }
-EXACT = ("cross_entropy", "support")  # the target's gradient is exactly c (p - 1)
+EXACT = ("cross_entropy", "support")  # losses whose gradient at the target is exactly c (p - 1)
 
 
 @pytest.fixture
 def rounded_anew(monkeypatch):
-    """Make every product round its logits independently."""
+    """Add independent rounding errors to the logits of every matmul."""
     generator = torch.Generator().manual_seed(9)
 
     def anew(product):
@@ -62,7 +63,8 @@ def rounded_anew(monkeypatch):
 
 
 def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
-    """Return tokens whose likeliest column has 1 - p below 1e-6; in some cases it is the target."""
+    """Return tokens whose likeliest column has probability above 1 - 1e-6; for the losses in
+    `EXACT` this column is the target."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.functional.normalize(torch.randn(V, H, generator=generator))
     likely = torch.randint(V, (T,), generator=generator)
@@ -75,8 +77,8 @@ def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
     elif name == "support":
         fields["support_ids"] = (hidden @ weight.t()).topk(3, 1).indices
     elif name in ("forward_kl", "reverse_kl", "js"):
-        # The teacher is far from the student: near the student a JS has the gradient p (log p - log
-        # q) / 4, whose relative error is large for any implementation.
+        # Keep the teacher far from the student: close to it the gradient of a JS divergence, p (log
+        # p - log q) / 4, is inaccurate in any implementation.
         apart = (noise + noise.sign()).scatter(1, likely.unsqueeze(1), 0.0)
         fields["teacher_logits"] = (hidden @ weight.t() + apart).to(DEVICE)
     fields = {key: value.to(DEVICE) for key, value in fields.items()}

@@ -16,7 +16,7 @@ OBJECTIVE = hl.cross_entropy() + 1e-3 * hl.z_loss()
 
 
 class Reads(TorchDispatchMode):
-    """Count host reads of tensor values, and additions."""
+    """Records the name of each PyTorch operation, to count device reads and additions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def test_a_trainer_of_transformers_logs_terms(
     )  # fmt: skip
     assert made.args.gradient_accumulation_steps == 2
     made.train()
-    # Metrics of both micro-batches of the two logged steps.
+    # Two steps were logged, with two micro-batches each.
     assert len(measured) == (0 if how == "off" else 4)
     evaluated = made.evaluate()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
@@ -132,7 +132,7 @@ def test_a_trainer_of_transformers_logs_terms(
         assert entry["headloss/segments"] == 4 and entry["headloss/tokens"] > 0
     last = made.state.log_history[-1]
     terms = last["eval_headloss/cross_entropy"] + 1e-3 * last["eval_headloss/z_loss"]
-    # Trainer weights batches by rows.
+    # Trainer averages the evaluation batches by rows, not by tokens.
     assert evaluated["eval_loss"] == pytest.approx(terms, rel=0.1)
     assert [entry["headloss/z_loss"] for entry in seen if "loss" in entry] == [
         entry["headloss/z_loss"] for entry in logs

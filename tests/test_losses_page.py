@@ -34,7 +34,8 @@ def test_page_is_current() -> None:
 
 @pytest.mark.parametrize("framework", losses.FRAMEWORKS)
 def test_rows(framework: str) -> None:
-    """The expression equal to a framework's loss is valid, and its named test exists."""
+    """For each loss of a framework, the docs' equal headloss expression can be built, and the test
+    that compares both exists."""
     for row in (row for name, row in EQUAL if name == framework):
         made = eval(f"({row['equal']})", {"hl": hl, **losses.NAMES})
         assert isinstance(made, hl.Term | hl.Objective) or callable(made), row["equal"]
@@ -53,8 +54,8 @@ def test_rows_are_complete() -> None:
 
 
 def test_other_names_are_on_the_page() -> None:
-    """For `Also called: verl dppo_tv` in a term's docstring, verl's page has that row with the
-    term."""
+    """Each "Also called: verl dppo_tv" in a term's docstring has a row on the framework's page that
+    uses the term."""
     names = {losses.framework(name)["name"]: name for name in losses.FRAMEWORKS}
     for factory in TERMS:
         for framework, name in also_called(factory):

@@ -1,9 +1,10 @@
 """Every objective, layout, schedule, dtype, head and storage agrees with float64 plain logits.
 
-Error budget: loss and statistics err <= 3 err(plain, float32 logits) + 1e-6, gradients err <= 3
-err(plain, the inputs' dtype) + 1e-6. The quick selection contains every pair of values of two axes.
-The slow selection has two full products: objectives x layouts x schedules x dtypes, and heads x
-storages x layouts x schedules x dtypes.
+Allowed errors against float64: for loss and statistics 3 times the error of plain PyTorch with
+float32 logits plus 1e-6; for gradients 3 times that with logits in the inputs' dtype plus 1e-6. The
+fast tests cover every pair of values of two axes (objective, layout, ...). The slow tests run all
+combinations of objective, layout, schedule and dtype, and all of head, storage, layout, schedule
+and dtype.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def check(row: Row) -> None:
 
 @functools.cache
 def full() -> dict[str, list[Row]]:
-    """Return the rows of both full products by case; values of the remaining axes rotate."""
+    """Return, by objective, all combinations that the slow tests run; axes that are not combined
+    take their values in turn."""
     terms = matrix.product(AXES, ["case", "layout", "dtype", "schedule"])
     some = {**AXES, "case": ["mix", "distillation_topk_js", "grpo", "mix_teachers", "dpo"]}
     heads = matrix.product(some, ["head", "storage", "layout", "dtype", "schedule"])
@@ -83,7 +85,7 @@ def test_selection_has_every_pair():
 
 
 def test_catalogue_is_complete():
-    """Every term and modifier of the library is a case."""
+    """Every term and every modifier of the library occurs in at least one objective of `CASES`."""
     used = {term.name for case in CASES.values() for _, term in case.objective().parts}
     assert {f.__name__ for f in catalogue.TERMS} <= used
     modifiers = {
@@ -111,7 +113,7 @@ def test_skipping_rows_changes_nothing(case, schedule, dtype):
     )
     torch.testing.assert_close(skipped.loss, kept.loss, rtol=0, atol=0)
     torch.testing.assert_close(skipped.logps, kept.logps, rtol=0, atol=0)
-    for name in a:  # fewer rows may round differently
+    for name in a:  # a matmul of fewer rows may round differently
         tolerance = 1e-6 if a[name].dtype == torch.float32 else 1e-2
         torch.testing.assert_close(a[name], b[name], rtol=tolerance, atol=tolerance)
 
@@ -129,7 +131,7 @@ def test_rows_without_gradient_get_exactly_zero():
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 @pytest.mark.parametrize("case", ["grpo", "gspo", "mix"])
 def test_no_row_with_a_gradient(case, schedule):
-    """Zero advantages give a loss of zero and existing zero gradients."""
+    """With all advantages 0 the loss is 0 and all gradients are zeros."""
     inputs = inputs_of("grpo")
     zero = torch.zeros_like(inputs.batch.advantages)
     fields = {**inputs.batch.fields, "advantages": zero}
@@ -181,11 +183,12 @@ def test_logits_loss_is_head_loss(case, inplace, layout, dtype):
         objective=source.objective,
     )
     given = logits.clone().requires_grad_()
-    work = given * 1  # leaves cannot be written in place
+    work = given * 1  # not the leaf itself: autograd forbids in-place changes of a leaf
     out = hl.logits_loss(
         work, source.batch, source.objective, softcap=15.0, logit_scale=0.8, inplace=inplace
     )
-    upstream = 2.0 if inplace else 1.5  # in place, rounding precedes scaling
+    # in place, the 16-bit gradient is rounded before it is scaled, so use a power of two
+    upstream = 2.0 if inplace else 1.5
     (found,) = torch.autograd.grad(out.loss * upstream, given)
     oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)
     exact = inputs.plain("float32", upstream)

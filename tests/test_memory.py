@@ -19,13 +19,13 @@ from headloss.kernels.transform import Transform
 from headloss.testing import trained_looking
 
 T, H, V, CHUNK = 128, 12, 512, 16
-BLOCK = 4  # rows per block of temporaries
+BLOCK = 4  # rows of a block in which the reference backend computes
 FLOAT = 4
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Make the reference backend's blocks of temporaries small compared with a chunk."""
+    """Let the reference backend work in blocks that are small compared with a chunk."""
     monkeypatch.setattr(reference, "BLOCK_ELEMENTS", BLOCK * V)
     monkeypatch.setattr(products, "BLOCK_ELEMENTS", BLOCK * V)
 
@@ -64,7 +64,7 @@ OBJECTIVES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("schedule", "scope"),  # a batch-scoped one-pass call is one chunk
+    ("schedule", "scope"),  # `one_pass` with scope "batch" is left out: it is a single chunk
     [
         *((s, o) for s in ("one_pass", "recompute") for o in ("token", "segment")),
         ("recompute", "batch"),
@@ -100,7 +100,7 @@ def test_auto_under_a_budget(scope):
 
 
 def test_a_frozen_head():
-    """A frozen head costs 4NHV and makes no tensor of the weight's size."""
+    """With a frozen head no tensor has the size of the weight."""
     hidden, head, batch = problem(weight_gradient=False)
     objective = hl.gspo() + hl.kl(estimator="k3")
     options = hl.Options(schedule="frozen", chunk_tokens=8)
@@ -122,13 +122,13 @@ def test_head_stats():
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)
         (found.logp.sum() + found.entropy.square().sum() + found.lse.sum()).backward()
-    # head_stats makes its own plan, with one tile in the budget: the bound is one tile.
+    # `head_stats` has its own plan, which here holds the logits of all tokens: T x V.
     assert live.largest <= T * V
     assert live.peak <= 1.5 * T * V * FLOAT
 
 
 def test_head_stats_in_tiles(monkeypatch):
-    # Sets the default CPU budget to CHUNK rows of logits.
+    # A budget of CHUNK rows of logits on CPUs.
     monkeypatch.setattr(plan, "CPU_BUDGET", CHUNK * V * FLOAT)
     hl.clear_cache()  # forgets plans
     hidden, head, batch = problem()
@@ -177,8 +177,8 @@ def test_the_peak_against_plain_logits(schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen", "held"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_is_the_plans(schedule, dtype):
-    """The measured peak is within a third of the plan's peak, plus the reference backend's
-    blocks."""
+    """The measured peak is at most 1.3 times the plan's bytes, plus the blocks in which the
+    reference backend computes."""
     hidden, head, batch = problem(dtype, weight_gradient=schedule != "frozen")
     objective = hl.grpo() + hl.kl() if schedule == "frozen" else OBJECTIVES["token"]
     for chunk in (16, 128):
@@ -188,7 +188,8 @@ def test_the_peak_is_the_plans(schedule, dtype):
         returned = T * H * dtype.itemsize
         if schedule != "frozen":
             returned += V * H * dtype.itemsize
-        inputs = T * H * dtype.itemsize  # gathered rows: a seventh is unscored
+        # scored rows are copied, since one in seven tokens is unscored
+        inputs = T * H * dtype.itemsize
         blocks = 6 * BLOCK * V * FLOAT
         vectors = T * 64
         assert live.peak <= 1.3 * (plan.total_bytes + returned + inputs) + blocks + vectors
@@ -197,8 +198,8 @@ def test_the_peak_is_the_plans(schedule, dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
-    """More tokens add at most 64 numbers and 4 float32 rows [H] per token, less than a row of 512
-    logits."""
+    """Per additional token, a call needs at most 64 numbers and 4 float32 rows of hidden width,
+    less than a row of V = 512 logits."""
     options = hl.Options(schedule=schedule, memory_budget=CHUNK * V * FLOAT)
 
     def peak(times: int) -> int:
@@ -219,7 +220,8 @@ def test_a_product_that_is_a_gradient_has_no_copy(schedule, tokens, vocabulary, 
     """A product that is a whole gradient is not copied: dX of many tokens in one block, dW of a
     wide head in one tile.
 
-    With a support the reference backend computes a product before moving it into place.
+    With `support_ids`, the reference backend computes a matmul into new memory and then moves it,
+    which costs one copy.
     """
     hidden, weight, targets = trained_looking(tokens, 64, vocabulary)
     batch = hl.Batch(targets, support_ids=targets.unsqueeze(1) if support else None)
@@ -261,7 +263,7 @@ def test_nothing_is_left_behind():
 
 @pytest.fixture
 def products_run(monkeypatch) -> dict[str, int]:
-    """Count the runs of each of the three products."""
+    """Count how often each of the three large matmuls runs."""
     count = {"logits": 0, "input_gradient": 0, "weight_gradient": 0}
 
     def counted(home, name):
@@ -309,7 +311,8 @@ SWEEPS = [("one_pass", 1), ("frozen", 1), ("held", 1), ("recompute", 2)]
 
 @pytest.mark.parametrize(("schedule", "sweeps"), SWEEPS)
 def test_the_number_of_products(products_run, schedule, sweeps):
-    """Schedules cost 6NHV, 4NHV or 8NHV: each logit is computed once, or twice in recompute."""
+    """Each schedule runs its number of large matmuls: logits once (twice under `recompute`), one
+    input gradient, and one weight gradient unless the head is frozen."""
     hidden, head, batch = problem(weight_gradient=schedule != "frozen")
     options = hl.Options(schedule=schedule, chunk_tokens=T)
     measured(hidden, head, batch, hl.grpo(), options)

@@ -1,4 +1,5 @@
-"""Measurements fold, merge and compute correctly, and do not depend on the partition of a call."""
+"""Metrics are computed and merged correctly, and do not depend on how a call is split into chunks
+or ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ KINDS = [Mean, Perplexity, Sum, Max, Min]
 
 
 def of(kind, values: list[float]) -> float:
-    """Return the value of a measurement by definition."""
+    """Compute a metric from all its values, by definition."""
     if kind is Sum:
         return sum(values)
     if kind is Max or kind is Min:
@@ -236,7 +237,7 @@ def test_figures_of_a_segment_scoped_term_are_per_segment():
         )
     ]
     ratios = torch.stack([m for m in means if not m.isnan()]).exp()
-    assert len(ratios) == 4  # without an empty and an unscored segment
+    assert len(ratios) == 4  # 4 of 6: one segment is empty and one has no scored token
     assert float(out.metrics["gspo/ratio"]) == pytest.approx(float(ratios.mean()))
     assert float(out.metrics["gspo/ratio_max"]) == pytest.approx(float(ratios.max()))
     assert out.metrics.compute()["segments"] == 6
@@ -282,7 +283,8 @@ def test_metrics_that_are_asked_for_later_are_those_of_the_call(changed, scored)
 
 
 def test_metrics_of_inference_are_found_at_once():
-    """Metrics in inference mode are computed at once, since changes cannot be detected later."""
+    """In inference mode metrics are computed immediately, since PyTorch cannot tell later whether
+    an input was changed."""
     hidden, targets = torch.randn(12, 4), torch.arange(12) % 9
     want = hl.head_loss(hidden, hl.Head(torch.ones(9, 4)), hl.Batch(targets), hl.cross_entropy())
     with torch.inference_mode():

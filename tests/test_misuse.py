@@ -119,7 +119,8 @@ def test_head_function_trains_the_parameter_that_a_term_may_not_hold() -> None:
 
 
 def of_numbers(half: Any) -> list[Tensor]:
-    """Return losses and a gradient of calls with the number `half` as options."""
+    """Return losses and a gradient from calls whose options are all set to the number `half`, which
+    may be of another numeric type."""
     torch.manual_seed(0)
     x, fields = hidden(), {f"{name}_logps": -torch.rand(T) for name in ("old", "ref", "sampling")}
     given = batch(advantages=torch.randn(T), teacher_logits=torch.randn(T, V), **fields)
@@ -251,7 +252,7 @@ def test_an_objective_without_gradient_is_refused_by_name(name: str, options: di
     with pytest.raises(ValueError, match=match):
         hl.logits_loss(torch.randn(T, V, requires_grad=True), batch(), term(DEAD[name]))
     x, w = hidden().detach(), head()
-    with torch.no_grad():  # without gradients no error is needed
+    with torch.no_grad():  # a term without gradient is an error only if gradients are needed
         out = hl.head_loss(x, w, batch(), term(DEAD[name]), hl.Options(**options))
     stats = hl.head_stats(x, w, torch.arange(T))
     want = {"detached": stats.logp.mean(), "constant": torch.ones(())}.get(name)
@@ -273,8 +274,8 @@ def test_a_dead_term_beside_a_live_one(options: dict) -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_a_gradient_that_depends_on_the_batch_may_be_zero(options: dict) -> None:
-    """A gradient that depends on the batch may be zero, if the trial on made-up tokens finds
-    one."""
+    """A term whose gradient is zero for this batch raises no error, if it has one on the made-up
+    tokens on which terms are tried."""
 
     def sometimes(stats, batch):
         return stats.logp if bool((batch.advantages < 0).any()) else stats.logp.detach()
@@ -319,7 +320,7 @@ WRONG: dict[str, tuple[type, Any, str]] = {
     "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
     "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
     "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
-    # valid for the trial's two tokens, invalid for the batch
+    # right length for the two made-up tokens on which a term is tried, wrong for the batch
     "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
     "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
 }
@@ -551,7 +552,8 @@ CLIPPED = [hl.grpo(), hl.ppo(dual_clip=2.0), hl.dapo(delta=1.5)]
 
 @pytest.mark.parametrize("objective", CLIPPED, ids=repr)
 def test_current_log_probs_beside_given_logits_on_triton(objective: hl.Term) -> None:
-    """Given logits with CURRENT log-probs have ratio 1, loss -A, and the gradient of -A log p."""
+    """With old_logps=CURRENT and logits passed in by the caller, the ratio is 1, the loss -A and
+    the gradient that of -A log p."""
     pytest.importorskip("triton")
     logits = torch.randn(T, V, device=DEVICE, requires_grad=True)
     targets, advantages = torch.arange(T, device=DEVICE), torch.randn(T, device=DEVICE)
@@ -657,12 +659,13 @@ def test_a_mask_that_no_term_reads(name: str) -> None:
     for given in (values, values.double()) if name == "labels" else (values, values.double(), kept):
         wrong = batch(**{name: given})
         match = rf"{name}: got {out} at position 2, which is scored, as no term reads {name}; .*100"
-        for metrics in (True, False):  # repeated: the error does not depend on state
+        for metrics in (True, False):  # call twice: the error must not depend on an earlier call
             with pytest.raises(ValueError, match=match):
                 hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
         with pytest.raises(ValueError, match=match):
             hl.logits_loss(torch.randn(T, V), wrong, objective)
-        hl.head_stats(x, h, wrong)  # its caller may read the mask
+        # no error: the code that called `head_stats` may read the mask itself
+        hl.head_stats(x, h, wrong)
         hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
         targets = torch.arange(T).masked_fill(~kept, -100)
         agrees = hl.Batch(targets, **{name: given})
@@ -678,8 +681,10 @@ def test_a_mask_that_a_term_reads() -> None:
     kept = torch.tensor([True, True, False, True, True, False])
     both = batch(mask=kept, weights=kept.float())
     read = hl.cross_entropy().where("mask") + hl.z_loss().weighted("weights")
-    hl.head_loss(x, h, both, read + hl.entropy())  # a further term may ignore both
-    hl.head_loss(x, h, both, hl.entropy())  # an earlier objective has read both
+    # `entropy` reads neither field, but the term `read` does.
+    hl.head_loss(x, h, both, read + hl.entropy())
+    # No error: the batch's fields were read by the previous call's objective.
+    hl.head_loss(x, h, both, hl.entropy())
     hl.head_loss(x, h, both.with_fields(old_logps=hl.CURRENT), hl.entropy())
     with pytest.raises(ValueError, match="mask: got 0"):
         hl.head_loss(x, h, batch(mask=kept), hl.entropy())
@@ -723,7 +728,8 @@ def test_a_mean_inside_a_term_is_noticed(name: str) -> None:
 
 
 def test_terms_of_ones_own_that_may_be_cut() -> None:
-    """User-defined terms that may be cut run one trial, and are computed as usual."""
+    """User-defined terms of scope "token" or "segment" are tried once on made-up tokens, and then
+    give correct losses."""
     calls = []
 
     def mine(stats, batch, tau=1.0):
@@ -737,7 +743,8 @@ def test_terms_of_ones_own_that_may_be_cut() -> None:
     for _ in range(3):
         out = hl.head_loss(x, h, given, hl.term(mine)(tau=2.0), hl.Options(metrics=False))
     torch.testing.assert_close(out.loss, -2 * (out.logps * given.advantages).mean())
-    assert calls.count(1) == 2  # the trial's two made-up tokens, only in the first call
+    # each of the two made-up tokens is evaluated once, in the first call only
+    assert calls.count(1) == 2
     segments = hl.Segments.from_lengths([4, 2])
     out = hl.head_loss(
         x, h, hl.Batch(torch.arange(T), segments), term(per_segment, scope="segment", per="segment")

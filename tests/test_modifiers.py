@@ -38,7 +38,7 @@ def factor(term: Term, case: Case) -> Tensor:
 
 
 def mismatch(case: Case, sequence: bool) -> list[list[float]]:
-    """Return w at each token of each sequence."""
+    """Return the clamped ratio between old policy and sampler, at each token of each sequence."""
     found = []
     for s in case.sequences():
         d = [float(o - q) for o, q in zip(s.old, s.sampling, strict=True)]
@@ -145,7 +145,8 @@ def test_rejected_by_the_ratio_of_each_token(limits: dict[str, float], live: boo
     NaN ratios are ignored, and ratios are compared after the clamp at exp(20).
     """
     case = make(scale=0.35, seed=2)
-    case.fields["sampling_logps"][3] = math.nan  # the second sequence's only token
+    # the only token of the second sequence has no sampler log-prob
+    case.fields["sampling_logps"][3] = math.nan
     case.fields["sampling_logps"][12] = -90.0 if limits.get("max") == 100 else -1.0
     low, high = limits.get("min", 0.0), limits.get("max", math.inf)
     want = []
@@ -188,8 +189,8 @@ def test_bounds_of_the_ratio_of_each_token() -> None:
     [pair for pair in itertools.product(MEASURES, LEVELS) if pair != ("ratio", "sequence_max")],
 )
 def test_rejected(measure: str, level: str, bounds: str) -> None:
-    """`rejected` agrees with loops for bounds between the middle values and near the extreme
-    values."""
+    """`rejected` agrees with Python loops, for thresholds in the middle of the values and next to
+    their extremes."""
     case = make()
     probabilities = {n: case.fields[n].clamp_max(-0.05) for n in ("old_logps", "sampling_logps")}
     case = case.with_fields(**probabilities)
@@ -269,15 +270,16 @@ def test_quantile(quantile: str) -> None:
         entropy = case.entropy.tolist()
         cut = exact_cut(entropy, quantile)
         assert factor(term, case).tolist() == [float(e >= cut) for e in entropy]
-        # Since torch 2.14 torch.quantile rounds ranks, so that a whole rank may exceed itself.
+        # Sort exactly: since torch 2.14 torch.quantile rounds the rank, and may return a value
+        # above the element of that rank.
         case = make(lengths=lengths, dtype=torch.float32)
         cut = exact_cut(case.entropy.tolist(), quantile)
         assert factor(term, case).tolist() == [float(e >= cut) for e in case.entropy.tolist()]
 
 
 def test_a_whole_rank_keeps_its_own_token() -> None:
-    """A whole rank keeps its token: for 0.3 of 11 tokens, rounding 1 - 0.3 may not drop the eighth
-    token."""
+    """The quantile of `top_entropy` keeps the token at the threshold itself: rounding of 1 - 0.3
+    may not drop the eighth of 11 tokens."""
     for quantile, kept in ((0.1, 2), (0.3, 4), (0.6, 7), (0.7, 8), (0.9, 10), (1.0, 11)):
         case = make(lengths=(11,))
         got = factor(h.grpo().top_entropy(quantile=quantile), case)

@@ -1,4 +1,5 @@
-"""`naive.py` agrees with the library in loss, dX and dW, in float64."""
+"""The short readable implementation `headloss/naive.py` agrees with the library in loss, dX and dW,
+in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import headloss as hl
 from headloss import naive
 
 LENGTHS = torch.tensor([5, 1, 9, 8])
-SEQUENCES = torch.arange(4).repeat_interleave(LENGTHS)  # sequence of each of T = 23 tokens
+# the sequence number of each of T = 23 tokens
+SEQUENCES = torch.arange(4).repeat_interleave(LENGTHS)
 T, H, V = 23, 7, 29
 
 
@@ -121,7 +123,8 @@ def test_one_pass(name: str, chunk: int) -> None:
 
 @pytest.mark.parametrize("loss", [naive.grpo, naive.gspo])
 def test_clips_on_both_sides(loss: Callable[..., Tensor]) -> None:
-    """The cases contain clipped and unclipped tokens for advantages of both signs."""
+    """The test inputs have clipped and unclipped tokens with positive and with negative
+    advantages."""
     x, weight, batch = inputs()
     columns = torch.arange(V)
     stats = naive.finish(naive.measure(x @ weight.T, columns, batch["targets"]), V)

@@ -1,5 +1,5 @@
-"""Whole calls under the narrow schedule are correct through kernel twins, for any objective and
-scope.
+"""Calls with hidden width at most 256 (the `narrow` schedule) are correct for objectives of any
+scope, with PyTorch twins in place of kernels.
 
 T tokens, V vocabulary, H hidden width.
 """
@@ -132,9 +132,11 @@ def test_what_it_cannot_serve():
 
 @pytest.mark.parametrize("aligned", [True, False])
 def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
-    """Candidates work with any narrow head, and the statistics' kernel depends on the head alone.
+    """Candidates work with any head that the `narrow` schedule supports, and log-probs have the
+    same bits as without candidates.
 
-    This holds for float16 (no exp tiles) and for an unaligned width (no Triton product).
+    Tested with float16, where exp(z) is not stored, and with a width that Triton's matmul does not
+    support.
     """
     monkeypatch.setattr(kernels, "can_sweep", lambda *_: (True, True))
     monkeypatch.setattr(twins, "can_fuse", lambda *_: aligned)
@@ -162,7 +164,7 @@ def test_the_planner_takes_it_by_the_head_alone():
     """The planner chooses narrow kernels by the head alone, for any number of tokens and any
     budget.
 
-    Calls unsupported by the narrow schedule still use its statistics.
+    A call with candidates cannot use the `narrow` schedule, but uses its statistics kernel.
     """
     of = {"width": 64, "vocabulary": 1 << 20, "on_chip": True, "by_sweeps": True, "on_gpu": True}
     of |= {"exp_tiles": True, "row_bytes": 2, "element_size": 2, "weight_size": 2}

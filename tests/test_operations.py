@@ -1,5 +1,5 @@
-"""The number of operations of a small step, which is limited by host time, does not grow
-unnoticed."""
+"""Upper bounds for the number of PyTorch operations of a small training step, whose time is that of
+launching them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def segmented(targets: Tensor) -> hl.Batch:
     return hl.Batch(targets, segments, advantages=ADVANTAGES, old_logps=OLD_LOGPS)
 
 
-# Autograd runs the gradient of the loss and two accumulations.
+# "autograd" counts the multiplication by the upstream gradient and two gradient accumulations.
 CE = {"autograd": 3, "engine": 1, "head_loss": 1, "losses": 1, "objective": 2, "statistics": 10}
 GRPO = CE | {"losses": 16, "objective": 3, "statistics": 16}
 STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
@@ -42,10 +42,11 @@ STEPS: dict[str, tuple[Callable[[], hl.Batch], hl.Term, dict[str, int]]] = {
 def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward with accumulated gradients stay within the allowed number of operations.
 
-    Only the loss is read; operations of kernels and matrix products are not counted.
+    Kernels and large matmuls are not counted, and only the loss of the result is read.
     """
     (make, objective, most), generator = STEPS[step], torch.Generator().manual_seed(0)
-    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)  # small products keep all rows
+    # do not skip any rows, as the library does for small calls on a CPU
+    monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
     shapes = (N, H), (V, H)
     hidden, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)
 
@@ -54,7 +55,7 @@ def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> Non
         x = hidden.view(*batch.targets.shape, H)
         hl.head_loss(x, hl.Head(weight), batch, objective).loss.backward()
 
-    run()  # runs the trial of the terms
+    run()  # a first call, in which each term is tried on made-up tokens
     with Operations() as found:
         run()
     assert not found.beyond(most), "\n" + found.beyond(most)
@@ -92,7 +93,8 @@ def test_operations_of_stored_ids(fields: dict[str, Tensor], more: str) -> None:
     assert surveyed(**fields) == sorted(of_targets + more.split(", ") * bool(more))
 
 
-HEAD_OF_STOCK = 6  # product, shift, copy, log-softmax, loss and division
+# PyTorch operations of Transformers' own loss: matmul, shift, copy, log-softmax, loss and division
+HEAD_OF_STOCK = 6
 FORWARD = {"engine": 1, "head_loss": 1, "losses": 1, "objective": 3, "statistics": 11, "batch": 18}
 
 

@@ -1,4 +1,5 @@
-"""A head outside DDP's or FSDP2's forward is correct, refused or wrong as documented."""
+"""A head that is called outside of DDP's or FSDP2's forward gives correct gradients, an error, or
+the wrong gradients that the docs describe."""
 
 from __future__ import annotations
 

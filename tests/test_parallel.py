@@ -52,7 +52,7 @@ def test_what_the_host_knows_waits_for_no_gpu_if_it_can(monkeypatch, backends, d
 
 
 def fits(row: dict[str, str], cut: Cut) -> bool:
-    """Return True if a case supports the partition."""
+    """Return True if a test case can be split over ranks in this way."""
     case, schedule = CASES[row["case"]], row["schedule"]
     objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
     if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
@@ -68,7 +68,8 @@ def fits(row: dict[str, str], cut: Cut) -> bool:
 
 
 def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
-    """Return every case once, with rotating values of the remaining axes."""
+    """Return every objective once, while schedule, dtype, layout and head take their values in
+    turn."""
     others = [itertools.cycle(AXES[name][turn % 2 :] + AXES[name][: turn % 2]) for name in AXES]
     found = []
     for number, case in enumerate(CASES):
@@ -116,7 +117,8 @@ def compare(row: Row, cut: Cut, results: list[dict[str, Any]]) -> None:
 def compare_inputs(
     inputs: Inputs, options: hl.Options, cut: Cut, results: list[dict[str, Any]]
 ) -> None:
-    """Check results against one rank's error budget, with identical bits in a vocabulary group."""
+    """Check results of all ranks against the error allowed on one rank, and that ranks of a
+    vocabulary group have the same bits."""
     total = inputs.batch.targets.numel()
     for i in range(cut.data):
         line = results[i * cut.vocabulary : (i + 1) * cut.vocabulary]
@@ -156,9 +158,9 @@ def compare_inputs(
 def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
     """Return the partitioned cases for worlds of `size` ranks.
 
-    Each case has its tokens partitioned on two ranks, or else the vocabulary on two, three and four
-    ranks. The remaining combinations (spread or unspread hidden states on two, three or four ranks)
-    alternate over the cases.
+    Every objective runs with its tokens split over two ranks or, if it does not support this, with
+    its vocabulary split over two, three and four ranks. The other combinations of world size with
+    or without sequence parallelism take turns over the objectives.
     """
     cuttable = {row[0] for row, _ in rows_of(Cut(data=2), 0)}
     chosen = []
@@ -176,8 +178,8 @@ def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_term(world: World, every: bool) -> None:
-    """Every term has one rank's loss, metrics and gradients under uneven shards, arbitrarily cut
-    segments and spread hidden states."""
+    """Each objective gives the loss, metrics and gradients of one rank, with uneven vocabulary
+    slices, segments that span ranks, and sequence parallelism."""
     size = world.size
     full = (rows_of(cut, turn + size) for turn, cut in enumerate(CUTS[size]))
     for rows in full if every else in_turns(size):
@@ -215,8 +217,8 @@ def test_an_order_of_tokens_that_run_across_ranks(world: World) -> None:
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_random_cuts(world: World, data: st.DataObject) -> None:
-    """Random grids and partitions of rows, tokens and segments agree with one rank in any
-    schedule."""
+    """Random splits of vocabulary rows, tokens and segments over ranks agree with one rank, under
+    every schedule."""
     cut = data.draw(st.sampled_from([*CUTS[world.size], Cut(vocabulary=world.size)]))
     seed = data.draw(st.integers(0, 10_000))
     cut = replace(cut, seed=seed)

@@ -19,7 +19,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 
 def test_all_ranks_say_what_differs(world: World) -> None:
     for name, (_, _, match) in parallel_compared.CASES.items():
-        if "head_stats" in name and world.size > 2:  # its first call imports the slow compiler
+        # the first `head_stats` call imports torch's compiler, which takes long
+        if "head_stats" in name and world.size > 2:
             continue
         for message in world.run(parallel_compared.compared, name, seconds=SECONDS):
             assert (match in message) if match else not message, (name, message)

@@ -1,7 +1,7 @@
 """Comparison of Megatron-Core's `GPTModel` with and without headloss's processor, run on every
 rank.
 
-The output layers are those of Megatron-Bridge and Transformer Engine.
+The models' output layers are classes of Megatron-Bridge and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def with_lora(model: Any, config: Any, frozen: bool, **more: Any) -> None:
 
 
 def both(model: Any) -> dict[str, float]:
-    """Compare the model's own losses and gradients with those of the processor."""
+    """Compare losses and gradients of a Megatron model with and without headloss's output
+    processor."""
     from headloss.integrations.megatron import TokenLosses
 
     mask, found = mask_of(), []
@@ -127,7 +128,8 @@ def of_dev(size: int, spread: bool, tied: bool) -> dict[str, float]:
 
 
 def of_another_class(spread: bool) -> dict[str, Any]:
-    """Return the difference or the error for output layers of other classes."""
+    """Return, for each custom output layer, the loss difference between headloss and the model, or
+    headloss's error text."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(2)
@@ -176,7 +178,8 @@ def lora(size: int, spread: bool, frozen: bool) -> dict[str, float]:
 
 
 def of_losses(model: Any) -> float:
-    """Return the difference of losses without gradients, since a disabled adapter has none."""
+    """Return the difference between the model's token losses with and without headloss, in a
+    forward pass without gradients."""
     from headloss.integrations.megatron import TokenLosses
 
     with torch.no_grad():
@@ -185,7 +188,8 @@ def of_losses(model: Any) -> float:
 
 
 def the_merged_weight_loses_a_gradient() -> bool:
-    """Check that the wrapper's merged `weight` gives factor A no gradient, so it cannot be used."""
+    """Check that a backward pass through the LoRA layer's merged `weight` leaves LoRA factor A
+    without a gradient, so that headloss cannot read the merged weight."""
     parallel(2)
     config = config_of(2)
     model = model_of(config)
@@ -224,8 +228,8 @@ def softcap(tied: bool, kind: tuple[str, ...]) -> dict[str, float]:
 
 
 def mxfp8_layer(main_grad: bool) -> dict[str, float]:
-    """Compare a stub with the attributes of Transformer Engine's layer with Megatron's layer of
-    equal weight."""
+    """Compare the loss of Megatron's output layer with that of a stub that has the same weight and
+    the attributes of Transformer Engine's layer."""
     from headloss.integrations.megatron import TokenLosses
 
     def forward(*args: Any) -> None:
@@ -256,7 +260,8 @@ def mxfp8_layer(main_grad: bool) -> dict[str, float]:
 
 
 class Quantised(Tensor):
-    """A parameter of a non-torch class, like Transformer Engine's."""
+    """A tensor subclass defined outside of torch, like the quantised parameters of Transformer
+    Engine."""
 
 
 def refusals() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Comparison of Megatron-Core models with an output layer that returns hidden states, on every
 rank.
 
-The reference is the model's logits. R ranks share the vocabulary; b rows of s positions.
+Log-probs from the hidden states are compared with log-probs from the model's logits. R ranks share
+the vocabulary; b rows of s positions.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def statistics(size: int, spread: bool, half: bool) -> dict[str, float]:
     """Compare log-probs and entropies at token temperatures, from the model's output in place of
     logits.
 
-    `half` uses bfloat16, which `Float16Module` converts to float32.
+    With `half` the model computes in bfloat16, and `Float16Module` converts its output to float32.
     """
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
     from megatron.core.transformer.module import Float16Module

@@ -29,7 +29,7 @@ from torch import Tensor
 import headloss as hl
 
 D, SCALE = 2, 3.0
-V = 8  # small, so that the likeliest token is often the label
+V = 8  # a small vocabulary, so that the model's likeliest token is often the label
 
 
 def model_of(config: Any, tied: bool = False, attention: bool = True, length: int = S) -> Any:
@@ -47,8 +47,9 @@ def model_of(config: Any, tied: bool = False, attention: bool = True, length: in
 
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    if not attention:  # Megatron's plain attention refuses packed sequences
-        kind = {"attn_mask_type": AttnMaskType.causal}  # needed by a depth
+    if not attention:  # Megatron's unfused attention rejects packed sequences, so replace it
+        # an attribute read by Megatron's multi-token-prediction layer
+        kind = {"attn_mask_type": AttnMaskType.causal}
         layer.submodules.self_attention = ModuleSpec(module=IdentityOp, params=kind)
         layer.submodules.self_attn_bda = IdentityFuncOp
     depths = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
@@ -181,13 +182,14 @@ def one_call(size: int, spread: bool, policy: bool, totals: bool) -> Any:
 
 
 def scored(mask: Tensor) -> int:
-    """Return the number of scored rows, of the main prediction and all depths."""
+    """Return the number of scored rows, summed over the main prediction and all
+    multi-token-prediction depths."""
     return int(sum((mask[:, k:] > 0).sum() for k in range(1 + D)))
 
 
 def two_calls(more: dict[str, Any], segments: bool) -> Any:
-    """Compare cases in which the depths need a separate call, since one gradient cannot serve
-    both."""
+    """Compare cases in which headloss needs one call for the main loss and another for the
+    multi-token-prediction losses."""
     from headloss.integrations.megatron import HeadLoss
 
     parallel(2)
@@ -233,8 +235,8 @@ def packed(context_parallel: bool) -> Any:
 
 
 def under_verl() -> Any:
-    """Compare under verl's postprocess, which returns the main logits and binds the function under
-    a second name."""
+    """Compare Megatron's and headloss's multi-token-prediction losses after verl has patched the
+    model's postprocessing and imported `process_mtp_loss` under a second name."""
     import verl_platform  # noqa: F401
     from verl.models.mcore import mtp_patch
 
@@ -253,8 +255,8 @@ def under_verl() -> Any:
 
 
 def without_labels() -> Any:
-    """Compare a model without labels: depth labels come from tokens, and the model returns
-    logits."""
+    """Compare multi-token-prediction training of a model called without labels, which returns
+    logits and takes the labels of its depths from the input ids."""
     parallel(2)
     model = model_of(mtp_config(2))
     given = inputs()
@@ -291,8 +293,8 @@ def main_grad(processor: bool) -> dict[str, float]:
 
 
 def a_step(processor: bool) -> dict[str, float]:
-    """Compare a step of Megatron's schedule over two micro-batches, which sets the scale of the
-    depths."""
+    """Compare one step of Megatron's pipeline schedule over two micro-batches; the schedule sets
+    the scale of the multi-token-prediction losses."""
 
     from headloss.integrations.megatron import HeadLoss
 
@@ -325,8 +327,8 @@ def a_step(processor: bool) -> dict[str, float]:
 
 
 def bound() -> dict[str, bool]:
-    """Check that every module with the function's name gets headloss's function, and Megatron's
-    after uninstall."""
+    """Check that `install()` replaces `process_mtp_loss` in every module that imported it, and that
+    `uninstall()` restores Megatron's function there."""
     from megatron.core.models.gpt import gpt_model
     from megatron.core.models.hybrid import hybrid_model
     from megatron.core.transformer import multi_token_prediction as home
@@ -343,7 +345,8 @@ def bound() -> dict[str, bool]:
     back = all(getattr(m, n) is theirs for m, n in holders)
     model = model_of(mtp_config(2)).eval()
     with headloss_installed(), torch.no_grad():
-        model.output_layer.forward = None  # unread depths make no logits
+        # fails if called: no logits are made for depths without a loss
+        model.output_layer.forward = None
         hidden = torch.ones((1 + D) * S, B, 16)
         main = home.process_mtp_loss(
             hidden, inputs()["labels"], None, model.output_layer, None, None, False, None,

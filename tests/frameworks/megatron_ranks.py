@@ -18,7 +18,7 @@ from worlds import World
 import headloss as hl
 
 B, S, H, V = 2, 8, 16, 64
-NEAR = 2e-6  # both sides compute in float32
+NEAR = 2e-6  # largest allowed error: Megatron and headloss both compute in float32
 
 
 def parallel(size: int, **more: int) -> None:
@@ -31,12 +31,13 @@ def parallel(size: int, **more: int) -> None:
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(size, **more)
-    # Megatron's random states need a GPU; dropout is off.
+    # Megatron's random number tracker needs a GPU; replace it, since the models have no dropout.
     random.CudaRNGStatesTracker.fork = lambda *a, **k: contextlib.nullcontext()  # type: ignore[assignment]
 
 
 def check(world: World, function: Any, *args: Any, near: float = NEAR) -> None:
-    """Check that all differences found by each rank are below `near`."""
+    """Run `function` on every rank, and check that all differences that it returns are below the
+    tolerance `near`."""
     for found in world.run(function, *args, seconds=300):
         assert max(found.values()) < near, found
 
@@ -116,7 +117,7 @@ def worst(got: list[Tensor], want: list[Tensor]) -> float:
 
 
 def token_losses(size: int, spread: bool, tied: bool, more: dict[str, Any]) -> dict[str, float]:
-    """Compare the model's token losses, masked and averaged outside, and its gradients."""
+    """Compare Megatron's and headloss's token losses, and the gradients of their masked mean."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(size)

@@ -20,9 +20,11 @@ from megatron_ranks import V, config_of, gradients, model_of, parallel, worst
 from parity import extracted, file_of
 from torch import Tensor
 
-K, PADDED, LENGTHS = 5, (8, 4), (7, 4)  # ids per token; padded and true sequence lengths
-WIDTHS = 12  # width of a teacher's hidden states
-OPD = "nemo_rl_opd"  # .frameworks/nemo-rl-opd: sources with full OPD
+# top-k ids per token; padded and true lengths of the two sequences.
+K, PADDED, LENGTHS = 5, (8, 4), (7, 4)
+WIDTHS = 12  # width of the teachers' hidden states
+# folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation
+OPD = "nemo_rl_opd"
 LossInputType = enum.Enum("LossInputType", ["DISTILLATION", "OPD_FULL"])
 LossType = enum.Enum("LossType", ["TOKEN_LEVEL", "SEQUENCE_LEVEL"])
 
@@ -78,8 +80,8 @@ def utilities(tree: str) -> dict[str, Any]:
 
 
 def installed_as(tree: str, own: Any, **more: Any) -> Any:
-    """Install modules under NeMo-RL's names with the replaced functions; return the forward's
-    module."""
+    """Install stub modules under NeMo-RL's names, filled with the functions that headloss replaces;
+    return the stub that holds the training forward."""
     from headloss.integrations import nemo_rl_distillation as adapter
 
     home, train = ModuleType(adapter.MODELS), ModuleType(adapter.TRAIN)
@@ -159,8 +161,8 @@ def compared(found: list[tuple[dict[str, float], list[Tensor]]]) -> dict[str, fl
 
 
 def topk(tree: str, size: int, spread: bool) -> dict[str, float]:
-    """Compare six losses over two packed sequences; `size` 1 means two ranks of context
-    parallelism."""
+    """Compare six of NeMo-RL's top-k distillation losses with headloss's over two packed sequences,
+    under tensor (`size` 2) or context parallelism (`size` 1)."""
     from headloss.integrations import nemo_rl_distillation as adapter
 
     parallel(size, context_parallel_size=2 // size)
@@ -174,7 +176,7 @@ def topk(tree: str, size: int, spread: bool) -> dict[str, float]:
     rows = [torch.randint(V, (n,), generator=generator) for n in PADDED]
     likeliest = [(4 * torch.randn(n, V, generator=generator)).topk(K) for n in PADDED]
     logits, ids = ([getattr(x, name) for x in likeliest] for name in ("values", "indices"))
-    # Under tensor parallelism one of NeMo-RL's backward passes does not support a padded tail.
+    # Under tensor parallelism a backward pass of NeMo-RL fails if a sequence ends in padding.
     lengths = PADDED if size == 2 else LENGTHS
     data = batch(rows, lengths, teacher_topk_logits=logits, teacher_topk_indices=ids)
 
@@ -242,8 +244,8 @@ def of_full_vocabulary(own: Any, level: str, payload: str, penalty: float) -> tu
 
 
 def full(size: int, spread: bool, level: str, payload: str, penalty: float) -> dict[str, float]:
-    """Compare `opd_full` with all its metrics on packed rows, from two teachers or one teacher's
-    logits."""
+    """Compare loss, metrics and gradients of NeMo-RL's full on-policy distillation (`opd_full`) on
+    packed rows, taught by two teachers' hidden states or by logits."""
     from megatron.core import mpu
 
     from headloss.integrations import nemo_rl_distillation as adapter

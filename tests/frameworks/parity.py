@@ -1,8 +1,9 @@
 """Common parts of the framework tests: a step, headloss's loss on the step, and framework
 functions.
 
-B rows of C columns, T scored tokens. A framework is imported if possible without a GPU. If not, the
-functions under test are extracted from its source file and run unchanged.
+B rows of C columns, T scored tokens. A framework is imported if possible without a GPU. If a
+framework cannot be imported without a GPU, the functions under test are extracted from its source
+file and run unchanged.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ Step = dict[str, Tensor]
 def step(edge: str = "random", seed: int = 0, per_token: bool = True, scale: float = 0.4) -> Step:
     """Return [B, C] float64 tensors; the last row has no scored tokens, the first row a gap.
 
-    "clipped": every ratio is beyond any clip in the advantage's direction; "one token": one scored
-    token per row; "overflow": log-ratios of 90 and -90.
+    Edges: "clipped": the advantage pushes every ratio beyond any clip; "one token": each row has
+    one scored token; "overflow": log-ratios are 90 or -90.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -80,7 +81,8 @@ def theirs(made: Step, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def batch_of(made: Step, layout: str, totals: Any = None, **more: Tensor) -> hl.Batch:
-    """Return the step as a batch, in rows or packed to its scored tokens."""
+    """Return a training step as an `hl.Batch`, either in padded rows or packed to the scored
+    tokens."""
     mask = made["mask"]
     fields = {n: t for n, t in made.items() if n not in ("mask", "logp")} | more
     if layout == "padded":

@@ -50,8 +50,8 @@ def samples() -> list[Tensor]:
 
 
 def sets(tokens: list[Tensor]) -> dict[str, Any]:
-    """Return a sampler's sets, including a set without its token, an empty set, and a token without
-    a set."""
+    """Return a top-p sampler's kept ids per token, including an entry that lacks the sampled token
+    and an empty entry."""
     generator = torch.Generator().manual_seed(5)
     ids, offsets = [], []
     for sample, count in zip(tokens, RESPONSES, strict=True):

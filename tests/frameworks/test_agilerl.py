@@ -126,7 +126,8 @@ def test_off_policy_masks(peer) -> None:
 
 
 def test_off_policy_token_mask(peer) -> None:
-    """A token with a live ratio outside the band has no policy gradient, but still counts."""
+    """Like AgileRL, headloss gives no policy gradient to a token whose current ratio is outside the
+    bounds, but counts the token in the mean."""
     made = step()
     made["sampling_logps"] = made["old_logps"]
     options = {"_masks_off_policy_tokens": True, "off_policy_token_mask_bounds": (0.7, 1.4)}
@@ -186,8 +187,8 @@ class Actor(torch.nn.Module):
 
 
 def test_kl_shaped_advantages(peer) -> None:
-    """KL-shaped advantages agree; AgileRL's gradient flows through the advantages, 2.3 % off the
-    policy gradient."""
+    """KL-shaped advantages agree with AgileRL; AgileRL also differentiates the advantages, which
+    moves its gradient by 2.3 % from headloss's default."""
     made = step()
     want = policy(peer, made, beta=0.3, use_kl_advantage_shaping=True)
     options: dict[str, Any] = {"beta": 0.3, "estimator": "k3", "centred": True}
@@ -211,7 +212,8 @@ def by_turns(made: Step) -> hl.Batch:
     ("reduction", "level"), [("mean", "sequence"), ("sum", "sequence_product")]
 )
 def test_turns(peer, reduction: str, level: Any) -> None:
-    """Turns agree as segments, with ratios of means or sums, and a mean over turns."""
+    """Turn-level GRPO agrees with AgileRL if turns are passed as segments: ratios are means or sums
+    over a turn, and the loss is a mean over turns."""
     made = step(scale=0.1)
     mask = made["mask"] & (TURNS >= 0)
 
@@ -229,7 +231,7 @@ def test_turns(peer, reduction: str, level: Any) -> None:
     leaf = made["logp"].clone().requires_grad_()
     want = value_and_gradient(loss(leaf), leaf)
     term = hl.grpo(epsilon_low=0.1, epsilon_high=0.1, importance_sampling_level=level)
-    filled = hl.Totals(int(mask.sum()), 7)  # the last row has no turns
+    filled = hl.Totals(int(mask.sum()), 7)  # 7 turns: the last row of `TURNS` has none
     logits = torch.stack([leaf, torch.log1p(-leaf.exp())], -1)
     out = hl.logits_loss(logits, by_turns(made).with_fields(), term)
     (gradient,) = torch.autograd.grad(out.loss, leaf)

@@ -132,7 +132,8 @@ def through_the_layer(self: Any) -> Any:
 
     def log_probs(hidden, head_w, head_b, target_ids, temperature, **more):
         routing = ROUTING_STATE.get(layer)
-        if with_gradient and routing is not None:  # the actor's rows of a joint pass
+        # rows of the actor in a forward pass shared with the reference model
+        if with_gradient and routing is not None:
             ROUTING_STATE[layer] = ["actor"] * len(hidden)
         logits = layer(hidden) / temperature
         ROUTING_STATE[layer] = routing

@@ -61,7 +61,7 @@ def compare(name: str, options: dict[str, Any], call: Any, module: Any = theirs)
 
 
 def test_signatures() -> None:
-    """Classes have all arguments in Liger's order."""
+    """The Liger-compatible classes have the same arguments, order and defaults as Liger's."""
     names = [n for n in ours.__all__ if n.endswith("Loss")]
     assert len(names) == 8
     for name in names:
@@ -136,7 +136,7 @@ def test_policy(options: dict[str, Any], more: str) -> None:
         given["vllm_is_ratio"] = ratio
         if options["loss_type"] == "luspo":  # per row only
             given["vllm_is_ratio"] = ratio[:, :1]
-        if options["loss_type"] == "vespo":  # Liger also sums values at padding
+        if options["loss_type"] == "vespo":  # Liger's VESPO also sums ratios at padding positions
             if more == "rows":
                 with pytest.raises(ValueError, match="vllm_is_ratio"):
                     ours.LigerFusedLinearGRPOLoss(**options)(

@@ -49,7 +49,7 @@ TERMS: dict[str, tuple[hl.Term, dict[str, Any]]] = {
 def test_loss_type(name: str, edge: str) -> None:
     term, options = TERMS[name]
     made = step(edge, per_token=False)
-    if name == "vespo":  # the sampler would enter VESPO's phi
+    if name == "vespo":  # VESPO's weight would also read the sampler's log-probs
         del made["sampling_logps"]
     compare(term, made, liger(made, loss_type=name, **options))
 

@@ -119,7 +119,8 @@ def test_orpo(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_kto(shape: str) -> None:
-    """KTO agrees; Liger uses `kl` unchanged, headloss at least 0."""
+    """KTO agrees with Liger's; Liger uses the reference KL unchanged, while headloss clamps it to
+    at least 0."""
     step = Step(shape)
     loss = chunked.LigerFusedLinearKTOLoss(beta=0.3, use_ref_model=True, compiled=False)
     reference = (step.ref_hidden, step.ref_weight, None)

@@ -1,7 +1,7 @@
 """Terms agree with Liger's fused linear cross-entropy, with its Triton kernels in the interpreter.
 
-Liger computes in float32, so values agree to 1e-5. Its class weights and soft cap do not run in the
-interpreter.
+Liger computes in float32, so values agree to 1e-5. Liger's class weights and soft cap are not
+compared, since they do not run in the interpreter.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import torch
 from parity import stubbed
 
 stubbed("llamafactory", "torchaudio")
-os.environ["DISABLE_VERSION_CHECK"] = "1"  # skips checks of pinned extras
+# skip LLaMA-Factory's checks of installed package versions
+os.environ["DISABLE_VERSION_CHECK"] = "1"
 tuner = pytest.importorskip("llamafactory.train.tuner", exc_type=ImportError)
 
 import headloss as hl  # noqa: E402

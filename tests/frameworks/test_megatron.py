@@ -56,7 +56,8 @@ def test_packed_objective(world: World, spread: bool, masked: bool) -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_step_of_its_schedule(world: World, spread: bool) -> None:
-    """A step of Megatron's schedule agrees to bfloat16, to which Megatron rounds logits."""
+    """A training step in Megatron's pipeline schedule gives the same loss within bfloat16
+    precision, since Megatron rounds logits to bfloat16."""
     check(world, ranks.a_step, spread, near=1e-2)
 
 

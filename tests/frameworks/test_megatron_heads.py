@@ -2,7 +2,7 @@
 headloss.
 
 Megatron-Bridge's classes run in Megatron-Core's model on two tensor-parallel gloo ranks.
-Transformer Engine needs a GPU, so a stub has its layer's attributes.
+Transformer Engine needs a GPU, so a stub layer with the same attributes replaces its output layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Megatron-Core models whose output layer returns hidden states agree with logits, on two gloo
 ranks.
 
-Differences are relative, of losses and of the worst parameter's gradient.
+Compared are relative differences of the losses, and of the gradient of the parameter that differs
+most.
 """
 
 from __future__ import annotations

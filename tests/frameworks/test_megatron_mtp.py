@@ -1,7 +1,7 @@
 """Megatron-Core's and headloss's `process_mtp_loss` agree in `GPTModel`, on two gloo ranks.
 
-The ranks are tensor parallel. Differences are relative, of main losses, of the worst parameter's
-gradient, and of logged depth losses; counts of hits are equal.
+The ranks are tensor parallel. Compared are relative differences of the main losses, of the logged
+depth losses, and of the gradient that differs most; counts of correct predictions must be equal.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ TRAINER = "rlhf_trainers/grpo_trainer.py"
 
 
 def branch(assigned: str, **namespace: Any) -> Any:
-    """Return the value assigned to a name in the branch `loss_type == 'real'` of ms-swift's
-    loss."""
+    """Run the branch `if self.loss_type == 'real'` of ms-swift's trainer, and return the value of
+    the variable `assigned`."""
     tree = ast.parse(file_of("swift", TRAINER).read_text())
     chosen = [
         node
@@ -38,7 +38,8 @@ def branch(assigned: str, **namespace: Any) -> Any:
     "signs", [(1, -1, 1, -1, 1, -1), (1, 1, 1, -1, 1, 1), (0, 1, 1, 1, -1, -1)]
 )
 def test_real(edge: str, signs: tuple[int, ...]) -> None:
-    """REAL agrees for groups of three consecutive rows, with a last row without scored tokens."""
+    """REAL agrees with ms-swift for groups of three consecutive rows, the last of which has no
+    scored tokens."""
     made = step(edge, per_token=False)
     made = {name: torch.cat([value, value[1:2]]) for name, value in made.items()}
     made["advantages"] = made["advantages"].abs() * torch.tensor(signs)[:, None]
@@ -53,7 +54,8 @@ def test_real(edge: str, signs: tuple[int, ...]) -> None:
             advantages=made["advantages"],
         )
 
-    # ms-swift's mean is over groups, and rows without tokens take part in their group.
+    # ms-swift averages REAL over prompt groups, and a row without tokens counts as a member of its
+    # group.
     value = hl.real().weighted("share")
     rows = made["mask"].any(1).view(2, 3).sum(1, keepdim=True)
     share = (3 / rows).expand(2, 3).reshape(-1).double()
@@ -61,7 +63,8 @@ def test_real(edge: str, signs: tuple[int, ...]) -> None:
 
 
 def whole_rows(edge: str) -> dict[str, Tensor]:
-    """Return a step without gaps, since ms-swift counts positions and headloss scored tokens."""
+    """Return a training step whose rows have no unscored token in between: ms-swift divides by
+    positions, headloss by scored tokens."""
     made = step(edge)
     made["mask"][0, 2] = made["mask"][0, 1]
     return made

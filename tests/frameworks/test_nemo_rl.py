@@ -1,6 +1,8 @@
-"""Terms agree with NeMo-RL's loss functions, run from their source, since no index has the package.
+"""Terms agree with NeMo-RL's loss functions, which are extracted from its sources because NeMo-RL
+is not on PyPI.
 
-NeMo-RL divides by (count + 1e-8), hence the tolerance.
+NeMo-RL adds 1e-8 to token counts before it divides, so losses are compared to a relative error of
+about 1e-8.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def peer() -> SimpleNamespace:
 
 
 def policy(peer: SimpleNamespace, made: Step, filled: bool = False, **options: Any):
-    """Return NeMo-RL's policy loss; with `filled` rows without tokens do not count as samples."""
+    """Return NeMo-RL's policy loss; with `filled`, rows without scored tokens are left out of the
+    number of samples."""
     config = {
         "disable_ppo_ratio": False,
         "ratio_clip_min": 0.15,

@@ -50,6 +50,7 @@ def test_topk(world: World, tree: str, size: int, spread: bool) -> None:
 def test_full(
     world: World, size: int, spread: bool, level: str, payload: str, penalty: float
 ) -> None:
-    """`opd_full` agrees in all metrics and gradients."""
+    """Full-vocabulary on-policy distillation agrees with NeMo-RL's `opd_full` in all metrics and
+    gradients."""
     file_of(ranks.OPD, "nemo_rl/algorithms/loss/loss_input.py")  # skips without sources
     check(world, ranks.full, size, spread, level, payload, penalty, near=2e-6)

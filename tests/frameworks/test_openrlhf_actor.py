@@ -121,7 +121,8 @@ def test_log_probs_and_entropies(
 
 
 def test_without_a_gradient_and_with_logits(peer: Any) -> None:
-    """A pass without gradient agrees, and calls that request logits run OpenRLHF's forward."""
+    """Log-probs agree with OpenRLHF's in a pass without gradients, and OpenRLHF's own forward runs
+    for calls that request logits."""
     from headloss.integrations.openrlhf import install
 
     ids, attended, actions = batch()

@@ -164,8 +164,8 @@ def test_openrlhf_sft(per_token: bool, edge: str) -> None:
     want = loss(per_token)(pairs.leaf, pairs.mask.double())
     term = hl.cross_entropy().over("token_mean" if per_token else "sequence_mean")
     if not per_token:
-        want = want * pairs.mask.any(1).double().mean()  # OpenRLHF counts empty rows
-    pairs.check(term, want, 1e-7)  # OpenRLHF's denominator has an epsilon of 1e-8
+        want = want * pairs.mask.any(1).double().mean()  # OpenRLHF also counts rows without tokens.
+    pairs.check(term, want, 1e-7)  # OpenRLHF adds 1e-8 to the denominator
 
 
 @pytest.mark.parametrize("edge", LENGTHS)

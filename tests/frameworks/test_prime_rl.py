@@ -14,7 +14,7 @@ from torch import Tensor
 import headloss as hl
 
 FUNCTIONS = ("default_loss_fn", "ipo_loss_fn", "ref_kl_loss_fn", "ce_loss_fn")
-FAR = ("random", "clipped", "one token")  # without overflow: prime-rl's ratios are not clamped
+FAR = ("random", "clipped", "one token")  # no "overflow" edge: prime-rl does not clamp ratios
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_ipo(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", FAR)
 def test_ref_kl(peer: SimpleNamespace, edge: str) -> None:
-    """The reference KL agrees: the reverse divergence is the advantage, and only probability drops
-    beyond 0.2 are masked."""
+    """prime-rl's reference-KL loss agrees: the reverse KL is the advantage, and tokens whose
+    probability dropped by more than 0.2 are masked."""
     bounds = {"delta_low": 0.2, "delta_high": 1.0, "one_sided": False}
     term = hl.dppo(**bounds, ratio_max=None, surrogate="ratio")  # type: ignore[arg-type]
     for seed in range(3):

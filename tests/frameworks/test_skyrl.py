@@ -17,7 +17,8 @@ import headloss as hl
 
 UTILS = "backends/skyrl_train/utils"
 NEAR = 3e-7
-PROMPTS = torch.tensor([4, 4, -1, -1, 0])  # the last row has no scored tokens
+# -1: a row without prompt; the last row has no scored tokens
+PROMPTS = torch.tensor([4, 4, -1, -1, 0])
 BOUNDARIES = [(0, 2), (2, 4), (4, 5)]
 
 

@@ -51,8 +51,8 @@ def test_log_probs(
 @pytest.mark.parametrize("estimator", ["sft", "gspo", "grpo"])
 @pytest.mark.parametrize(("size", "layout"), [(2, "packed"), (1, "zigzag"), (1, "contiguous")])
 def test_losses(world: World, size: int, layout: str, estimator: str) -> None:
-    """slime's own, with each metric: GSPO gathers log-probs of whole sequences, SFT reads no
-    entropies, and a rank may have no response token of a sample."""
+    """Losses and metrics agree with slime's under tensor or context parallelism, also if a rank
+    holds no response token of some sample."""
     for found in world.run(ranks.losses, size, layout, estimator, seconds=300):
         assert max(found.values()) < 1e-6, found
 

@@ -127,8 +127,8 @@ def test_blocks(installed: Any, kind: str, options: dict, more: dict) -> None:
 
 
 def eagle(lk: str | None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return EAGLE-3 with a reduced vocabulary, and a PyTorch soft cross-entropy in place of its
-    kernel."""
+    """Return SpecForge's EAGLE-3 model with a reduced draft vocabulary; PyTorch operations replace
+    its Triton kernel for soft cross-entropy."""
     from specforge.algorithms.eagle3 import model as eagle3
     from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
 

@@ -108,8 +108,8 @@ def train(model: Any, batch: dict[str, Tensor], **named: Any) -> tuple[Any, Tens
 
 @pytest.fixture
 def installed() -> Any:
-    """Return a function for calls with headloss installed, checked against speculators before and
-    after."""
+    """Return a function that trains one step with headloss installed in speculators, and uninstalls
+    headloss afterwards."""
 
     def call(*args: Any, **named: Any) -> tuple[Any, Tensor, dict, dict]:
         adapter.install()
@@ -274,7 +274,7 @@ def test_a_compiled_forward_is_compiled_once(
 
 
 def test_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """Four steps of speculators' trainer on a CPU, which it does not know: the same weights."""
+    """Four steps of speculators' trainer give the same weights with and without headloss."""
     trainer = pytest.importorskip("speculators.train.trainer")
     monkeypatch.setattr(trainer, "get_local_rank", lambda: "cpu")
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)

@@ -120,8 +120,8 @@ def test_multi_token_prediction(layout: str) -> None:
     """Multi-token prediction with two depths agrees with torchtitan's loss of logits, in both
     layouts.
 
-    torchtitan 0.3 passes a list of [B, L, H] with positions, later sources a flat tuple with
-    masks.
+    torchtitan 0.3 passes a list of [B, L, H] with positions, while later versions pass a tuple of
+    flattened tensors with masks.
     """
     kinds, model = case.both(), case.model_of()
     from torchtitan.models.deepseek_v3.mtp import MTPLoss, roll_mtp_sequence
@@ -163,7 +163,8 @@ def test_multi_token_prediction(layout: str) -> None:
 
 
 def test_flat_tokens() -> None:
-    """Documents of flat positions are segments, like documents of rows."""
+    """A call with flattened positions finds the same document boundaries, so the same segments, as
+    a call with rows."""
     kinds, model = case.both(), case.model_of()
     ids, labels = case.batch_of(1)
     given, model._skip_lm_head = case.dapo(3), True
@@ -232,7 +233,8 @@ def test_tensor_parallel(world: World, backend: str, spread: bool, tied: bool) -
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_data_and_tensor_parallel(spread: bool) -> None:
-    """Four ranks, two of each."""
+    """Losses and gradients agree on four ranks: two-way tensor parallelism times two-way data
+    parallelism."""
     with world_of(4) as four:
         for found in four.run(case.tensor_parallel, "full_dtensor", spread, False, 2, seconds=300):
             assert max(found.values()) < NEAR, found

@@ -87,7 +87,7 @@ TERMS: dict[str, tuple[hl.Term, dict[str, Any]]] = {
         {"policy_loss": {"kl_cov_ratio": 0.2}},
     ),
 }
-# verl divides these losses by (tokens + 1e-8).
+# Looser tolerance: for the `geo_mean` and `sapo` losses verl divides by (tokens + 1e-8).
 TOLERANCE = {"geo_mean": 1e-7, "sapo": 1e-7}
 UNCLAMPED = ("kl_cov", "gspo", "geo_mean")
 
@@ -95,22 +95,23 @@ UNCLAMPED = ("kl_cov", "gspo", "geo_mean")
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("name", TERMS)
 def test_policy_loss(name: str, edge: str) -> None:
-    """Policy losses agree, except overflowing ratios that verl clamps differently
-    (test_overflow)."""
+    """Policy losses agree with verl's, except at log-ratios of 90, which verl clamps differently
+    (`test_overflow`)."""
     if edge == "overflow" and name in UNCLAMPED:
         return
     term, options = TERMS[name]
     for seed in range(3):
         made = step(edge, seed, per_token=name != "geo_mean")
-        if name == "geo_mean":  # counts empty rows with advantage 0
+        # verl's `geo_mean` also counts rows without tokens; their advantage is 0
+        if name == "geo_mean":
             made["advantages"][-1] = 0
         compare(term, made, verl(name, made, **options), TOLERANCE.get(name, 1e-12))
 
 
 @pytest.mark.parametrize("name", UNCLAMPED)
 def test_overflow(name: str) -> None:
-    """At a log-ratio of 90 both losses are finite, with weights e^90 (or e^10) in verl and e^20 in
-    headloss."""
+    """At a log-ratio of 90, verl's and headloss's losses are finite; verl clamps the ratio to e^90
+    or e^10, headloss to e^20."""
     term, options = TERMS[name]
     made = step("overflow", per_token=name != "geo_mean")
     assert theirs(made, verl(name, made, **options))[0].isfinite()
@@ -135,8 +136,8 @@ def test_reductions(mode: str, over: Any) -> None:
         compare(term, made, verl("vanilla", made, mode), tolerance)
 
         def alone(logp: Tensor, made: Step = made) -> Tensor:
-            """Compute verl's loss without given totals, so that rows without tokens do not
-            count."""
+            """Compute verl's loss without the batch's token totals, so that rows without tokens do
+            not count."""
             return core_algos.agg_loss(logp.exp(), made["mask"].double(), mode)
 
         likelihood = hl.term(lambda stats, batch: stats.logp.exp(), name="p")().over(over)
@@ -151,7 +152,8 @@ def test_token_sum() -> None:
 
 @pytest.mark.parametrize("share", [1e-4, 0.3])
 def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clip-Cov agrees if the draws are verl's permutation of the candidate tokens."""
+    """Clip-Cov agrees with verl if the batch's random draws select the same tokens as verl's random
+    permutation."""
     for seed in range(3):
         made = step(seed=seed)
         chosen: list[Tensor] = []
@@ -165,7 +167,8 @@ def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
         options = {"clip_cov_ratio": share, "clip_cov_lb": 0.05, "clip_cov_ub": 2.0}
         want = theirs(made, verl("clip_cov", made, policy_loss=options))
         monkeypatch.undo()
-        order = chosen[-1].argsort()  # rank of each of verl's candidates
+        # position of each candidate token in verl's random permutation
+        order = chosen[-1].argsort()
         draws = torch.full((B, C), torch.inf, dtype=torch.float64)
         draws[candidates(made, 0.05, 2.0)] = order.double()
         clip = {"epsilon_low": 0.15, "epsilon_high": 0.25}
@@ -212,7 +215,8 @@ def test_metrics(name: str, clipped: str, drift: str) -> None:
 
 
 def test_sft() -> None:
-    """SFT agrees, with the step's tokens as denominator; verl's token masks are shifted inside."""
+    """The SFT loss agrees with verl's, which divides by the token count of the whole step and
+    shifts the loss mask by one position."""
     made = step()
     rows, mask = [made["logp"][0], made["logp"][1]], [made["mask"][0], made["mask"][1]]
     made = {n: x[:2] for n, x in made.items()}
@@ -316,8 +320,8 @@ REJECTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REJECTIONS)
 def test_rejection(name: str) -> None:
-    """Rejection agrees with the mask as a field, where rejected tokens do not count in the
-    denominator."""
+    """verl's rejection masks agree with `rejection_mask` and `.rejected()`; a rejected token does
+    not count in the mean."""
     threshold, options = REJECTIONS[name]
     dropped = 0
     for seed in range(3):

@@ -112,7 +112,8 @@ def test_a_temperature_per_token() -> None:
 
 @pytest.mark.parametrize("mode", [*OF_VERL, "geo_mean"])
 def test_losses_of_core_algos(mode: str) -> None:
-    """verl's losses agree on verl's and headloss's log-probs, in value and head gradient."""
+    """verl's policy losses have the same value and head gradient, whether verl's torch backend or
+    headloss computes the log-probs."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(4, 5, H, generator=generator), torch.randn(V, H)
     ids = torch.randint(V, (4, 5), generator=generator)
@@ -150,7 +151,8 @@ def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) ->
         found.append(trained(engines(backend, tied=tied, packed=packed), data, loss))
     same(found[1], found[0])
     outputs = [out["model_output"] for out, _ in found]
-    for name in ("log_probs", "entropy"):  # in rows the last position has a different label
+    # leave out the last position of each row: its label differs between packed and padded batches
+    for name in ("log_probs", "entropy"):
         got, want = ([row[:-1] for row in out[name].unbind()] for out in reversed(outputs))
         close(got, want)
 
@@ -165,7 +167,8 @@ def test_verls_fused_engine(engines: Engines) -> None:
     try:
         want = trained(theirs, step(), loss)
     finally:
-        kind.forward = own  # verl leaves its forward on the class
+        # restore the class: verl monkey-patches the model class's forward for good
+        kind.forward = own
     same(trained(engines("headloss", tied=True), step(), loss), want)
 
 

@@ -20,8 +20,8 @@ N, V, H, K = 14, 23, 5, 6
 def test_forward_kl_topk() -> None:
     """verl's forward KL over the top k agrees.
 
-    If the student has more mass on the stored tokens, the sum is negative and clamped, without
-    gradient.
+    If the student puts more mass on the stored tokens than the teacher, verl's sum over them is
+    negative; verl clamps it to 0, which stops the gradient.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -42,8 +42,9 @@ def test_forward_kl_topk() -> None:
     )
     whole = found["distillation_losses"].squeeze(0)
     assert (whole < 0).any() and (whole > 0).any()
-    want = whole.clamp_min(0).mean()  # like verl's loss
-    # With the remaining columns as an outcome no value is negative.
+    want = whole.clamp_min(0).mean()  # verl clamps each token's loss at 0
+    # `tail="clamped"` counts the remaining vocabulary as one more outcome, so no token's divergence
+    # is negative.
     batch = hl.Batch(ids[:, 0].contiguous(), teacher_topk_ids=ids, teacher_topk_logps=log_q)
     out = hl.head_loss(hidden, hl.Head(weight), batch, hl.distillation(tail="clamped"))
     torch.testing.assert_close(out.loss, want.double(), rtol=1e-5, atol=1e-7)

@@ -48,7 +48,8 @@ def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> Non
 def test_whole_vocabulary(
     world: World, tmp_path: Path, spread: bool, ceiling: float | None
 ) -> None:
-    """A teacher's hidden states agree in both layouts with a top k of all tokens."""
+    """Full-vocabulary distillation from a teacher's hidden states agrees with verl's top-k loss
+    whose k is the vocabulary size, in padded and packed batches."""
     check(world, ranks.whole, saved(tmp_path), spread, ceiling)
 
 

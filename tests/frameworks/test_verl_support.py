@@ -1,6 +1,6 @@
 """A sampler's sets reach both modes of verl's FSDP engine from verl's batch.
 
-Results are compared with masked logits, and with verl's losses of masked logits.
+Log-probs and losses are compared with those of logits masked to the kept ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def with_sets(data: TensorDict, **flags: Any) -> Sets:
-    """Add sets of one to nine ids including the token, and one unfiltered token."""
+    """Add `support_ids` to the batch: one to nine ids per token, always with the sampled token, and
+    an empty list for one token."""
     generator = torch.Generator().manual_seed(5)
     sets: Sets = []
     for response in data["responses"].unbind():
@@ -73,7 +74,8 @@ def masked(model: Any, data: TensorDict, sets: Sets) -> list[tuple[Tensor, Tenso
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla"])
 def test_log_probs_are_over_the_sets(path: str, packed: bool, mode: str) -> None:
-    """Log-probs are over the sets, by `head_stats` under verl's loss, and in one pass."""
+    """Log-probs and entropies are normalised over each token's `support_ids`, both under verl's
+    loss functions and under headloss's."""
     engine, data = engine_of(path, "headloss", packed=packed), step()
     sets = with_sets(data, use_remove_padding=packed)
     plain = engine_of(path, None).module
@@ -88,7 +90,8 @@ def test_log_probs_are_over_the_sets(path: str, packed: bool, mode: str) -> None
 
 
 def test_both_ways_train_alike(path: str) -> None:
-    """Both modes train equally, and differently from training without sets."""
+    """verl's loss and headloss's give the same gradients with `support_ids`, and other gradients
+    than without `support_ids`."""
     found = []
     for mode, sets in (("vanilla", True), ("headloss_vanilla", True), ("vanilla", False)):
         engine, data = engine_of(path, "headloss"), step()
@@ -106,8 +109,8 @@ def test_both_ways_train_alike(path: str) -> None:
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla"])
 @pytest.mark.parametrize("way", ["a row", "a token", "the end"])
 def test_a_missing_set_names_its_sequence(path: str, mode: str, way: str) -> None:
-    """A missing set raises with the sequence's name, as from a tool loop that keeps only first-turn
-    sets."""
+    """If a scored token has no entry in `support_ids`, the error names its sequence and
+    position."""
     engine, data = engine_of(path, "headloss"), step()
     sets = with_sets(data)
     b = 1 if way == "a row" else 0
@@ -122,7 +125,8 @@ def test_a_missing_set_names_its_sequence(path: str, mode: str, way: str) -> Non
 
 
 def test_no_sets_are_none(path: str) -> None:
-    """A batch without sets works, even after a step with sets."""
+    """A batch without `support_ids` is scored over the whole vocabulary, also after a step with
+    `support_ids`."""
     engine, data = engine_of(path, "headloss"), step()
     want = trained(engine, data, loss_of("vanilla"))[0]
     sets = step()

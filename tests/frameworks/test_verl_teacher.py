@@ -1,5 +1,5 @@
-"""A teacher's top k in the fused head of verl's FSDP engine agrees with verl's loss of logits.
-"""
+"""Top-k distillation in verl's FSDP engine agrees between headloss's fused head and verl's loss on
+logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from verl_case import (
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return engines by (tied, packed, backend), each built once."""
+    """Return a function that builds the engine for (backend, tied, packed) on first use and then
+    reuses it."""
     paths = {tied: saved(tmp_path_factory.mktemp("llama"), tied=tied) for tied in (False, True)}
     built: dict[Any, Any] = {}
 
@@ -97,8 +98,8 @@ CLAMPS = [(None, None), (-10.0, 10.0), (-4.0, 0.5), (-2.0, None)]
 @pytest.mark.parametrize(("floor", "ceiling"), CLAMPS)
 @pytest.mark.parametrize("over", ["token-mean", "seq-mean-token-mean"])
 def test_clamps(engines: Any, floor: float | None, ceiling: float | None, over: str) -> None:
-    """Clamps agree: a lower bound of log-probs before the sum (not in masses), and a bound of
-    losses."""
+    """verl's two clamps agree: the lower bound of log-probs inside the divergence, and the upper
+    bound of a token's loss."""
     settings = {**WAYS["supervised beside rewards"], "log_prob_min_clamp": floor,
         "loss_max_clamp": ceiling}  # fmt: skip
     want, got = both(engines, distillation_of("gspo", settings, loss_agg_mode=over))
@@ -114,8 +115,8 @@ def test_a_temperature_per_sample(engines: Any, packed: bool) -> None:
 
 
 def test_outputs(engines: Any) -> None:
-    """Outputs are nested like the tokens and 0 at unscored responses, and absent in a batch without
-    a teacher."""
+    """Distillation outputs are nested tensors shaped like the tokens, with 0 at unscored response
+    tokens; without a teacher they are absent."""
     loss = distillation_of("vanilla", WAYS["supervised alone"])
     results = both(engines, loss, {"distillation_only": True, "calculate_entropy": False})
     theirs, ours = (out["model_output"] for out, _ in results)

@@ -55,7 +55,7 @@ class Mean(torch.nn.Module):
 
 
 class Squashed(torch.nn.Module):
-    """A replacement for a layer that works on DTensors and their rows."""
+    """A tanh in place of a decoder layer, which accepts plain tensors and DTensors."""
 
     def forward(self, x: Tensor, *rest: Any) -> Tensor:
         return torch.tanh(x)
@@ -176,9 +176,9 @@ def pipelined(kind: str) -> dict[str, Any]:
     """Compare FSDP2 over two ranks in a torch pipeline schedule of one stage and four
     micro-batches.
 
-    The result has the reduce-scatters of the head's gradient, the schedules of the calls, and
-    gradient differences from torchtitan's wrapper. All computations, torchtitan's loss included,
-    are float64.
+    Return the sizes of the reduce-scatters of the head's gradient, the schedules that headloss
+    chose, and the gradient differences from torchtitan's wrapper. All computations, torchtitan's
+    loss included, are float64.
     """
     from torch import distributed
     from torch.distributed import pipelining
@@ -196,7 +196,7 @@ def pipelined(kind: str) -> dict[str, Any]:
     torch.manual_seed(7 + distributed.get_rank())
     ids, labels = torch.randint(2048, (2, 8, L))
     rows, found, scattered = 2048 * model.lm_head.in_features, {}, []
-    name = "reduce_scatter_single"  # used by FSDP2 in torch 2.13
+    name = "reduce_scatter_single"  # the collective that FSDP2 calls in torch 2.13
     name = name if hasattr(distributed, name) else "reduce_scatter_tensor"
     scatter, called, plans = getattr(distributed, name), adapter.head_loss, []
 
@@ -243,8 +243,8 @@ def pipelined(kind: str) -> dict[str, Any]:
 
 
 def tensor_parallel(backend: str, spread: bool, tied: bool, data: int = 1) -> dict[str, float]:
-    """Compare torchtitan's loss of sharded logits with headloss's, under torchtitan's tensor
-    parallelism on two ranks, times `data` of replicated data."""
+    """Compare torchtitan's loss of sharded logits with headloss's on two tensor-parallel ranks,
+    replicated for `data` data-parallel groups."""
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.distributed import full_dtensor, parallel_dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
@@ -266,7 +266,7 @@ def tensor_parallel(backend: str, spread: bool, tied: bool, data: int = 1) -> di
             ids, labels = batch_of(1 + torch.distributed.get_rank() // 2)
             count = (labels != -100).sum()
             torch.distributed.all_reduce(count)
-            count //= 2  # ranks that share each row
+            count //= 2  # each row of data is on two ranks, so the sum counts each token twice
             if backend == "full_dtensor":
                 ids, labels, _ = full_dtensor.parallelize_inputs(dims, ids, labels, {})
             inner = CrossEntropyLoss.Config(global_vocab_size=2048)

@@ -85,7 +85,8 @@ def engine_of(
     engine: Any = None,
     **model: Any,
 ) -> Any:
-    """Build an engine like a worker; without a backend the engine uses logits."""
+    """Build an FSDP engine as verl's worker does; with `backend` None the engine materialises
+    logits."""
     fused = backend is not None
     model_config = HFModelConfig(
         path=path, load_tokenizer=False, override_config={"attn_implementation": "eager"},
@@ -111,8 +112,8 @@ def jagged(rows: list[Tensor]) -> Tensor:
 
 
 def step(seed: int = 0, temperature: Any = 0.8, **more: Any) -> TensorDict:
-    """Return a worker's data for its engine; the last response has no tokens, one response a
-    gap."""
+    """Return the batch that verl's worker passes to its engine; the first response has an unscored
+    token, the last response is unscored."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(lengths: tuple[int, ...], scale: float = 1.0, shift: float = 0.0) -> list[Tensor]:
@@ -189,8 +190,8 @@ def teacher_weight() -> Tensor:
 
 
 def taught_whole(seed: int = 0, temperature: float = 0.8, **more: Any) -> TensorDict:
-    """Return a step with a teacher's hidden states, nested [B, L, H'], and their log-probs as a top
-    k of all V tokens."""
+    """Return a step with a teacher's hidden states, a nested [B, L, H'] tensor, and with the
+    teacher's log-probs of all V tokens in verl's top-k format."""
     data = step(seed, **{"distillation_use_topk": True, "temperature": temperature, **more})
     generator = torch.Generator().manual_seed(seed + 7)
     hidden = [torch.randn(len(x), WIDTH, generator=generator) for x in data["input_ids"].unbind()]

@@ -26,5 +26,6 @@ class PlatformCPU(PlatformCUDA):
 
 
 platform_manager._current_platform = PlatformCPU()
-os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # only the key of the engine's class
-monkey_patch.is_trl_available = lambda: False  # verl needs a class removed in TRL 1.16
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # The key under which verl looks up its engine class.
+# Without this, verl imports a class that TRL 1.16 removed.
+monkey_patch.is_trl_available = lambda: False

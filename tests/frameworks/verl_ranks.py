@@ -44,7 +44,8 @@ def engine(path: str, mode: str, spread: bool, tied: bool) -> dict[str, float]:
 
 
 def teacher(path: str, spread: bool, alone: bool) -> dict[str, float]:
-    """Compare like `engine`, with a teacher's top k, `alone` or in addition to a policy loss."""
+    """Compare a step of verl's engine on two ranks with and without headloss, with a top-k
+    teacher's loss alone or in addition to a policy loss."""
     from verl_case import distillation_of, taught
 
     loss = distillation_of(
@@ -87,7 +88,8 @@ def _beside(path: str, spread: bool, theirs: Any, ours: Any, batch: Any) -> dict
         )  # fmt: skip
         found.append(trained(made, data, loss))
     set_ulysses_sequence_parallel_group(None)
-    for name in list(found[0][0]["metrics"]):  # top-k metrics, the student's included
+    # skip verl's metrics of the teacher's and student's top k, which headloss does not compute
+    for name in list(found[0][0]["metrics"]):
         if "overlap" in name or ("mass" in name and name not in found[1][0]["metrics"]):
             del found[0][0]["metrics"][name]
     return differences(found[1], found[0])

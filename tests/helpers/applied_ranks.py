@@ -1,5 +1,5 @@
-"""Tests of a model under `apply` on two ranks with different rows: three steps of SGD move the
-parameters as the mean of the ranks' losses moves them without sharding.
+"""FSDP2 tests of a model after `apply(model)` on two ranks with different rows: three SGD steps
+change the parameters as unsharded training on the mean loss does.
 
 Under gloo, models are in float64 on a CPU; under NCCL, in float32 on GPUs, where Triton's kernels
 run."""
@@ -54,7 +54,8 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 def sharded(model: Any, units: str) -> Any:
-    """The head in the unit of the root, alone in one, or in a group with the last norm."""
+    """Shard a model by FSDP2, with the head in the FSDP group of the root module, of its own, or of
+    the last norm."""
     mesh = init_device_mesh("cuda" if on_gpus() else "cpu", (distributed.get_world_size(),))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for layer in base.model.layers:

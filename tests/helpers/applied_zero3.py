@@ -1,4 +1,5 @@
-"""Run by each of two processes: a model under `apply` and DeepSpeed's ZeRO-3, as without."""
+"""Script for two processes: training after `apply(model)` under DeepSpeed's ZeRO-3 agrees with
+unsharded training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Empty plot files and a cached word list for small runs, which spend most of their time on both.
+"""Test helper that writes empty plot files and caches the word list, since plots and the word list
+take most of a small run's time.
 
 Real plots are tested in `test_train.py`, `test_train_reports.py` and `test_shipped_recipe`.
 """

@@ -27,7 +27,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction
 
-if __name__ == "__main__" and "hip:" in " ".join(sys.argv):  # read when kernels are imported
+# set before the import of the kernels, which read `torch.version.hip`
+if __name__ == "__main__" and "hip:" in " ".join(sys.argv):
     torch.version.hip = "7.0"  # type: ignore[assignment]
 
 from headloss.kernels import triton as acts
@@ -70,7 +71,7 @@ def target_of(name: str) -> GPUTarget:
 
 
 class Absent:
-    """The driver of an absent GPU; each target is a separate device to Triton."""
+    """Triton driver of a GPU that is not installed; each target counts as a separate device."""
 
     def __init__(self, target: GPUTarget, number: int) -> None:
         self.target, self.number = target, number
@@ -86,7 +87,7 @@ class Absent:
 
 
 def pretend(target: GPUTarget, number: int) -> None:
-    """Replace the package's queries about the GPU by answers of the target GPU."""
+    """Replace every query of the package about the GPU by values of the target GPU."""
     triton.runtime.driver.set_active(Absent(target, number))
     cuda = target.backend == "cuda"
     major, minor = divmod(target.arch, 10) if cuda else (0, 0)
@@ -255,7 +256,7 @@ class Form:
         slopes = some(N, len(several))
         parts = Divergence(self.raw, of_rows, slopes, slopes, some(N))
         yield "several, gradient", lambda: acts.part_gradient_(self.raw, parts, **more)
-        column = some(N, 1)  # one column, as in a last slab of width 1
+        column = some(N, 1)  # one column, like a last block of vocabulary rows with a single row
         one = Divergence(column, pair, some(N, 1), some(N, 1))
         last = more | {"extra": self.if_full(column)}
         yield "one column, gradient", lambda: acts.part_gradient_(column, one, **last)

@@ -35,7 +35,8 @@ def tokens(source: str) -> int:
 
 
 def counts(package: Path) -> dict[str, int]:
-    """Return the counts of a folder `headloss` by name, in order of printing."""
+    """Return lines, tokens and files of a folder `headloss`, by the name of each count in printing
+    order."""
     found: Counter[str] = Counter()
     longest = 0
     for path in sorted(package.rglob("*.py")):

@@ -16,7 +16,8 @@ MARK = (
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark combinations not chosen by a test's `covering` marker as slow."""
+    """Mark parametrised tests as slow, except the combinations that the test's `covering` marker
+    selects."""
     of_test: dict[Any, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("covering"):
@@ -35,7 +36,8 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 def chosen(points: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
     """Return indices of points that cover every combination of `strength` coordinates in `points`.
 
-    The choice is greedy: each step takes the first point with the most new combinations.
+    Each step of this greedy choice adds the point with the most uncovered combinations; the first
+    point wins a tie.
     """
     sets = [set(itertools.combinations(point, min(strength, len(point)))) for point in points]
     missing, found = set().union(*sets), set()

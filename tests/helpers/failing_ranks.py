@@ -19,7 +19,7 @@ ARMED = 100.0  # does not occur in a term's trial run
 
 
 class Met(NamedTuple):
-    """The exception that ended a rank's call, and the seconds until then."""
+    """The exception that ended a rank's call, and the call's duration in seconds."""
 
     kind: str
     message: str
@@ -29,7 +29,7 @@ class Met(NamedTuple):
 
 @hl.term
 def fragile(stats: Any, batch: Any, how: str = "raises") -> Tensor:
-    """Fail on rank 1 if the batch contains `ARMED`."""
+    """A term that fails on rank 1 if the field `armed` contains the value `ARMED`."""
     if distributed.get_rank() == 1 and bool((batch.armed == ARMED).any()):
         if how == "raises":
             raise KeyError("a bug of the user's")
@@ -38,7 +38,8 @@ def fragile(stats: Any, batch: Any, how: str = "raises") -> Tensor:
 
 
 def loss(group: Any, over: str, how: str = "raises", armed: bool = False) -> Tensor:
-    """Return a loss over vocabulary slices, segments across ranks, or tokens spread over ranks."""
+    """Return the loss of a call that spans two ranks through vocabulary slices, common segments or
+    sequence parallelism."""
     rank = distributed.get_rank()
     torch.manual_seed(0)
     hidden, weight = torch.randn(T, H), torch.randn(V, H)
@@ -71,7 +72,8 @@ def meet(run: Any) -> Met:
 def fails(over: str, how: str) -> list[Met]:
     """Let rank 1 fail in a term, catch the error, and continue with a further call."""
     patient = distributed.new_group([0, 1])
-    loss(patient, over, how).backward()  # a correct call first, which also imports all modules
+    # run a correct call first, so that all modules are imported before the timeout counts
+    loss(patient, over, how).backward()
     group = distributed.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     distributed.barrier(patient)
     first = meet(lambda: loss(group, over, how, armed=True))

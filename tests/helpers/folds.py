@@ -1,4 +1,4 @@
-"""The fold of a single observed vector of a term."""
+"""Metrics of a single vector that a term observes (`headloss.losses`), computed from the vector."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from headloss.statistics.metrics import Observed, fold_all
 
 
 def fold(observed: Observed, live: Tensor | None = None, share: float = 1.0) -> Any:
-    """Return the measurement of an observed vector."""
+    """Return the metrics that headloss computes from one vector observed by a term."""
     return fold_all({"": observed}, live, share)[""]

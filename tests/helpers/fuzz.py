@@ -71,7 +71,8 @@ def segments_of(call: Call) -> Any:
 
 
 def build(call: Call) -> Built:
-    """Build all arguments; leaves require gradients according to the call's mode."""
+    """Build all arguments of a random call; leaf tensors require gradients as the call's `grad`
+    mode says."""
     into, onto = call.grad in ("train", "frozen"), call.grad in ("train", "weight")
     leaves: dict[str, Tensor] = {}
 

@@ -14,8 +14,8 @@ import headloss as hl
 
 @dataclass(frozen=True, kw_only=True)
 class Spoil:
-    """A change `apply` that makes a call invalid, and the pattern `says` of the ValueError or
-    TypeError."""
+    """A modification that makes a call invalid: `apply` changes the call, and `says` is a regex for
+    the error text."""
 
     apply: Callable[[Any], None]
     says: str
@@ -36,7 +36,8 @@ def add(name: str, says: str, apply: Callable[[Any], None], **given: Any) -> Non
 
 
 def put(where: str, key: str, value: Any) -> Callable[[Any], None]:
-    """Return a change that sets one entry to a value, or to a function's result on the call."""
+    """Return a function that sets entry `key` of the call's dict `where` to a value, which may be
+    computed from the call."""
 
     def apply(call: Any) -> None:
         made = value(call) if callable(value) and not isinstance(value, type) else value
@@ -50,7 +51,7 @@ def attribute(name: str, value: Any) -> Callable[[Any], None]:
 
 
 def first(term: dict[str, Any]) -> Callable[[Any], None]:
-    """Return a change that replaces the call's terms by a single term."""
+    """Return a function that replaces all terms of a call by a single term."""
     plain = {"options": {}, "modifiers": [], "over": None, "weighted": False, "where": False}
 
     def apply(call: Any) -> None:
@@ -220,8 +221,8 @@ add("totals: a list", "totals: got list", attribute("totals", lambda c: [1, 2]))
 
 
 def no_segments(call: Any) -> bool:
-    """Return True if no input depends on the segments, whose change could raise a different
-    error."""
+    """Return True if no field or term of the call depends on its segments, so that changed segments
+    raise no other error first."""
     fields = [v for v in call.batch.values() if isinstance(v, torch.Tensor)]
     whole = all(v.shape[: targets(call).dim()] == targets(call).shape for v in fields)
     return whole and not any(r["name"] in ("dpo", "ipo", "simpo") for _, r in call.terms)
@@ -344,7 +345,8 @@ for name, value, says in (
 
 
 def distilled(call: Any, **given: Any) -> None:
-    """Put a teacher into the batch, and remove all further possible errors."""
+    """Put a teacher into the batch, and remove everything else that could raise a different
+    error."""
     for name in [n for n in call.batch if n.startswith("teacher_")]:
         del call.batch[name]
     call.terms, call.teacher_head = [], None

@@ -83,7 +83,8 @@ def options_of(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_term(recipe: dict[str, Any]) -> hl.Term:
-    """Make the term of a recipe: function, options, modifiers, reduction, weights and subset."""
+    """Make a term from its description: function, options, modifiers, reduction, token weights and
+    restriction to a subset of tokens."""
     own = {"blend": blend, "sigmoid": sigmoid_of_segments, "chosen": chosen}
     name = recipe["name"]
     found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
@@ -126,7 +127,8 @@ def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Call:
-    """All parts of a call; an invalid call is made invalid before objects are built."""
+    """Arguments of a random call, before their objects are built; an invalid call is modified in
+    this form."""
 
     seed: int
     verb: str = "head_loss"
@@ -137,7 +139,7 @@ class Call:
     lora: tuple[Tensor, Tensor, float] | None = None
     batch: dict[str, Any] = field(default_factory=dict)
     segments: tuple[str, Any] | None = None
-    totals: tuple[float, ...] | str | None = None  # of tokens, segments and possibly prompts
+    totals: tuple[float, ...] | str | None = None  # counts of tokens, segments and possibly prompts
     terms: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     teacher: dict[str, Any] | None = None
     teacher_head: Any = None
@@ -147,12 +149,13 @@ class Call:
     spoil: str | None = None
     objective: Any = None  # replaces the terms
     device: str = "cpu"
-    place: str | None = None  # partition over two ranks, see fuzz_ranks
-    captured: bool = False  # in a replayed CUDA graph
+    place: str | None = None  # How `fuzz_ranks` splits the call over two ranks; None is one rank.
+    captured: bool = False  # Whether the call runs in a replayed CUDA graph.
 
     @property
     def kinds(self) -> list[str]:
-        """Return the categories of a call for statistics over calls."""
+        """Return the names of properties of this call, by which statistics over many calls are
+        counted."""
         found = {f"on {self.device}": True, f"ranks, {self.place}": self.place is not None}
         found |= {"static": "static" in self.options, "captured": self.captured}
         return [kind for kind, holds in found.items() if holds]
@@ -168,10 +171,10 @@ class Call:
 
 
 def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
-    """Draw the call of a seed; a fifth of the calls are invalid.
+    """Draw a random call from a seed; one call in five is invalid.
 
-    `triton` selects the Triton backend, on a GPU or interpreted. Calls on a GPU are larger, and
-    some are captured.
+    `triton` selects the Triton backend, on a GPU or interpreted. On a GPU the call is larger, and
+    sometimes captured in a CUDA graph.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,7 @@
-"""Newer features of random calls: newer terms, candidates, supports, held terms, and a tolerance.
+"""Recent features of random calls: policy terms, candidates, `support_ids`, the `held` schedule and
+a gradient tolerance.
 
-Newer features are drawn last, so that a seed still gives its older parts of a call.
+They are drawn after all older features, so that a seed still draws the same older features.
 
 N positions, K columns of each, V vocabulary.
 """
@@ -15,12 +16,14 @@ from torch import Tensor
 
 import headloss as hl
 
-BEYOND = 1 << 40  # ids at unscored positions are arbitrary
+# an id outside of any vocabulary, put at unscored positions, where ids must not be read
+BEYOND = 1 << 40
 
 
 @hl.term
 def chosen(stats, batch, rest=0.2):
-    """A term of candidates, some without mass, and of all other columns together."""
+    """A term over the log-probs of candidates, which may be -inf, and of the total probability of
+    all other tokens."""
     logps = stats.candidate_logps
     scores = torch.arange(1, 1 + logps.shape[1], dtype=logps.dtype, device=logps.device) * 0.1
     inside = (logps.exp() * scores).sum(1)
@@ -41,13 +44,13 @@ OPTIONS = {
     "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
-# Terms drawn separately, after all other features.
+# Terms drawn after all other features, so that older seeds draw the same calls.
 LATEST = ("chord_phi", "sdar")
 POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
 
 def draw_newer(call: Any, count: int, vocabulary: int, unscored: Tensor) -> None:
-    """Add newer features to a drawn call with S = count segments."""
+    """Add recent features of the library to a random call with `count` segments."""
     rng = random.Random(f"newer {call.seed}")
     generator = torch.Generator().manual_seed(call.seed + 1)
     if rng.random() < 0.12:
@@ -147,7 +150,7 @@ def _candidate_ids(
 ) -> Tensor:
     k = rng.choice([1, 3, 6])
     ids = torch.rand(*unscored.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
-    if rng.random() < 0.5:  # the target is often a candidate
+    if rng.random() < 0.5:  # make the target one of the candidates in half of the calls
         first = call.batch["targets"].unsqueeze(-1)
         ids[..., :1] = torch.where((ids == first).any(-1, keepdim=True), ids[..., :1], first)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.15, -1)
@@ -161,12 +164,13 @@ def support(
     vocabulary: int,
     unscored: Tensor,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Draw support ids including the target, or none; padded, or flat with offsets."""
+    """Draw `support_ids` for each token, with the target or empty, as a padded tensor or as flat
+    ids with offsets."""
     k, share = rng.choice([1, 4, 9]), rng.choice([0.0, 0.0, 0.4])
     ids = torch.rand(*targets.shape, vocabulary, generator=generator).argsort(-1)[..., :k]
     first = targets.unsqueeze(-1)
     ids = torch.where(ids == first, ids[..., :1], ids)
-    ids[..., :1] = first  # the target is the first id, without duplicates
+    ids[..., :1] = first  # put the target first; duplicates of the target were replaced above
     ids = ids.masked_fill(torch.rand(targets.shape, generator=generator).lt(share)[..., None], -1)
     ids = ids.masked_fill(unscored.unsqueeze(-1), BEYOND)
     if rng.random() < 0.6:
@@ -177,8 +181,8 @@ def support(
 
 
 def skipped_norms(built: Any, skipped: float) -> dict[str, float]:
-    """Return a bound of each gradient's loss by left-out rows: their mass times the largest row
-    norm."""
+    """Bound how much each gradient changes if token rows of total weight `skipped` are left out:
+    `skipped` times the largest row norm."""
     weight = built.head.weight.detach().double()
     for adapter in built.head.lora:
         weight = weight + adapter.scaling * (adapter.b.detach() @ adapter.a.detach()).double()

@@ -1,4 +1,4 @@
-"""Errors in the record of a random call, compared with float64 computations from plain logits."""
+"""Checks of a random call's results against a float64 computation from materialised logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch import Tensor
 import headloss as hl
 from headloss.testing import Plain, plain
 
-# Errors allowed in a random call, raised by name before any work.
+# Regexes of the errors that a valid random call may raise, because some combinations of features
+# are not supported.
 REFUSALS = (
     r"term \w+: reads batch\.\w+, which was not given",
     r"term \w+: is restricted to batch\.kept, which was not given",
@@ -29,13 +30,14 @@ REFUSALS = (
     r"support_ids: ",
     r"gradient_tolerance: ",
 )
-# Allowed errors of statistics and loss, which are at least float32, and of gradients.
+# Allowed errors by input dtype, of statistics and losses (computed in at least float32) and of
+# gradients.
 STATISTICS = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
 GRADIENTS = {"float64": 1e-8, "float32": 1e-3, "bfloat16": 3e-2, "float16": 1e-2}
 
 
 def complaints(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
-    """Return the errors of a record; empty for a correct call on any device."""
+    """Return the errors found in a call's results, as texts; an empty list means a correct call."""
     call = replace(call, device="cpu")
     if call.spoil is not None or "error" in record:
         return _of_error(call, record)
@@ -70,13 +72,13 @@ def _sum_of_all(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
 
 @hl.term(reduction=hl.Reduction("sum", _sum_of_all))
 def of_statistics(stats, batch):
-    """The loss on `head_stats` of a random call."""
+    """A loss computed from the results of `head_stats`."""
     return stats.logp + 0.3 * stats.entropy - 0.1 * stats.lse
 
 
 @hl.term(reduction=hl.Reduction("sum", _sum_of_all))
 def of_candidates(stats, batch):
-    """The additional loss of candidates."""
+    """A loss on candidate log-probs, added to the loss of a random call."""
     logps = stats.candidate_logps
     return 0.1 * torch.where(logps > -torch.inf, logps, 0).sum(1)
 
@@ -146,8 +148,8 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     for name, value in record["gradients"].items():
         want = oracle.gradients[name]
         allowed = max(loose, 3e-2) if "accumulate_dtype" in call.options else loose
-        # main_grad held ones before, so added gradients are rounded to the digits of 1. If the true
-        # gradient is 0 (p = 1), the rounding of the terms' coefficients remains.
+        # `main_grad` was filled with 1 before the call, so the sum is rounded relative to 1. Where
+        # the exact gradient is 0, only rounding errors of the terms' derivatives remain.
         added = name == "weight" and "main_grad" in call.options
         floor = 1e-3 * want.numel() ** 0.5 if added else 1e-4
         floor = floor if want.any() else max(floor, 1e-4 * size)
@@ -166,7 +168,7 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
 
 
 def _of_form(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
-    """Check properties of every record, independent of values."""
+    """Check dtypes of the results, and zeros at unscored positions."""
     found = []
     targets = call.batch["targets"]
     unscored = targets == -100

@@ -1,7 +1,9 @@
-"""Random calls on two ranks: the partition of a call, and the joined record of both ranks.
+"""Random calls on two ranks: the split of a call over the ranks, and the merge of the ranks'
+results.
 
-A call is partitioned into vocabulary slices, vocabulary slices with spread hidden states, or tokens
-of common segments. Each rank draws the call from its seed and takes its own part.
+A call is split in one of three ways: by vocabulary rows, by vocabulary rows with sequence
+parallelism, or by tokens of segments that span ranks. Each rank draws the call from its seed and
+takes its own part.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from worlds import World, skip_any_row, world_of
 import headloss as hl
 
 RANKS = 2
-STARTING, SECONDS = 300.0, 60.0  # time limits of starting ranks, and of one call
+# time limits in seconds: for the start of the ranks, and for one call
+STARTING, SECONDS = 300.0, 60.0
 PLACES = ("vocabulary", "spread", "segments")
 VERBS = ("head_loss", "head_stats", "head_topk")
 # Terms that see only a rank's own tokens, or need the order of a segment's tokens.
@@ -48,10 +51,10 @@ def draw_place(call: Any, rng: random.Random) -> None:
 
 
 def cut(call: Any, rank: int) -> dict[str, Any]:
-    """Reduce a call to a rank's part.
+    """Reduce a random call to the arguments of one rank.
 
-    Return the rank's positions of hidden states and its tokens of the batch, if the rank does not
-    hold all.
+    Return this rank's positions of hidden states and its tokens of the batch, or an empty dict if
+    the rank holds all tokens.
     """
     import fuzz
 
@@ -63,7 +66,8 @@ def cut(call: Any, rank: int) -> dict[str, Any]:
         places = torch.randint(RANKS, (total,), generator=generator)
         segments = hl.Batch(targets, fuzz.segments_of(call)).segments
         if (places.bincount(minlength=RANKS) == segments.count).all():
-            places[0] = 1 - places[0]  # avoids [S] fields of the length of token fields
+            # otherwise a per-segment field [S] could be mistaken for a per-token field
+            places[0] = 1 - places[0]
         tokens = (places == rank).nonzero().squeeze(1)
         call.segments = ("ids", (segments.ids.reshape(-1)[tokens], segments.count, group))
 
@@ -121,7 +125,8 @@ def run_rank(seed: int) -> dict[str, Any]:
 
 
 class Ranks:
-    """The ranks of this process, started at the first call and restarted after a hanging call."""
+    """Two worker ranks of this process, started by the first call and restarted after a call that
+    hangs."""
 
     def __init__(self) -> None:
         self.open, self.world = contextlib.ExitStack(), None
@@ -129,7 +134,7 @@ class Ranks:
         atexit.register(self.close)
 
     def run(self, call: Any) -> dict[str, Any]:
-        """Return the joined record of both ranks."""
+        """Run a call on two ranks, and return the merged results."""
         if self.world is None:
             self.world = self.open.enter_context(world_of(RANKS, self.prepare))
             self.world.run(ready, seconds=STARTING)

@@ -24,10 +24,12 @@ from torch import Tensor
 
 HANG = 400.0  # time limit in seconds of one call, including the start of ranks
 
-PLANNED = ("schedule",)  # fields that may differ between versions
-FLOORS = {"gradients": 1e-4}  # smallest norms for relative differences; default 0.1
+PLANNED = ("schedule",)  # Result entries that are not compared between versions.
+# Differences are divided by the norm of the values, but at least by this number (0.1 if not
+# listed).
+FLOORS = {"gradients": 1e-4}
 SHOWN = 10
-GRACE = 180.0  # extra seconds of a process in addition to its calls
+GRACE = 180.0  # seconds allowed to a process beyond the time of its calls
 
 # ---------------------------------------------------------------------- differences
 
@@ -35,8 +37,8 @@ GRACE = 180.0  # extra seconds of a process in addition to its calls
 def difference(a: Any, b: Any, close: float = 0.0, floor: float = 0.1) -> str:
     """Describe the place of a difference between two values; "" if there is no difference.
 
-    With `close` 0 every bit counts; else numbers are compared by norms and all other values
-    exactly.
+    With `close` 0, tensors and numbers must be bitwise equal; otherwise their relative difference
+    is at most `close`.
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
@@ -76,8 +78,8 @@ def unknown(record: dict[str, Any]) -> bool:
 
 
 def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float = 0.0) -> list[str]:
-    """Return a text for each call with different records in two versions. For errors, kind and
-    subject are compared, unless every bit counts."""
+    """Compare the results of the same calls in two versions, and return one text per call whose
+    results differ. Only type and subject of error messages are compared, unless `close` is 0."""
     found = []
     for a, b in zip(old, new, strict=True):
         if what := _compared(a, b, close):
@@ -88,8 +90,8 @@ def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float =
 def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
     """Compare two records.
 
-    16-bit gradients and their sums may differ by one rounding, unless every bit counts. A hanging
-    call counts as different.
+    16-bit gradients and their sums may differ by one rounding, unless every bit counts. A call that
+    hangs in the old version counts as a difference.
     """
     if "error" in a and a["error"].startswith("hang"):
         return a["error"]
@@ -114,8 +116,8 @@ def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
 
 
 def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
-    """Save records one by one, so that a terminated process leaves its records; return their
-    number."""
+    """Pickle results one by one, so that a killed process keeps those of finished calls; return the
+    number of calls."""
     count = 0
     with path.open("wb") as file:
         pickle.dump(package, file)
@@ -130,7 +132,7 @@ def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
     """Return the records of a file by seed.
 
     Raises:
-        ValueError: the records are not of the package below `folder`.
+        ValueError: the file `path` was written by a package outside of `folder`.
     """
     found: dict[int, dict[str, Any]] = {}
     with path.open("rb") as file:
@@ -195,7 +197,8 @@ def _left(arguments: Any, begin: float) -> float | None:
 
 
 def _start(arguments: Any, folder: Path, part: int, place: str, version: str) -> Any:
-    """Start a process that imports the package of a folder and runs one part of the calls."""
+    """Start a process that imports headloss from a folder and runs this worker's fraction of the
+    random calls."""
     count, workers = arguments.count, arguments.workers
     first, last = (count * i // workers for i in (part, part + 1))
     script = Path(__file__).with_name("fuzz.py")

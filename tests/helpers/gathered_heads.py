@@ -90,7 +90,8 @@ def right_and_wrong() -> None:
     summed = gradient("sum", gathered(grad_placements=[Partial("sum")]))
     torch.testing.assert_close(summed.full_tensor(), want)
 
-    # A plain `full_tensor` call keeps only the rank's own rows of its own gradient.
+    # A `full_tensor` call without `grad_placements` drops gradient contributions: each rank keeps
+    # its shard of its local gradient, without a sum over ranks.
     dropped = gradient("mean", gathered())
     torch.testing.assert_close(dropped.to_local(), alone.head.weight.grad.chunk(world)[rank])
     off = (dropped.full_tensor() - want).norm() / want.norm()

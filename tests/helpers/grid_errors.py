@@ -14,11 +14,12 @@ import headloss as hl
 
 
 def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
-    """Return a call on a grid: two rows of ranks with different tokens of common segments, two
-    slices.
+    """Return a call on 2 x 2 ranks: two vocabulary slices times two rows of ranks that hold
+    different tokens of common segments.
 
-    The second row has fewer tokens, and a field whose shape could mean one value per token there.
-    On the first row the field is per token (`forms` 1) or not (0).
+    Rows of ranks hold different numbers of tokens; on the second row the field `advantages` [S] has
+    as many entries as tokens. On the first row of ranks `advantages` has one value per token if
+    `forms` is 1, else one per segment.
     """
     data, vocab = groups(2, 2)
     row, column = divmod(distributed.get_rank(), 2)
@@ -111,8 +112,8 @@ GRID_ERRORS = {
 
 
 def on_a_grid() -> list[str]:
-    """Run invalid calls on a grid, each followed by a valid call: different sizes on one rank, a
-    different form of a field on one row, and errors on some ranks."""
+    """Run valid and invalid calls in turn on 2 x 2 ranks: different head sizes on one rank,
+    per-token fields on one row of ranks, and argument errors on some ranks."""
     rank, found = distributed.get_rank(), []
     other = {"rows": (V, V + 2)}
     for changes in ({}, {}, other, {}, {"forms": 1}, other, {}):
@@ -132,7 +133,8 @@ def on_a_grid() -> list[str]:
 
 
 def records_on_a_grid() -> list[str]:
-    """Return a grid rank's gathers in a call already known to both of its groups."""
+    """Return the collectives of a rank in a call on 2 x 2 ranks, if both process groups have
+    compared an equal call before."""
     with gathers() as seen:
         run_grid(of_grid())
     return seen

@@ -14,7 +14,7 @@ from headloss.batch.segments import Segments
 from headloss.losses.term import Objective, Term
 from headloss.statistics.softmax import Statistics
 
-LENGTHS = (3, 1, 0, 5, 2, 4)  # scored tokens; none in the third sequence
+LENGTHS = (3, 1, 0, 5, 2, 4)  # scored tokens per sequence; the third sequence has none
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Sequence:
 
 @dataclass
 class Case:
-    """Leaves that require a gradient, and all inputs of terms."""
+    """Log-probs and entropies that require gradients, and all batch fields that terms read."""
 
     logp: Tensor  # [T]
     entropy: Tensor  # [T]

@@ -131,7 +131,7 @@ def same(got: list[Tensor], want: list[Tensor], name: str) -> None:
 
 
 def logps_near(problem: Problem, scale: float, seed: int) -> Tensor:
-    """Return [N] target log-probs scattered around the problem's own log-probs."""
+    """Return [N] random log-probs near the target log-probs of `problem`."""
     z = (problem.hidden @ problem.weight.t()).detach() / problem.temperature
     own = z.log_softmax(1).gather(1, problem.targets[:, None]).squeeze(1)
     generator = torch.Generator().manual_seed(seed)

@@ -42,8 +42,10 @@ SCHEDULES = {
     "one_pass": hl.Options(schedule="one_pass"),
     "small_chunks": hl.Options(chunk_tokens=4),
     "unmeasured": hl.Options(chunk_tokens=9, metrics=False),
-    "recompute": hl.Options(schedule="recompute", chunk_tokens=2),  # tiles of a few columns
-    "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),  # tiles of a few rows
+    # Few tokens: the logit tiles have few columns.
+    "recompute": hl.Options(schedule="recompute", chunk_tokens=2),
+    # Little memory: the logit tiles have few rows.
+    "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),
     "frozen": hl.Options(schedule="frozen", chunk_tokens=5),
     "held": hl.Options(schedule="held", chunk_tokens=5),
     "static": hl.Options(static=True),
@@ -68,19 +70,21 @@ AXES: dict[str, Sequence[str]] = {
     "storage": ("plain", "hidden_view", "weight_view", "targets_view"),
     "data": ("near", "far"),
 }
-Row = tuple[str, ...]  # a value of each axis
+Row = tuple[str, ...]  # the chosen value of each axis, in the order of `AXES`
 
 
 def applies(row: Mapping[str, str]) -> bool:
-    """Return True if the values of a row can occur together."""
+    """Return True if this combination of axis values is valid: the `frozen` schedule needs an
+    objective of log-probs alone."""
     return row.get("schedule") != "frozen" or "case" not in row or CASES[row["case"]].logp_only
 
 
 def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
-    """Return rows that cover every possible pair of values of two axes.
+    """Return rows (one value of each axis) that together contain every possible pair of values of
+    two axes.
 
-    The construction is greedy and deterministic: each row starts from the first uncovered pair, and
-    takes on each remaining axis the value that covers the most further pairs.
+    The construction is greedy and deterministic: each row starts from an uncovered pair, and adds
+    for each further axis the value that covers most uncovered pairs.
     """
     names = list(axes)
     pending: dict[frozenset, None] = {
@@ -112,7 +116,7 @@ def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """All inputs of `head_loss` and of the oracle."""
+    """All inputs of `head_loss` and of the float64 reference computation."""
 
     hidden: Tensor
     head: hl.Head
@@ -121,7 +125,7 @@ class Inputs:
     tightest: float = 1e-10  # allowed error in float64
 
     def plain(self, mode: Mode = "float64", upstream: float = 1.0) -> Plain:
-        if mode == "input":  # float32 and float64 inputs have modes of that name
+        if mode == "input":  # `plain` has a mode per dtype for float32 and float64 inputs
             mode = {torch.float32: "float32", torch.float64: "float64"}.get(self.hidden.dtype, mode)
         return self._plain(mode, upstream)
 
@@ -207,8 +211,8 @@ def make_head(kind: str, weight: Tensor, layout: str, train: bool = True) -> hl.
 
 
 def make_inputs(row: Row) -> Inputs:
-    """Make the inputs of a row of the matrix; the row's schedule only decides if the head is
-    frozen."""
+    """Make the inputs of a test case given as one value of each axis; the schedule only decides
+    whether the head is frozen."""
     named = dict(zip(AXES, row, strict=True))
     frozen = named.pop("schedule") == "frozen"
     return _make_inputs(**named, frozen=frozen)
@@ -230,7 +234,8 @@ def _make_inputs(
     logps = log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     index, shape, segments = positions(layout)
     generator = torch.Generator().manual_seed(4)
-    # Unscored hidden states are finite, since the oracle multiplies their values by 0.
+    # Unscored hidden states are finite, since the float64 reference multiplies their loss by 0,
+    # which would turn infinity into NaN.
     unscored = torch.randn(*shape, WIDTH, generator=generator).to(dtype_)
     full = unscored.view(-1, WIDTH).index_copy(0, index, hidden).view(*shape, WIDTH)
     if storage == "hidden_view":
@@ -261,10 +266,10 @@ def _make_inputs(
 def _fields(
     case: Case, data: str, targets: Tensor, logps: Tensor, vocabulary: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Make every field that a case may read, [T, ...] or [S].
+    """Make every batch field that an objective in `CASES` may read, [T, ...] or [S].
 
-    "far" fields have ratios far outside the clips (one infinite ratio under a clip), per-token
-    advantages with zeros, and a missing sampler log-prob for one token.
+    With data "far", ratios lie far outside the clip range (one is infinite if the loss is bounded),
+    advantages are per token with zeros, and one sampler log-prob is NaN.
     """
     generator = torch.Generator().manual_seed(1)
     segments = hl.Segments.from_lengths(LENGTHS)
@@ -284,7 +289,8 @@ def _fields(
     fields["kept"] = torch.rand(TOKENS, generator=generator) > 0.4
     fields["segment_kept"] = torch.arange(len(LENGTHS)) % 3 != 1
     fields |= others(TOKENS, len(LENGTHS))
-    if case.teacher == "candidates":  # candidates have teacher log-probs of their own
+    # teachers of candidates pass log-probs of each candidate instead
+    if case.teacher == "candidates":
         del fields["teacher_logps"]
     return fields | teacher_fields(case, targets, vocabulary, dtype)
 
@@ -292,7 +298,8 @@ def _fields(
 def teacher_fields(
     case: Case, targets: Tensor, vocabulary: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Make the inputs [T, ...] of a teacher of the case's kind."""
+    """Make the teacher's batch fields [T, ...] for a case with teacher logits, hidden states, top k
+    or candidates."""
     generator, tokens = torch.Generator().manual_seed(2), len(targets)
     logits = 2 * torch.randn(tokens, vocabulary, generator=generator)
     if case.teacher == "logits":
@@ -300,10 +307,11 @@ def teacher_fields(
     if case.teacher == "hidden":
         return {"teacher_hidden": torch.randn(tokens, 5, generator=generator).to(dtype)}
     if case.teacher == "topk":
-        # The student's tail is not near 0, where the yardstick's 1 - sum would have no digits.
+        # Keep the student's probability outside the top k far from 0; otherwise the float32
+        # reference, which computes it as 1 - sum, has no correct digits.
         logits = logits.scatter(1, targets.unsqueeze(1), -4.0)
         logps, ids = (logits / case.temperature).log_softmax(-1).topk(6)
-        ids[::3, 4] = -1  # an empty slot with an arbitrary value
+        ids[::3, 4] = -1  # an unused entry (id -1), whose log-prob is arbitrary
         return {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     if case.teacher == "candidates":
         ids = logits.topk(6).indices
@@ -331,7 +339,8 @@ def check(inputs: Inputs, options: hl.Options, upstream: float = 1.0) -> hl.Outp
     scalars = {"loss": (out.loss, oracle.loss, exact.loss)}
     scalars |= {n: (v, oracle.terms[n], exact.terms[n]) for n, v in out.terms.items()}
     for name, (value, want, theirs) in scalars.items():
-        # A mean of both signs may cancel, so its error is relative to at least 0.5.
+        # A mean over positive and negative values may cancel, so the allowed error is relative to
+        # at least 0.5.
         tolerance = inputs.tightest if value.dtype == torch.float64 else 1e-6
         budget = 3 * (theirs - want).abs() + tolerance * want.abs().clamp_min(0.5)
         assert (value - want).abs() <= budget, (name, value, want)
@@ -350,7 +359,8 @@ def within(
     yardstick: Tensor,
     tightest: float = 1e-10,
 ) -> None:
-    """Check err <= 3 err(yardstick) + 1e-6, or `tightest` for float64 values."""
+    """Check a value's error against the float64 reference: at most three times the error of a plain
+    PyTorch computation plus 1e-6, or `tightest` in float64."""
     found, theirs = error(value, oracle), error(yardstick, oracle)
     budget = tightest if value.dtype == torch.float64 else 3 * theirs + 1e-6
     assert found <= budget, f"{name}: error {found:.3g}, want at most {budget:.3g}"
@@ -369,8 +379,8 @@ def same_metrics(got: hl.Metrics, want: hl.Metrics, tolerance: float) -> None:
 
 
 def product(axes: Mapping[str, Sequence[str]], fixed: Sequence[str]) -> Iterator[Row]:
-    """Yield all rows over the axes in `fixed`; values of the remaining axes rotate from row to
-    row."""
+    """Yield every combination of values of the axes in `fixed`; each further axis takes its values
+    in turn, from one combination to the next."""
     free = [name for name in axes if name not in fixed]
     turns = [itertools.cycle(axes[name]) for name in free]
     for values in itertools.product(*(axes[name] for name in fixed)):

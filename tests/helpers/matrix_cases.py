@@ -1,4 +1,5 @@
-"""Objectives of the matrix, property and distillation tests."""
+"""Objectives for `tests/test_matrix.py`, `test_properties.py` and `test_distillation.py`, by
+name."""
 
 from __future__ import annotations
 
@@ -303,7 +304,8 @@ CASES: dict[str, Case] = {
 
 
 def others(tokens: int, segments: int) -> dict[str, Tensor]:
-    """Return fields of rare terms: answer labels, a batch's KL, log-probs, draws, prompts."""
+    """Return the batch fields that only a few terms read: answer labels, reference KL, teacher
+    log-probs, random draws and prompts."""
     generator = torch.Generator().manual_seed(4)
     return {
         "desirable": torch.arange(segments) % 3 != 1,

@@ -4,9 +4,11 @@ Cosmic Ray makes the mutants and keeps the results in a session, so that an inte
 continue. For each mutant of a seeded sample, a few fast test files run until the first failure,
 starting with tests of the mutated part. With `--rest` all remaining tests of `make test` run on the
 surviving mutants. Tests run in forks of a process with torch already imported, since the import
-takes longer than most tests. `report.md` next to the session shows each surviving mutant.
+takes longer than most tests. The file `report.md` next to the session database lists each surviving
+mutant.
 
-    mutants.py SESSION [--count 300] [--seed 0] [--minutes 600] [--rest] [arguments of pytest]
+    Usage: mutants.py SESSION [--count 300] [--seed 0] [--minutes 600] [--rest] [arguments of
+        pytest]
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from cosmic_ray.plugins import get_operator
 from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
-ENVIRONMENT = {  # set before torch is imported, as in conftest.py
+# environment variables that must be set before torch is imported, as in `conftest.py`
+ENVIRONMENT = {
     "OPENBLAS_CORETYPE": "Sandybridge",
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
@@ -37,7 +40,7 @@ ENVIRONMENT = {  # set before torch is imported, as in conftest.py
 CONFIG = Path(__file__).with_suffix(".toml")
 # Time limits of the fast tests and of the remaining tests; a mutant beyond the limit is killed.
 SECONDS, SECONDS_OF_REST = 900, 7200
-# The tests of a part of the package, by the longest matching prefix of a module's name.
+# Test files by module of the package; a module takes the entry with the longest prefix of its path.
 OF_PART = {
     "headloss/batch": "segments batch_order bad_input wrong_values candidate_ids term_api",
     "headloss/batch/batch": "segments bad_input wrong_values trl_supervised stored_teachers",
@@ -94,8 +97,8 @@ def first_tests(module: str) -> list[str]:
 
 
 def keep_a_sample(db: WorkDB, count: int, seed: int) -> None:
-    """Keep one mutant at each of `count` places in the code, for any number of applicable
-    operators."""
+    """Keep one mutant at each of `count` random places in the code, however many operators apply to
+    a place."""
     config = tomllib.loads(CONFIG.read_text())["cosmic-ray"]
     excluded = re.compile("|".join(config["filters"]["operators-filter"]["exclude-operators"]))
     places: dict[tuple[str, tuple[int, int], str], list[WorkItem]] = {}
@@ -117,7 +120,8 @@ def keep_a_sample(db: WorkDB, count: int, seed: int) -> None:
 
 
 def compiles(mutation: MutationSpec) -> bool:
-    """Return False for mutants of an argument's star, which is no operator."""
+    """Return True if the mutated source compiles; mutations of the `*` in a parameter list are
+    excluded."""
     operator, text = get_operator(mutation.operator_name), mutation.module_path.read_text()
     line, column = mutation.start_pos
     if text.splitlines()[line - 1].startswith("*,", column):

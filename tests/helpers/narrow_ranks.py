@@ -12,7 +12,7 @@ import headloss as hl
 from headloss.testing import error, plain, trained_looking
 
 T, H, V = 20, 12, 150
-PADDED = 6  # unscored padding rows of the last slice
+PADDED = 6  # rows of padding at the end of the last rank's vocabulary slice
 OBJECTIVES = {
     "sums": hl.cross_entropy() + 1e-2 * hl.z_loss(),
     "a third sweep": hl.cross_entropy() - 0.1 * hl.entropy(),
@@ -35,8 +35,8 @@ def whole(softcap: float | None) -> tuple[Tensor, hl.Head, hl.Batch]:
 
 
 def against_one_head(name: str, softcap: float | None) -> Tensor:
-    """Check loss and gradients of this rank's slice; return its log-probs and hidden gradient, for
-    bitwise comparison."""
+    """Check loss and gradients of this rank's vocabulary slice; return log-probs and hidden
+    gradient, so that the ranks' bits can be compared."""
     hidden, head, batch = whole(softcap)
     oracle = plain(hidden, head, batch, OBJECTIVES[name], "float64")
     rank = distributed.get_rank()

@@ -1,4 +1,5 @@
-"""Operations that launch work on a GPU, by the calling line of the package."""
+"""Recorder of PyTorch operations that launch GPU work, by the line of the package that calls
+them."""
 
 from __future__ import annotations
 
@@ -36,15 +37,15 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def folders(self) -> dict[str, list[str]]:
-        """Return the operations by folder or file of the package."""
+        """Return the recorded GPU operations by folder or file of the package."""
         found: dict[str, list[str]] = {}
         for operation in sorted(self.noted):
             found.setdefault(re.split("[/:. ]", operation)[0], []).append(operation)
         return found
 
     def beyond(self, most: dict[str, int]) -> str:
-        """Return the operations of all folders that exceed the counts in `most`, as lines of
-        text."""
+        """Return lines of text with the folders that launch more operations than `most` allows, and
+        with those operations."""
         lines = []
         for folder, operations in self.folders().items():
             if len(operations) > most.get(folder, 0):

@@ -63,8 +63,8 @@ def errors(model: nn.Module) -> dict[str, float]:
 
 
 def ddp(through: bool, **options: Any) -> dict[str, float]:
-    """Return errors with hidden states from DDP's forward or from the inner module, and the head
-    called outside both."""
+    """Return gradient errors under DDP if the head is called outside of the model, with hidden
+    states from DDP's forward or from the inner module."""
     calls_head = options.pop("calls_head", False)
     model = DistributedDataParallel(Model(calls_head), **options)
     x, targets = data(distributed.get_rank())
@@ -82,8 +82,8 @@ def ddp_of_the_body() -> dict[str, float]:
 
 
 def fsdp2(through: bool, apart: bool = False, reshard: bool | None = None) -> dict[str, float]:
-    """Return errors under FSDP2 with the head called after the forward; `apart` gives the head an
-    FSDP group of its own."""
+    """Return gradient errors under FSDP2 if the head is called after the model's forward; with
+    `apart` the head is an FSDP group of its own."""
     model = Model()
     if apart:
         fully_shard(model.lm_head)

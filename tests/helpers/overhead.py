@@ -15,7 +15,7 @@ import torch
 
 
 def spare() -> None:
-    """Remove overhead of torch and accelerate.
+    """Remove slow calls in torch and accelerate that the tests do not need.
 
     For every absent kind of device, torch formats a stack trace with each seed. accelerate parses a
     package's metadata for each module.
@@ -27,7 +27,8 @@ def spare() -> None:
 
 
 def freeze() -> None:
-    """Freeze existing objects, since trainers collect garbage among all objects after every run."""
+    """Exclude all existing objects from garbage collection, since trainers collect garbage after
+    every run."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -36,14 +37,14 @@ def freeze() -> None:
 def spare_interpreter() -> None:
     """Remove overhead of Triton's interpreter.
 
-    The interpreter patches its language again at each call of a device function, though the calling
-    kernel has done so; rebuilds its table of dtypes at each lookup; and checks integers for
-    overflow, which only a debugging builder reports.
+    Triton's interpreter patches its language again at each call of a device function, rebuilds its
+    table of dtypes at each lookup, and checks integers for overflow, although only a debugging
+    builder reports it.
     """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     patched = ("tl", "interpreter_builder", "_patch_lang", "_get_np_dtype")
     if not all(hasattr(interpreter, name) for name in patched):
-        return  # not loaded, or different names in this release: slower but correct
+        return  # Triton is not imported or has different internals, so skip this speed-up
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

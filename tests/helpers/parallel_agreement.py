@@ -35,8 +35,8 @@ def crossed() -> tuple[str, str]:
 
 
 def resized() -> None:
-    """Check calls with heads of alternating sizes on one group against one rank; only the last
-    rank's slice grows and shrinks."""
+    """Check calls with vocabularies of alternating sizes on one process group against calls on one
+    rank; only the last rank's slice changes."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def resized() -> None:
     for more, unscored in ((0, 0), (0, 0), (2, 0), (0, 3), (2, 3), (2, 0), (0, 0)):
         vocabulary = V * world + more
         own = slice(V * rank, V * rank + V + more * (rank == world - 1))
-        targets = torch.arange(T) + vocabulary - T  # the last ids of the vocabulary
+        targets = torch.arange(T) + vocabulary - T  # targets are the last ids of the vocabulary
         targets[:unscored] = -100
         leaves = [t.clone().requires_grad_() for t in (hidden, whole[own], whole[:vocabulary])]
         heads = hl.Head(leaves[1], vocab_group=group), hl.Head(leaves[2])
@@ -59,7 +59,8 @@ def resized() -> None:
 
 
 def nested() -> None:
-    """Check, like `resized`, a call whose loss makes a second call on the same group."""
+    """Check calls whose loss function calls headloss again on the same process group, with
+    vocabularies of alternating sizes."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -91,7 +92,8 @@ def nested() -> None:
 
 @contextmanager
 def gathers() -> Iterator[list[str]]:
-    """Record a rank's gathers and computations: records, other exchanges, products."""
+    """Record the order of a rank's argument comparisons with other ranks ("record") and logit
+    matmuls ("product")."""
     seen: list[str] = []
     record, product = agreement._gathered, LinearLogits.raw
 
@@ -145,8 +147,8 @@ def values_are_compared_when_asked() -> list[str]:
 
 
 def bad_values_of_one() -> list[str]:
-    """Return the errors for a target outside the vocabulary, a negative target and a duplicate id
-    on the last rank, after a group's first call, which compares targets."""
+    """Return the errors for an invalid target or a duplicate candidate id on the last rank, in
+    calls after the first, which alone compares targets between ranks."""
     setup("vocabulary").run()
     found = []
     for spoil in (10**6, -5, None):
@@ -198,7 +200,8 @@ def wrong_values_of_one() -> list[str]:
 
 
 def raises_while_traced() -> str:
-    """Return the error of a term whose trial run raises on the last rank alone."""
+    """Return the error of a term that raises on the last rank alone, when it is traced before the
+    computation."""
     s = setup("vocabulary")
 
     @hl.term
@@ -238,8 +241,8 @@ def same_ranks_again() -> None:
 
 
 def without_tokens() -> None:
-    """Check ranks without tokens of the segments, and under sequence parallelism without hidden
-    states."""
+    """Check calls in which rank 1 has no tokens of the common segments, and no hidden states under
+    sequence parallelism."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -261,7 +264,8 @@ def without_tokens() -> None:
 
 
 def static_goes_by_what_was_learned() -> list[list[str]]:
-    """Return the records of a static call with and without an earlier equal non-static call."""
+    """Return the collectives of static calls (fixed shapes, no device reads), without and with an
+    equal non-static call before."""
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []
@@ -276,7 +280,8 @@ def static_goes_by_what_was_learned() -> list[list[str]]:
 
 
 def static_error_of_one() -> str:
-    """Check that a rank that fails in a learned static call runs no collective."""
+    """Check that a rank that raises in a static call runs no collective, if the ranks have compared
+    an equal call before."""
     s = setup("vocabulary")
     for static in (False, True):
         s.options = hl.Options(static=static)
@@ -294,8 +299,8 @@ def static_error_of_one() -> str:
 
 
 def compared_in_any_order() -> list[str]:
-    """Return the results of comparisons with names in a different order on each rank, and with an
-    incomparable value on one rank."""
+    """Return the errors of argument comparisons between ranks: the names come in a different order
+    on each rank, and one rank has a sparse tensor."""
     rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
     names = ["one", "two", "three"]
     values = {name: [torch.tensor([*name.encode()])] for name in (names, names[::-1])[rank]}
@@ -309,7 +314,8 @@ def compared_in_any_order() -> list[str]:
 
 
 def nothing_to_send() -> tuple[str, str]:
-    """Return the errors of differing calls without scored tokens, thus without data to send."""
+    """Return the error of a call whose soft cap differs between ranks, although no token is scored
+    and nothing else is sent."""
     s = setup("vocabulary")
     assert s.run().loss.isfinite()
     s.targets = torch.full((T,), -100)

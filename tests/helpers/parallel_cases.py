@@ -1,4 +1,4 @@
-"""Cases of the matrix, partitioned over a grid of ranks and run on every rank of a test world.
+"""Test cases of `matrix.py`, split over a grid of ranks and run on every rank of a test world.
 
 A grid has `data` rows of ranks with different tokens of common segments, and `vocabulary` columns
 with different rows of the head.
@@ -54,13 +54,13 @@ def sizes(total: int, parts: int, generator: torch.Generator, least: int) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class Mine:
-    """A rank's part of a case."""
+    """One rank's inputs of a test case that is split over ranks."""
 
     hidden: Tensor
     head: hl.Head
     batch: hl.Batch
-    positions: Tensor  # indices of `hidden` in the whole batch
-    tokens: Tensor  # indices of the rank's tokens in the whole batch
+    positions: Tensor  # Rows of the whole batch's hidden states that this rank holds.
+    tokens: Tensor  # Tokens of the whole batch that this rank holds.
 
 
 def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -> Mine:
@@ -136,7 +136,8 @@ def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -
 
 
 def run(row: matrix.Row, cut: Cut, **changes: Any) -> dict[str, Any]:
-    """Return this rank's outputs and gradients of a row of the matrix, as arrays."""
+    """Return this rank's outputs and gradients of a test case (one value of each axis), as
+    arrays."""
     schedule = dict(zip(matrix.AXES, row, strict=True))["schedule"]
     return run_inputs(matrix.make_inputs(row), matrix.SCHEDULES[schedule], cut, **changes)
 
@@ -148,7 +149,8 @@ def run_inputs(
     data, vocab = groups(cut.data, cut.vocabulary)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
     options = replace(options, sequence_parallel=cut.spread, **changes)
-    if options.static:  # uses facts learned by an equal non-static call
+    # an equal non-static call first: static calls use the facts that the ranks compared in it
+    if options.static:
         plain = replace(options, static=False)
         hl.plan(mine.hidden, mine.head, mine.batch, inputs.objective, plain)
     out = hl.head_loss(mine.hidden, mine.head, mine.batch, inputs.objective, options)

@@ -36,7 +36,7 @@ def last() -> bool:
 
 
 def given(over: str, **changed: Any) -> Callable[[], hl.Output]:
-    """Make a valid call with the changes of a case."""
+    """Return a function that makes a valid call with the arguments in `changed` replaced."""
     generator = torch.Generator().manual_seed(0)
     _, group = groups(1, distributed.get_world_size())
     hidden = torch.randn(T, H, generator=generator)
@@ -126,7 +126,8 @@ def per_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**fields, "advantages": torch.full((T,), float(distributed.get_rank()))}
 
 
-# (over, changed input, error text or "" for no error)
+# By name: what the ranks split, the arguments that differ on the last rank, and the expected error
+# ("" if none).
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "hidden": ("vocabulary", {"hidden": only_last(one_value)}, "hidden: differs between the ranks"),
     "hidden, head_stats": (
@@ -169,7 +170,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def compared(name: str) -> str:
-    """Return the error of a case on this rank, "" if none; then check that a valid call works."""
+    """Return this rank's error in a call of `CASES` ("" if none), and check that a valid call then
+    works."""
     over, changed, _ = CASES[name]
     found = ""
     try:

@@ -45,7 +45,8 @@ def collectives() -> None:
 
         return run
 
-    for holds in (torch.arange(T), torch.arange(0)):  # rank 0's tokens; a third on each other rank
+    # rank 0 holds all tokens or none; each further rank holds a third
+    for holds in (torch.arange(T), torch.arange(0)):
         tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
         batch = hl.Batch(
             p.targets[tokens],

@@ -17,7 +17,8 @@ T, H, V = 6, 4, 10
 
 @dataclass
 class Setup:
-    """A valid call, made invalid by each case on one rank."""
+    """Arguments of a valid call over several ranks, which each test case makes invalid on one
+    rank."""
 
     rank: int
     group: Any
@@ -87,7 +88,8 @@ def candidates(s: Setup) -> None:
 
 
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
-    """Add a field [T, K] with different or `more` values on the last rank."""
+    """Add a per-token field with K values, which has different values (or `more` values) on the
+    last rank."""
     many = torch.full((T, k + more * s.last), float(s.last and not more))
     batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
     s.run = lambda: hl.head_loss(  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ import headloss as hl
 from headloss.testing import trained_looking
 
 T, H, V = 6, 4, 10
-LONG = 3000  # more values than in a tensor's repr
+LONG = 3000  # more values than PyTorch prints of a tensor
 
 
 @hl.term
@@ -64,8 +64,8 @@ def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, 
 
 
 def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
-    """Return the shapes of all tensors summed over a vocabulary group; with `sparse` every second
-    row has no gradient."""
+    """Return the shapes of all all-reduced tensors of a call with vocabulary slices; with `sparse`
+    every second token has weight 0."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)
@@ -92,8 +92,8 @@ def sent(schedule: str, sparse: bool) -> list[tuple[int, ...]]:
 
 
 def left_out(schedule: str) -> list[tuple[list, float, float]]:
-    """Return the rows with nonzero hidden gradient and the left-out mass, for the whole vocabulary
-    and for this rank's slice."""
+    """Return for `gradient_tolerance` 0.1 which rows have a gradient, and the metrics of skipped
+    rows; once with the whole head, once with vocabulary slices."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     hidden, weight, targets = trained_looking(64, 8, 2 * V, torch.float64)

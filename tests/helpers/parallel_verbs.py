@@ -1,6 +1,7 @@
 """Tests of further public functions and wrappers, run on every rank of a test world.
 
-Each test compares with one rank, asserts on every rank and returns None.
+Each test function compares a call over several ranks with the call on one rank, and raises on a
+rank that differs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 class Problem:
-    """A float64 call, whole on every rank, and this rank's rows of the vocabulary."""
+    """A float64 call that every rank holds completely, and this rank's slice of the head's
+    vocabulary rows."""
 
     def __init__(self, seed: int = 0) -> None:
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
@@ -83,7 +85,8 @@ def float16() -> None:
 
 
 def external_loss() -> None:
-    """Check the schedules of `head_stats` and `head_function` on slices and on spread tokens."""
+    """Check `head_stats` and `head_function` with vocabulary slices in several schedules, with and
+    without sequence parallelism."""
     p = Problem()
     mine = slice(*[0, 3, 20, T][p.rank : p.rank + 2])
     spread = p.hidden.detach()[mine].requires_grad_()
@@ -150,7 +153,8 @@ def logits_loss() -> None:
 
 
 def lora_dropout() -> None:
-    """Check that all ranks drop the first rank's elements despite different generators."""
+    """Check that LoRA dropout uses the mask of rank 0 on every rank, although the ranks' random
+    generators differ."""
     p, r = Problem(), 3
     generator = torch.Generator().manual_seed(5)
     a = torch.randn(r, H, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -207,7 +211,8 @@ def teacher_heads() -> None:
     whole = hl.Head(other, softcap=20.0)
 
     def objective(teacher: hl.Head) -> hl.Objective:
-        """Return an objective with additive divergences and a non-additive divergence."""
+        """Return a distillation loss that is a sum over vocabulary entries, plus one (`lk_hybrid`)
+        that is not."""
         return hl.distillation(teacher_head=teacher) + hl.lk_hybrid(teacher_head=teacher)
 
     options = hl.Options(per_token=("lk_hybrid/acceptance",))
@@ -225,7 +230,7 @@ def teacher_heads() -> None:
 
 
 def top_entropy() -> None:
-    """Check a quantile over the tokens of all ranks, some without tokens."""
+    """Check a quantile of entropies over the tokens of all ranks, of which rank 0 has none."""
     p = Problem()
     tokens = (torch.arange(T) % (p.world - 1) + 1 == p.rank).nonzero().squeeze(1)
     ids = p.batch.segments.ids[tokens]
@@ -250,7 +255,9 @@ def doubtful_fields() -> None:
     p = Problem()
     last = p.world - 1
     owner = torch.arange(T) % last
-    owner[torch.tensor([2, 5, 8, 17, 20])] = last  # 5 tokens, the number of segments
+    # 5 tokens: as many as segments, so that a shape alone does not tell a per-token from a
+    # per-segment field
+    owner[torch.tensor([2, 5, 8, 17, 20])] = last
     tokens = (owner == p.rank).nonzero().squeeze(1)
     kept = torch.tensor([True, False, True, True, True])
     per_segment = {"advantages": p.batch.advantages, "kept": kept}
@@ -281,8 +288,8 @@ def doubtful_fields() -> None:
 
 
 def static_spread() -> None:
-    """Check sequence parallelism with and without static shapes: hidden states are gathered in one
-    step, even from empty ranks, and each rank gets the gradient of its own."""
+    """Check sequence parallelism with and without static shapes, if rank 0 has no hidden states:
+    ranks gather hidden states once, and each rank gets the gradient of its tokens."""
     p = Problem()
     mine = slice(*[0, 0, 20, T][p.rank : p.rank + 2])
     want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)

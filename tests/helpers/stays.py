@@ -1,11 +1,11 @@
 """The path of `hidden`: all files that receive a call's hidden states, up to the gradient.
 
-    PYTHONPATH=.:tests python tests/helpers/stays.py   # all stays of a GRPO call on one GPU
+    PYTHONPATH=.:tests python tests/helpers/stays.py # print the stays of a GRPO call
 
-A *stay* is a function call in a new file with hidden states among its arguments. A second count
-(`derived`) includes tensors computed from hidden states, such as statistics. A *climb* is a stay in
-a file that imports the previous file. The call uses the Triton backend with empty kernels, and
-needs no GPU.
+A *stay* is a call that hands hidden states to a function of another file. A second count
+(`derived`) includes tensors computed from hidden states, such as statistics. A *climb* is a call
+that hands hidden states back to a file that imports the calling file. The call uses the Triton
+backend with empty kernels, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ T, H, V = 16, 16, 32
 
 
 class Followed(TorchDispatchMode):
-    """Track storages of hidden states, and with `derived` also storages computed from hidden
-    states."""
+    """Track the memory of hidden states through all operations; with `derived` also the memory of
+    tensors computed from hidden states."""
 
     def __init__(self, *inputs: Tensor, derived: bool) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Followed(TorchDispatchMode):
         self.made: set[int] = set()
 
     def holds(self, value: Any, depth: int = 5) -> bool:
-        """Return True if a value is or contains a tracked tensor."""
+        """Return True if a value is or contains a tensor made of tracked memory."""
         if isinstance(value, Tensor):
             return start_of(value) in self.made
         if depth == 0:
@@ -85,7 +85,8 @@ def start_of(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def without_kernels(followed: Followed) -> Iterator[None]:
-    """Run the Triton backend on a CPU without executing kernels."""
+    """Run the Triton backend on a CPU with kernel launches replaced by a function that only notes
+    the arguments."""
 
     def call(self: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         followed.launched(*arguments)
@@ -102,14 +103,15 @@ def without_kernels(followed: Followed) -> Iterator[None]:
 
 
 def stays(derived: bool) -> list[tuple[str, str]]:
-    """Return (module, function) of each stay of hidden states; `derived` includes computed
-    tensors."""
+    """Return (module, function) of each call that hands hidden states to another file; with
+    `derived` also tensors computed from hidden states."""
     hidden = torch.randn(T, H).bfloat16().requires_grad_()
     weight = torch.randn(V, H).bfloat16().requires_grad_()
     old, advantages = -torch.rand(T), torch.randn(4)
     segments = hl.Segments.from_lengths([4] * 4)
     batch = hl.Batch(torch.arange(T), segments, advantages=advantages, old_logps=old)
-    hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())  # computes the order of tokens
+    # a first call, which computes and caches the order of tokens
+    hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo())
     followed = Followed(weight, batch.targets, segments.ids, advantages, old, derived=derived)
     followed.made.add(start_of(hidden))
     found: list[tuple[str, str]] = []
@@ -126,7 +128,8 @@ def stays(derived: bool) -> list[tuple[str, str]]:
                 found.append((module, code.co_name))
 
     hl.clear_cache()
-    # Skipped rows need a device read, and metrics are not on the path to the gradient.
+    # Leave out `skip_rows`, which reads from the device, and metrics, which do not lead to the
+    # gradient.
     options = hl.Options(skip_rows=False, metrics=False)
     with without_kernels(followed):
         hl.head_loss(hidden, hl.Head(weight), batch, hl.grpo(), options).loss.backward()

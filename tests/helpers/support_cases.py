@@ -21,8 +21,8 @@ BEYOND = 1 << 40
 def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed: int = 0):
     """Make distinct support ids for each position, including the target.
 
-    With "mixed" in `kind` some positions have no support. Unscored positions have arbitrary ids.
-    "flat" gives ids and offsets, else ids are padded with -1.
+    With "mixed" in `kind`, two of five positions have no ids, so all tokens are allowed. Unscored
+    positions have arbitrary ids. "flat" gives ids and offsets, else ids are padded with -1.
     """
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = []
@@ -67,7 +67,8 @@ def of_candidates(stats, batch):
 
 
 def objective() -> hl.Objective:
-    """Return an objective of all statistics, with two scopes and two reductions."""
+    """Return an objective that reads all statistics, and combines per-segment with per-token terms
+    and their reductions."""
     return (
         hl.gspo()
         + 0.3 * hl.cross_entropy(label_smoothing=0.1)
@@ -84,8 +85,8 @@ def inputs(
     terms: hl.Term | hl.Objective | None = None,
     beside: bool = False,
 ) -> Inputs:
-    """Make a call with a support for all or some ("mixed") tokens, "padded" or "flat"; `beside`
-    adds candidates and a term of candidates."""
+    """Make a call with `support_ids` for all or some ("mixed") tokens; with `beside` the batch and
+    the objective also have candidates."""
     padding = 7 if head in ("padded_vocabulary", "everything") else 0
     hidden, weight, targets = trained_looking(TOKENS, WIDTH, VOCABULARY, dtype)
     made = make_head(head, torch.cat([weight, 3 * weight[:padding]]), "packed", train=train)

@@ -13,7 +13,7 @@ from torch import Tensor
 import headloss as hl
 from headloss.engine import plan
 
-plan.CPU_SKIP_WORTH = 0  # as in conftest.py, for worker processes
+plan.CPU_SKIP_WORTH = 0  # worker processes do not run `conftest.py`, so repeat its setting
 T, H, V = 8, 6, 11
 FIELDS = ("advantages", "old_logps", "ref_logps", "sampling_logps", "kept", "share")
 
@@ -177,8 +177,8 @@ def results(objective: hl.Term | hl.Objective, given: Any) -> list[Tensor]:
 
 
 def in_a_worker(pipe: Any) -> None:
-    """Receive objects and terms; send back the names of unequal ones and the results of the
-    terms."""
+    """Receive pickled objects and terms; send back the names of those that arrived changed, and the
+    losses of the terms."""
     theirs, its_terms = pickle.loads(pipe.recv_bytes())
     own, own_terms = objects(), terms()
     wrong = [name for name in own if not same(own[name], theirs[name])]
@@ -188,5 +188,6 @@ def in_a_worker(pipe: Any) -> None:
 
 
 def fits(term: hl.Term) -> bool:
-    """Return True if `problem` has all inputs of the term."""
+    """Return True if the test problem has all inputs that the term needs; it has no teacher for
+    `distillation`."""
     return term.name != "distillation"

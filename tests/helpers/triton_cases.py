@@ -109,7 +109,8 @@ def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
 
 
 def backward_of(raw, targets, first, transform, normalizer, coefficients) -> Backward:
-    """Return the `Backward` record with the targets' log-probs in these logits."""
+    """Return the arguments of a backward kernel (`Backward`), with the target log-probs computed
+    from `raw`."""
     given = Forward(targets, first, in_float64(transform), frozenset())
     target = reference.partials(raw.double(), given).target
     logps = target - normalizer.max_logit - normalizer.log_sum

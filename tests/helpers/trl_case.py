@@ -135,7 +135,7 @@ def without_generation(trainer_type: type, logprobs: bool = False, tools: bool =
                 return ids, None
             generator = torch.Generator().manual_seed(self._round)
             likely = [(-4 - torch.rand(len(x), generator=generator)).tolist() for x in ids]
-            likely[0][0] = None  # a token without sampler log-prob
+            likely[0][0] = None  # vLLM may return None for a token's log-prob
             return ids, likely
 
         def _generate(self, prompts):
@@ -164,8 +164,8 @@ def assert_same_run(
 ) -> list[dict[str, float]]:
     """Check that losses, common metrics and parameters of two runs agree; return headloss's logs.
 
-    `ties` names metrics that compare equal numbers at the first step, with a result due to
-    rounding.
+    `ties` names metrics that compare two numbers which are equal at the first step, so that
+    rounding decides the result; these are not compared there.
     """
     before = {n: p.detach().clone() for n, p in theirs.model.named_parameters() if p.requires_grad}
     (want, want_parameters), (got, got_parameters) = train(theirs), train(ours)

@@ -145,7 +145,8 @@ TRAINERS = {
 
 
 def same_run(case: Case, folder: Path) -> None:
-    """Check a run: float32 equals the reference; bf16's gradient is near that of a float64 head."""
+    """Check a training run: in float32 it equals the reference run; in bf16 the gradient is close
+    to that of a head computed in float64."""
     mine = trainer_runs.run(case, "headloss", SMALL, folder)
     kind, steps = ("exact", 1) if case.precision == "bf16" else (case.reference, trainer_runs.STEPS)
     other = trainer_runs.run(case, kind, SMALL, folder, steps=steps)

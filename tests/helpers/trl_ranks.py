@@ -56,7 +56,7 @@ def same_sharded(head_alone: bool, kind: type = Request, result: str = "loss") -
 
 
 def same_lone_head() -> list[float]:
-    """Check that the head has the mean of the gradients if FSDP2 wraps the head but not the
+    """Check that FSDP2 averages the head's gradient over the ranks if it wraps the head but not the
     model."""
     plain, sharded = load(saved("llama")), load(saved("llama"))
     rank = torch.distributed.get_rank()

@@ -21,7 +21,8 @@ from trainer_cases import SMALL, Case, Size
 import headloss as hl
 from headloss.integrations import trl as ours
 
-# Two ranks cannot evenly divide the 121 x 9 weights of embeddings and head, nor a norm's 9.
+# Odd sizes: the 121 x 9 embedding and the 9 weights of a norm cannot be divided evenly over two
+# ranks.
 ODD = Size(hidden=9, layers=2, vocabulary=121, completion=8, batch=2)
 HEAD: dict[str, Any] = {"lora": "body, head", "wrapper": "zero3"}
 CASES: dict[str, Case] = {

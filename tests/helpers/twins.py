@@ -1,7 +1,8 @@
-"""Twins of all kernel operations in plain PyTorch.
+"""The Triton kernels' operations in plain PyTorch (*twins*), for comparison.
 
-Operations of every backend come from the reference backend; kernel-only operations have their twin
-here. Tests compare the kernels with the twins, and run whole calls through the twins on a CPU.
+Operations that every backend has are the reference backend's; those that only the kernels have are
+written here in PyTorch. Tests compare each kernel with its PyTorch twin, and run whole calls on a
+CPU with the twins in place of kernels.
 
 n tokens or rows, v columns, H hidden width, K chosen columns of a token.
 """
@@ -49,7 +50,8 @@ from headloss.statistics import softmax as stats
 from headloss.statistics.softmax import FLOOR, Slope, SoftmaxCoefficients, SoftmaxState
 
 NOTHING: frozenset[str] = frozenset()
-SMALLEST = 2.0**-90  # least |c_target| of a multiple, else rounding matters
+# smallest |c_target| by which a gradient may be divided; below it, rounding errors matter
+SMALLEST = 2.0**-90
 
 
 def is_multiple(backward: Backward) -> bool:
@@ -162,7 +164,8 @@ def exp_gradient_(exp_tile: ExpTile, backward: Backward, *, order: Order | None 
         e = terms[picked].to(max_logit.dtype)
         log_p = e.log().sub_(((max_logit - exp_tile.shift[picked]) + log_sum).unsqueeze(1))
         log_p.masked_fill_(e <= 0, FLOOR)
-        if own.logps is not None:  # an underflowed exp has lost its z
+        # exp(z) has underflowed to 0, so its logarithm is taken from the stored log-probs
+        if own.logps is not None:
             put_(log_p, own, own.logps.clamp_min(FLOOR))
         z = log_p + (max_logit + log_sum).unsqueeze(1)
         g = grad_z(log_p, c, e)
@@ -249,7 +252,8 @@ def dense_order(keep: Tensor, most: int) -> Order:
 
 
 def _places(rows: LogitRows, picked: Tensor | slice = slice(None)) -> tuple[Tensor, Tensor]:
-    """Return the whole tensor as a vector, and the indices of the picked rows' elements."""
+    """Return a flat view of the tensor's memory, and the [n, v] indices of the picked rows'
+    elements in it."""
     x = rows.tensor
     extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     columns = torch.arange(x.shape[-1], device=x.device)
@@ -284,7 +288,8 @@ def given_rows(walk: Walk) -> SoftmaxState | None:
 def _completed(
     c: SoftmaxCoefficients, found: SoftmaxState, slopes: Tensor | None
 ) -> SoftmaxCoefficients:
-    """Return coefficients with the entropy's part and closed-form slopes."""
+    """Return the gradient coefficients with those of the entropy and of terms with a closed-form
+    derivative added."""
     log_sum = found.sumexp_m1.log1p()
     target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
     if c.entropy is not None:

@@ -2,8 +2,8 @@
 
 accelerate launch --multi_gpu --num_processes 2 tests/helpers/two_ranks.py FOLDER RECIPES CASE ...
 
-RECIPES are recipes of `headloss train` with overrides, as JSON: {"sft": ["seed=1"]}. Without
-recipes, only the mixed-precision cases run.
+RECIPES are recipes of `headloss train` with overrides, as JSON: {"sft": ["seed=1"]}. If RECIPES is
+empty, only the mixed-precision cases run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if __name__ == "__main__":
     folder, recipes = Path(sys.argv[1]), json.loads(sys.argv[2])
     overhead.spare()
     overhead.freeze()
-    saved("llama")  # with ranks, transformers would save on rank 0 alone
-    PartialState()  # makes the process group
+    saved("llama")  # Save before the process group exists: transformers saves on rank 0 only.
+    PartialState()  # Make the process group.
     if recipes:
         trl_ranks.main()
         train(folder / "two", recipes)

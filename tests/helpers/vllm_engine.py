@@ -72,7 +72,7 @@ class Engine:
     Attributes:
         model: the generating model; TRL syncs its weights into `model`.
         masks: True if the simulated release supports `return_sampling_mask`.
-        loses: the (output, token) with a missing set.
+        loses: index (output, token) of a token whose sampling mask the engine leaves out.
     """
 
     model: Any = None
@@ -130,7 +130,8 @@ class Engine:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, model: Any, **attributes: Any) -> list[Any]:
-    """Replace vLLM in TRL by this engine; return the list of later built engines."""
+    """Replace vLLM in TRL by `Engine`, and return a list to which each constructed engine is
+    added."""
     built: list[Any] = []
     engine = type("Engine", (Engine,), {"model": model, "built": built, **attributes})
     for module in (vllm_generation, grpo_trainer):
@@ -139,6 +140,6 @@ def install(monkeypatch: pytest.MonkeyPatch, model: Any, **attributes: Any) -> l
     monkeypatch.setattr(vllm_generation, "LLM", engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "x")  # registers the variable for restoration
+        monkeypatch.setenv(name, "x")  # so that pytest restores the environment variable afterwards
         monkeypatch.delenv(name)
     return built

@@ -1,4 +1,4 @@
-"""Worlds of a few processes, started once, that run functions on every rank."""
+"""Test worlds: a few processes that are started once and then run functions on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 SECONDS = 60.0
 PRELOADED = ["headloss.testing", "matrix"]
-# Modules that started ranks preload if already imported in this process.
+# Modules that a new rank also imports at its start, if this process has imported them.
 OF_TRAINERS = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 OF_TRAINERS += ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
 
@@ -31,7 +31,8 @@ def forks() -> Any:
 
 
 def skip_any_row() -> None:
-    """Let small calls leave out rows without gradient, as in conftest.py."""
+    """Let calls of any size skip token rows with a negligible gradient on a CPU, as `conftest.py`
+    does."""
     from headloss.engine import plan
 
     plan.CPU_SKIP_WORTH = 0

@@ -22,7 +22,8 @@ import headloss as hl
 
 T, H, V = 6, 8, 31
 STEPS = 3
-# Kinds of forward outputs, with a function to their loss.
+# Forms in which a model's forward returns results, each with a function that computes the loss from
+# it.
 RETURNS: dict[str, Callable[[Any], Tensor]] = {
     "output": lambda out: out.loss,
     "in a dict": lambda out: out["out"].loss,
@@ -78,7 +79,8 @@ def steps(model: nn.Module, call: Callable[[], Tensor]) -> list[float]:
 
 
 def alone(returns: str) -> tuple[Policy, list[float]]:
-    """Train without a wrapper on the batches of all ranks, which a wrapper averages."""
+    """Train one model without a wrapper, on the mean loss of all ranks' batches, as DDP averages
+    it."""
     model, value = made(returns), RETURNS[returns]
     batches = [batch_of(rank) for rank in range(distributed.get_world_size())]
 
