@@ -124,8 +124,8 @@ def a2po(*, beta: float = 1e-3) -> Term:
 
     Also called: TRL A2POTrainer.
 
-    Inputs: ref_logps; advantages (a sequence's advantage is the mean over its tokens). Default
-    reduction: sequence_mean. Metrics: rewards: the implicit reward.
+    Inputs: ref_logps; advantages (a sequence's advantage is the mean over its tokens).
+    Default reduction: sequence_mean. Metrics: rewards: the implicit reward.
     """
     positive(beta=beta)
     return Term(
