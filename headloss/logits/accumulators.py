@@ -1,10 +1,12 @@
-"""Gradient accumulators of a linear head: the products of dL/draw with weights and with features,
-and the sums of these products.
+"""Gradient accumulators of a linear head. An accumulator multiplies the gradient of the logits by
+the weight (for the gradient of the features) and by the features (for the gradient of the weight),
+and sums the products.
 
-T tokens, n tokens of a block, H hidden width, V vocabulary. For a block of tokens, the hidden
-gradient is final and the weight gradient is summed. For a slab (a slice of vocabulary columns), the
-weight gradient is final and the hidden gradient is summed. Sums are in float32 and scaled once, at
-the end.
+T tokens, n tokens of a block, H hidden width, V vocabulary. Gradients that arrive by blocks of
+tokens complete the hidden gradient block by block, while the weight gradient is a sum over blocks.
+Gradients that arrive by slabs (blocks of vocabulary rows of the weight) complete the weight
+gradient slab by slab, while the hidden gradient is a sum over slabs. Sums are in float32 and scaled
+once, at the end.
 """
 
 from __future__ import annotations
@@ -22,34 +24,41 @@ from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
-# With a single block of tokens, the block's gradient comes in slabs (slices of vocabulary columns).
+# Block list of a call whose gradient comes by slabs (blocks of vocabulary rows): a single block of
+# tokens.
 ONE_BLOCK = [Chunk(0, 0, 0, 0)]
 SHARED = "a sum of hidden gradients"
-# GPU clocks (about 11 microseconds) in which a collective can occupy multiprocessors.
+# Length of a pause in GPU clock cycles (about 11 microseconds), in which an all-reduce kernel can
+# start on the GPU.
 GIVE_WAY = 20_000
 
 
 class GradientBuffers(NamedTuple):
-    """Dtype and destination of a call's gradient sums."""
+    """Settings of the gradient accumulators: the tensors that need a gradient, the dtype of the
+    weight gradient's sum, and the tensor to which the sum is added."""
 
     needs_grad: NeedsGrad
     # Dtype of the weight gradient's sum over blocks; float64 logits use float64.
     accumulate_dtype: torch.dtype
     # Float32 [V, H] that receives the weight gradient, which is then not returned.
     main_grad: Tensor | None
-    direct: bool  # True: add each block to `main_grad`; False: add the sum times the factor.
+    # True: add each block's weight gradient to `main_grad`. False: sum the blocks first, then add
+    # the sum times the upstream factor to `main_grad`.
+    direct: bool
 
 
 class BlockAccumulator:
-    """Sums of gradients that arrive by blocks of tokens, over all columns. A `single_block` is the
-    whole gradient, so that no wider sum is needed.
+    """Sums of gradients that arrive by blocks of tokens, in all vocabulary columns. With
+    `single_block`, one block gives the whole weight gradient, which is therefore stored in the
+    weight's dtype and not in a wider sum.
 
     `weights` maps the index of a pair (features, weight) to the gradient of the pair's weight, if
-    the weight requires a gradient. `totals` are the weight gradients' rows for a tile's columns, to
-    which a block is added; totals in `fresh` hold nothing yet.
+    the weight requires a gradient. `totals[i]` is the view of `weights[i]` to which the next
+    product is added. While i is in `fresh`, `totals[i]` is uninitialized memory, which the first
+    product overwrites.
     """
 
-    by_factor = True  # `weights` are multiplied by the factor only at the end.
+    by_factor = True  # True: `finish` multiplies `weights` by its argument `factor`.
 
     def __init__(
         self,
@@ -81,12 +90,12 @@ class BlockAccumulator:
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add dL/draw of the next block."""
+        """Add the gradient of the next token block's logits to the sums."""
         # The all-reduce over ranks runs while the weight gradient is computed.
         if self.hidden.group is not None:
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
-        else:  # The weight gradient has already read the scaled features: overwrite them.
+        else:  # Weight gradient first, because the hidden gradient overwrites the scaled features.
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 
@@ -127,7 +136,7 @@ class BlockAccumulator:
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
-            if i in self.fresh:  # No block had a gradient.
+            if i in self.fresh:  # Still uninitialized, because no token had a gradient.
                 total.zero_()
             if self.by_factor:
                 into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
@@ -145,12 +154,14 @@ class BlockAccumulator:
 
 
 class SlabAccumulator(BlockAccumulator):
-    """Sums of gradients that arrive by slabs (slices of vocabulary columns) over all tokens: `open`
-    a slab, `add` its rows, `close` the slab.
+    """Sums of gradients that arrive by slabs (blocks of vocabulary rows), each over all tokens. For
+    each slab, call `open`, then `add` for some tokens at a time, then `close`.
 
-    A slab's weight gradient is summed in a separate tensor and rounded by `close`. If one addition
-    brings all tokens of a slab (`at_once`), a product writes the weight gradient to its
-    destination. The hidden gradient is a sum in `source.dtype`, at the end also over ranks.
+    The weight gradient of a slab is summed in a separate tensor, which `close` rounds and writes to
+    its place in the weight gradient. With `at_once`, a single `add` brings all tokens of a slab,
+    and the product is written directly to its place in the weight gradient. The hidden gradient is
+    summed in `source.dtype` over the slabs, and at the end over the ranks that shard the
+    vocabulary.
     """
 
     by_factor = False
@@ -171,7 +182,8 @@ class SlabAccumulator(BlockAccumulator):
                 self.totals[i] = torch.empty_like(place, dtype=self.sum_dtype)
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add dL/draw of some rows of the slab."""
+        """Add the gradient of some tokens' logits, in the vocabulary columns of the slab, to the
+        sums."""
         self._add_to_weights(gradient)
         dlogits, rows, columns, *_ = gradient
         for i, total in self.hidden.totals.items():
@@ -187,7 +199,8 @@ class SlabAccumulator(BlockAccumulator):
                 total.index_add_(0, rows, part)
 
     def close(self, columns: slice, factor: Tensor | None) -> None:
-        """Write the slab's sums, times `factor`, to their destination."""
+        """Multiply the slab's weight gradient by `factor`, and write the product to the slab's rows
+        of the whole weight gradient (or add the product to `main_grad`)."""
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()
@@ -207,12 +220,13 @@ class SlabAccumulator(BlockAccumulator):
 
 
 class HiddenGradient:
-    """Gradients of features, block by block; `totals` maps the index of a pair (features, weight)
-    to the gradient of the pair's features, if the features require a gradient.
+    """Gradients of the head's input features, block by block. `totals[i]` is the gradient of
+    `source.features[i]`, for each i whose features require a gradient.
 
-    If a group of ranks shards the vocabulary, a block's hidden gradient is summed over the ranks,
-    in float32, while the block's weight gradient is computed and before the next block's. All rows
-    are sent, with or without a gradient, since each rank skips rows on its own.
+    If a group of ranks shards the vocabulary, each block's hidden gradient is summed over the ranks
+    in float32. A block's all-reduce runs while the block's weight gradient is computed, and ends
+    before the next block's all-reduce starts. Each rank sends all rows of the block, also rows
+    without a gradient, because ranks may leave out different rows.
     """
 
     def __init__(
@@ -223,17 +237,19 @@ class HiddenGradient:
         self.wanted = [i for i, needs in enumerate(needs_grad) if needs]
         self.blocks = iter(blocks)
         self.totals = dict[int, Tensor]()
-        # Factors by which the rows of `totals` must still be multiplied.
+        # Factors by which `finish` must still multiply the rows of `totals`.
         self.factors = dict[int, Tensor]()
-        for i in self.wanted if len(blocks) != 1 else ():  # A single block's gradient is the total.
+        # With a single block, `add` stores the block's gradient as the total.
+        for i in self.wanted if len(blocks) != 1 else ():
             features = source.features[i]
-            # Contiguous rows, whatever the layout of the features.
+            # Allocate contiguous rows, even if the features are not contiguous.
             self.totals[i] = features.new_empty(features.shape)
-        # Sums under way: the pair, the work, its buffer, and the rows of `totals` to write.
+        # All-reduces under way: index of the features, work handle, buffer of the sum, and the rows
+        # of `totals` to which the buffer is copied at the end.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add dL/draw of the next block."""
+        """Add the gradient of the next token block's logits to the sums."""
         self.settle()
         source = self.source
         block = next(self.blocks).rows
@@ -242,7 +258,7 @@ class HiddenGradient:
         # Do not overwrite the scaled features, which the weight gradient reads afterwards.
         if self.group is not None:
             memory = None
-        for i in self.wanted:  # Write all rows of the block, 0 in rows without a gradient.
+        for i in self.wanted:  # Write all rows of the block, with 0 in rows without a gradient.
             weight = source.weights[i]
             dtype = source.features[i].dtype if self.group is None else source.dtype
             part = source.products.input_gradient(dlogits, weight, dtype, memory)
@@ -271,15 +287,16 @@ class HiddenGradient:
             work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
-                # Without a pause, the next product would occupy every multiprocessor until its end.
+                # Without a pause, the next matmul would fill the GPU, and the all-reduce would
+                # start only after the matmul.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
-        """Wait until the gradients are complete."""
+        """Wait for the all-reduces under way, and write their sums to `totals`."""
         for i, work, value, rows in self.pending:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # Multiply by the factor first, then round to the gradient's dtype.
+            else:  # Keep the float32 sum: `finish` multiplies by the factor and rounds once.
                 self.totals[i] = value
         self.pending = []

@@ -27,19 +27,21 @@ from ..statistics.softmax import (
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
-# Pair: z of the chosen columns, and the online-softmax state of all other columns.
+# Logits z [n, K] of the candidates, and the online-softmax state of all other columns (None if the
+# tail is not wanted).
 CandidateState = tuple[Tensor, SoftmaxState | None]
 
 
 class LogitTile(NamedTuple):
-    """Logits of some tokens in a slab (a slice of vocabulary columns)."""
+    """Logits of some tokens in a slice of the vocabulary."""
 
     raw: Tensor  # Shape [n, v].
-    first: int  # First column, in the whole vocabulary.
+    first: int  # Index of the tile's first column in the whole vocabulary.
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """Return z [n, K] of the columns `ids`, 0 for columns outside of the tile."""
+        """Return the logits z [n, K] of the columns `ids`, with 0 for a column outside of this
+        tile."""
         inside = (ids >= self.first) & (ids < self.first + self.raw.shape[1])
         columns = torch.where(inside, ids - self.first, 0)
         return torch.where(inside, transform(self.raw.gather(1, columns)), 0)
@@ -55,15 +57,16 @@ class LogitTile(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Logits of some tokens in the columns of their support alone."""
+    """Logits of some tokens, each in the columns of its allowed ids (`support_ids`) alone."""
 
     raw: Tensor  # Shape [P].
     support: Support
     acts: Kernels
 
     def at(self, ids: Tensor, transform: Transform) -> Tensor:
-        """Return z [n, K] of the columns `ids`: 0 for a column outside of this vocabulary slice,
-        -inf for a column in the slice but outside of the token's support."""
+        """Return the logits z [n, K] of the columns `ids`: 0 for a column outside of this
+        vocabulary slice, -inf for a column in the slice that is not among the token's allowed
+        ids."""
         places, inside, _ = self.find(ids)
         z = transform(self.raw[places])
         column = ids - self.support.first
@@ -73,20 +76,21 @@ class Pairs(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Return the online-softmax state of all support columns except `without`; a support has
-        only one tile."""
+        """Return the online-softmax state of the token's allowed ids except `without`. `onto` is
+        unused, because one tile holds all allowed ids of a token."""
         support = self.support if without is None else self.find(without)[2]
         forward = Forward(self.nowhere, 0, transform, NOTHING)
         return self.acts.support_partials(self.raw, support, forward)
 
     @property
     def nowhere(self) -> Tensor:
-        """Return targets [n] that lie in no column."""
+        """Return target ids [n] of -1, which match no column."""
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """Return the index [n, K] of the pair (token, column) of each id, the mask [n, K] of ids
-        that have such a pair, and the support of the remaining pairs."""
+        """Look up `ids` [n, K] among the tokens' allowed ids. Return the index [n, K] of the pair
+        (token, id) in `raw`, a mask [n, K] of the ids that have a pair, and a `Support` of the
+        pairs that were not looked up."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -97,7 +101,7 @@ class Pairs(NamedTuple):
         pairs = order[place]
         present = (ids >= 0) & (key[place] == sought)
         chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
-        # The chosen pairs become empty slots.
+        # Give the looked-up pairs the id -1, which marks an empty entry.
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
@@ -108,15 +112,15 @@ def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """Return the inputs of the gradient of a teacher or of candidates, [n] each."""
+    """Return the gradient's inputs, [n] each, that the measurement with this key stored."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
-    transform: Transform  # The head's transform at half the temperature.
-    shard: WholeVocabulary  # This rank's slice.
+    transform: Transform  # The head's transform, with half of the head's temperature.
+    shard: WholeVocabulary  # This rank's slice of the vocabulary.
     key = COLLISION
     own_logits = False
 
@@ -124,54 +128,60 @@ class SquaredSum(NamedTuple):
         """Return None: sum p^2 has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
-        """Return the measurement for the tokens `index` alone."""
+        """Return this measurement restricted to the tokens `index`."""
         return self._replace(transform=self.transform.rows(index))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: SoftmaxState | None
     ) -> SoftmaxState:
-        """Return the online-softmax state after adding a tile's logits of the tokens `rows`."""
+        """Return the online-softmax state `state` merged with one tile's logits of the tokens
+        `rows`."""
         return logits.state(self.transform.rows(rows), state)
 
     def value(self, rows: Rows, state: SoftmaxState, normalizer: Normalizer) -> ByStatistic:
-        """Return sum p^2 [n], after the last tile."""
+        """Return sum p^2 [n] from the online-softmax state after the last tile."""
         twice = normalizer_of(self.shard, state)
         peak, log_sum = normalizer
         return {self.key: ((twice.max_logit - 2 * peak) + (twice.log_sum - 2 * log_sum)).exp()}
 
 
 class Candidates(NamedTuple):
-    """Measurement of the log-probs of K columns of each token, and of the tail (all other columns),
-    in a softmax of tiles' logits."""
+    """Measurement of K log-probs per token, of the columns `ids`, and of the tail's log-prob (all
+    other columns together). The softmax is computed from tiles of logits."""
 
-    key: object  # Key of log-probs and slopes [n, K + 1], with the tail last.
-    ids: Tensor  # Columns [T, K] of the whole vocabulary; empty slots are below 0.
-    transform: Transform  # Transform of the softmax.
-    # True for the head's softmax, whose share of c_prob is in the coefficients. Log-probs of
-    # another softmax are in float64, so that slopes that cancel keep their digits.
+    # Key in `Statistics.extras` of the log-probs [n, K + 1], whose last column is the tail, and of
+    # the loss's derivatives.
+    key: object
+    ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
+    transform: Transform  # Transform from raw logits to the logits z of the softmax.
+    # True for the softmax of the head, whose gradient coefficient `c_prob` already contains minus
+    # the sum of the derivatives with respect to the log-probs. The log-probs of any other softmax
+    # (at a teacher's temperature) are in float64, so that derivatives that cancel keep their
+    # digits.
     heads_own: bool
     tail: bool  # True if the tail is wanted; else the tail's log-prob stays 0.
-    shard: WholeVocabulary  # This rank's slice.
+    shard: WholeVocabulary  # This rank's slice of the vocabulary.
     own_logits = False
 
     def slopes(self, extras: ByStatistic) -> Tensor | None:
-        """Return the slopes [n, K + 1] of `value`, or None without slopes."""
+        """Return the loss's derivatives [n, K + 1] with respect to the log-probs, or None if the
+        loss has no such derivatives."""
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
-        """Return the measurement for the tokens `index` alone."""
+        """Return this measurement restricted to the tokens `index`."""
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
-        """Return the columns' indices [n, K] within a tile; empty slots and columns of other tiles
-        lie outside."""
+        """Return the candidates' column indices [n, K] within a tile. The index of an unused entry,
+        or of a column in a different tile, lies outside of the tile."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
     def add(
         self, rows: Rows, logits: LogitTile | Pairs, state: CandidateState | None
     ) -> CandidateState:
-        """Return z of the columns, 0 for columns outside of the tiles so far, and the
-        online-softmax state of all other columns."""
+        """Return the candidates' logits z [n, K], with 0 for columns of tiles not yet added, and
+        the online-softmax state of all other columns."""
         ids = self.ids[rows].long()
         transform = self.transform.rows(rows)
         z = logits.at(ids, transform)
@@ -184,8 +194,8 @@ class Candidates(NamedTuple):
         return z, others
 
     def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
-        """Return log-probs [n, K + 1] after the last tile, and the tail's normalizer. `normalizer`
-        is that of the head's softmax."""
+        """Return the log-probs [n, K + 1] after the last tile, and the normalizer of the tail.
+        `normalizer` belongs to the softmax of the head."""
         z, others = state
         peak, log_sum = normalizer
         of_tail = normalizer
@@ -205,8 +215,9 @@ class Candidates(NamedTuple):
     def add_to_pairs_(
         self, values: Tensor, rows: slice, logits: Pairs, measured: Measured, slopes: Tensor
     ) -> None:
-        """Add the candidates' part of dL/draw, from slopes [n, K + 1], to dL/draw of pairs, values
-        [P]."""
+        """Add the candidates' part of the gradient to `values` [P], the gradient of the raw logits
+        of the pairs (token, allowed id). `slopes` [n, K + 1] are the loss's derivatives with
+        respect to the log-probs."""
         transform = self.transform.rows(rows)
         pairs, present, others = logits.find(self.ids[rows].long())
         chosen = transform.vjp_(slopes[:, :-1].to(values.dtype, copy=True), logits.raw[pairs])
@@ -220,9 +231,10 @@ class Candidates(NamedTuple):
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
-        """Return dL/draw of pairs [P] in addition to the multiple of dlogp/draw with the same
-        c_prob: each slope at its candidate, and minus the slopes' sum at the target. The tail's
-        slope is left out."""
+        """Return a sparse part [P] of the gradient of the raw logits, as pairs (token, column). The
+        whole gradient is this sparse part plus c_prob's multiple of dlogp/draw. The sparse part
+        holds each candidate's derivative at the candidate's column, and minus the derivatives' sum
+        at the target. The derivative with respect to the tail's log-prob is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None
@@ -237,9 +249,10 @@ class Candidates(NamedTuple):
         return values, Support(ids.reshape(-1), ends, 0, self.shard.vocabulary)
 
     def vjp(self, rows: Rows, columns: slice, measured: Measured, slopes: Tensor) -> StoredTopk:
-        """Return the inputs of the kernel that computes the gradient on a tile, from `value`'s
-        slopes [n, K + 1]."""
-        if not self.heads_own:  # Turn slopes of log-probs into slopes of logits.
+        """Return the inputs of the kernel that computes the gradient on a tile. `slopes` [n, K + 1]
+        are the loss's derivatives with respect to the log-probs."""
+        # Turn derivatives with respect to log-probs into derivatives with respect to logits.
+        if not self.heads_own:
             slopes = slopes - measured.stats.extras[self.key].exp() * slopes.sum(1, keepdim=True)
         slopes = slopes.to(measured.normalizer.max_logit.dtype)
         return StoredTopk(

@@ -29,21 +29,23 @@ class View:
         self.index = index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
-        except RuntimeError:  # Strides of this tensor allow no flat view.
+        except RuntimeError:  # The strides allow no view as a matrix [N, V].
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:
-        """Return the view of the tokens `index` alone."""
+        """Return a view restricted to the tokens `index`."""
         return View(self.logits, index if self.index is None else self.index[index])
 
     def place(self, rows: Rows) -> tuple[Tensor | slice, ...]:
-        """Return the index of tokens in `tensor`; consecutive rows of a flat view stay a slice."""
+        """Return an index into `tensor` that selects the tokens `rows`: a slice if the tokens' rows
+        are consecutive, else one index vector per dimension."""
         if self.index is None and self.tensor.dim() == 2:
             return (rows,)
         return self.coordinates(rows)
 
     def coordinates(self, rows: Rows = ALL) -> tuple[Tensor, ...]:
-        """Return the index of tokens in `tensor`, a vector for each dimension."""
+        """Return index vectors, one per leading dimension of `tensor`, that select the tokens
+        `rows`."""
         positions = self.index
         inner = list[Tensor]()
         if positions is None:
@@ -59,20 +61,20 @@ class View:
         return self.tensor[(*self.place(rows), columns)]
 
     def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
-        """Write values [n, v] to some rows and columns."""
+        """Write `values` [n, v] to the logits of the tokens `rows` in `columns`."""
         self.tensor[(*self.place(rows), columns)] = values
 
     def rows(self) -> LogitRows:
-        """Return the offset of each token's row, for kernels."""
+        """Return the logits and the offset of each token's row, as a kernel needs them."""
         strides = self.tensor.stride()[:-1]
         offsets: Any = sum(at * s for at, s in zip(self.coordinates(), strides, strict=True))
         return LogitRows(self.logits.detach(), offsets, all(s % 16 == 0 for s in strides))
 
 
 class GivenLogits(LogitSource):
-    """Copies of the call's input logits, tile by tile, for any backend and teacher. The gradient
-    goes to a new tensor or, with `overwrites`, into the logits. `order`, a `Packing`, is the order
-    of tokens."""
+    """`LogitSource` for logits that the caller passed in: copies the logits tile by tile, for any
+    backend and teacher. The gradient goes to a new tensor or, with `overwrites`, over the caller's
+    logits. `order`, a `Packing`, is the order of tokens."""
 
     def __init__(
         self, tensors: Tensors, context: RowContext, *, order: Packing, overwrites: bool
@@ -89,7 +91,8 @@ class GivenLogits(LogitSource):
         return self.view.read(rows, columns).to(self.dtype, copy=True)
 
     def room(self) -> View:
-        """Return the gradient's destination, with zeros at unscored positions."""
+        """Return the tensor that receives the gradient of the logits, filled with 0 at unscored
+        positions."""
         total = self.view.logits if self.overwrites else torch.empty_like(self.view.logits)
         if self.order.unscored is not None:
             View(total, self.order.unscored).write(ALL, ALL, 0)
@@ -131,16 +134,16 @@ class WrittenGradient(NamedTuple):
 
 
 class InPlaceLogits(GivenLogits):
-    """Input logits that a kernel reads in place: once for the statistics of all rows and columns,
-    and once more for the gradient, which the kernel writes."""
+    """Logits passed in by the caller, which kernels read in place. `measure` reads all logits once
+    for the statistics, and `gradient` reads all logits once more and writes their gradient."""
 
     def measure(self) -> Measured:
         """Return the statistics of all tokens."""
         return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
 
     def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
-        """Return the gradient for the coefficients, by a second kernel launch after the launch for
-        the statistics."""
+        """Return the gradient for `coefficients`, by a second kernel launch over all logits; the
+        first launch was `measure`."""
         out = self._out()
         self._walk(None, out, coefficients, None, normalizer)
         return WrittenGradient(out, self.acts)
@@ -148,14 +151,16 @@ class InPlaceLogits(GivenLogits):
     def both(
         self, coefficients: Coefficients, slopes: Tensor | None
     ) -> tuple[Measured, WrittenGradient]:
-        """Return statistics and gradient from one launch. `coefficients` are those at an entropy of
-        0; `slopes` [P, 5, T] are in closed form."""
+        """Return statistics and gradient from one launch. `coefficients` are the gradient
+        coefficients at an entropy of 0, and `slopes` [P, 5, T] are the fields of P closed-form
+        derivatives (`Slope`)."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)
 
     def _out(self) -> LogitRows:
-        """Return the rows of the gradient's destination, the tensor of `room`."""
+        """Return the tensor of `room` with the offsets of its rows, for the kernel that writes the
+        gradient."""
         view = self.room()
         if self.overwrites:
             # Autograd does not see a kernel's writes.

@@ -29,10 +29,9 @@ DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows does n
 
 
 class NeedsGrad(NamedTuple):
-    """Flags of a source's tensors, in the source's order: True for a tensor that needs a
-    gradient."""
+    """Flags of a `LogitSource`'s tensors, in order: True for a tensor that needs a gradient."""
 
-    features: tuple[bool, ...]  # Features, or given logits alone.
+    features: tuple[bool, ...]  # The features, or the logits that the caller passed in.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -42,20 +41,22 @@ class NeedsGrad(NamedTuple):
 
 
 class RowContext(NamedTuple):
-    """Tokens and backend of a source of logits."""
+    """Tokens, names of statistics and kernel backend for a `LogitSource`, which makes logits."""
 
     acts: Kernels
-    targets: Tensor  # Columns [T] of the whole vocabulary.
+    targets: Tensor  # Target ids [T] in the whole vocabulary.
     transform: Transform  # The temperature is a number or [T].
     needs: frozenset[str]  # Names of statistics.
-    shard: WholeVocabulary  # This rank's slice.
-    all_columns: bool = False  # The slice is the whole vocabulary and contains all targets.
-    beside: tuple[Any, ...] = ()  # Measurements in addition to the statistics, see `measuring`.
-    # Products for logits and dX; of fixed order where a row's bits must not depend on other rows.
+    shard: WholeVocabulary  # This rank's slice of the vocabulary.
+    all_columns: bool = False  # True if `shard` is the whole vocabulary, with all targets.
+    # Measurements in addition to the statistics, such as divergences; see `teacher.measuring`.
+    beside: tuple[Any, ...] = ()
+    # Matmuls for the logits and for the hidden gradient. `FixedProducts` sum in a fixed order, so
+    # that the bits of a row do not depend on other rows.
     products: Products = PLAIN
 
     def take(self, index: Tensor) -> RowContext:
-        """Return the context of some of the tokens."""
+        """Return the context restricted to the tokens `index`."""
         return self._replace(
             targets=self.targets[index],
             transform=self.transform.rows(index),
@@ -63,17 +64,17 @@ class RowContext(NamedTuple):
         )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """Return the inputs of a tile's statistics, without its logits."""
+        """Return the inputs of the kernel for a tile's statistics, apart from the logits."""
         first = self.shard.first + (columns.start or 0)
         return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """Return the inputs of a tile's gradient, without its logits."""
+        """Return the inputs of the kernel for the gradient of a tile, apart from the logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # With extras, `part_gradient_` accepts any logits.
+        # With `extras`, the kernel is `part_gradient_`, which needs no `all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -96,7 +97,7 @@ class RowContext(NamedTuple):
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
     """Return the rows [K] that carry a gradient, ascending, from the mask `live` [n]; None if
     leaving out the remaining rows, whose coefficients are 0, does not pay. `count` is a copy of K
-    to the host that is under way, if any."""
+    to the CPU, if such a copy is already under way."""
     if live is None:
         return None
     most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
@@ -111,8 +112,9 @@ class LogitSource:
     logits."""
 
     dtype: torch.dtype  # Dtype of statistics and of raw logits.
-    gradient_dtype: torch.dtype | None = None  # Dtype of dL/draw; None: the dtype of the logits.
-    additions: int = 1  # Number of products that are added to a block's weight gradient.
+    # Dtype of the gradient of the raw logits; None: the dtype of the logits.
+    gradient_dtype: torch.dtype | None = None
+    additions: int = 1  # Number of matrix products whose sum is a block's weight gradient.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
@@ -131,9 +133,10 @@ class LogitSource:
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, SourceTile]:
-        """Return all measurements of some tokens over the whole vocabulary. With `keep`, also
-        return the part of the tokens' logits that the gradient needs; `tiles` is then a single
-        tile."""
+        """Return the statistics and all other measurements of the tokens `rows` over the whole
+        vocabulary, from the logits in `tiles` (slices of this rank's columns). With `keep`, `tiles`
+        must be a single tile, and the second result is the tile's logits, which the gradient
+        needs."""
         partials: SoftmaxState | None = None
         raw = tile = None
         states: list[Any] = [None] * len(self.beside)
@@ -147,8 +150,8 @@ class LogitSource:
         return self.completed(rows, self.context.measured(partials), states), raw if keep else None
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
-        """Add the measurements other than statistics, and the inputs of their gradient, to
-        `measured`."""
+        """Add the values of `beside` (divergences, candidates and the like), with the inputs of
+        their gradient, to `measured.stats.extras`."""
         stats, normalizer = measured
         if PEAK in self.context.needs:
             stats.extras[PEAK] = normalizer.max_logit.clone()
@@ -157,9 +160,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return dL/draw of the tile's rows that carry a gradient. The kernel for all rows is
-        queued before the host reads the number of rows with a gradient, so that the GPU does not
-        wait for the host before the matmuls."""
+        """Return the gradient of the tile's logits, in the rows that carry a gradient. The
+        gradient's kernel is queued for all rows before the CPU reads the number of rows with a
+        gradient, so that the GPU does not wait for the CPU before the matmuls."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         count = None if live is None else HostCopy(live.sum(0, keepdim=True))
@@ -170,15 +173,16 @@ class LogitSource:
         return LogitGradient(compact_(gradient, index), index + (rows.start or 0), columns)
 
     def gradient_(self, raw: Tensor, rows: Rows, columns: slice, inputs: BackwardInputs) -> Tensor:
-        """Return dL/draw of a tile, teachers' part included, in the tile's memory."""
+        """Return the gradient of a tile's raw logits, including the gradient of the teachers'
+        divergences, written over `raw`."""
         others = self.context.backward(rows, columns, inputs, self.gradient_dtype)
         extras = inputs.coefficients.extras
         parts = [part for part in self.beside if part.slopes(extras) is not None]
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        # The last part of the gradient overwrites the student's logits, which the earlier parts
-        # still read.
+        # Only the last part writes its gradient over the student's logits, because every earlier
+        # part still reads the logits.
         for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
@@ -187,8 +191,8 @@ class LogitSource:
 
 
 class LinearLogits(LogitSource):
-    """Raw logits from products, first the head's and then one product per adapter, for any backend,
-    dtype and teacher."""
+    """`LogitSource` of a linear head: the logits are a sum of matrix products, of the head and of
+    each adapter, for any backend, dtype and teacher."""
 
     def __init__(
         self,
@@ -206,7 +210,7 @@ class LinearLogits(LogitSource):
         self.features = pairs[::2]
         self.full_weights = pairs[1::2]
         self.logits_dtype, scored = logits_dtype, slice(self.vocabulary)
-        # Rows of the weight beyond this number are padding.
+        # Leave out the padding rows of the weight, whose index is `vocabulary` or higher.
         self.weights = [weight[scored] for weight in self.full_weights]
         self.bias: Tensor | None = None if self.full_bias is None else self.full_bias[scored]
         if compute_dtype is not None:
@@ -216,7 +220,7 @@ class LinearLogits(LogitSource):
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
     def take(self, index: Tensor) -> LinearLogits:
-        """Return this head on some of the tokens, gathered."""
+        """Return a copy of this source for the tokens `index`, with gathered features."""
         some = copy(self)
         LogitSource.__init__(some, self.context.take(index))
         some.features = [features[index] for features in self.features]
@@ -244,8 +248,8 @@ class LinearLogits(LogitSource):
         return arguments._replace(transform=replace(arguments.transform, bias=self.bias[columns]))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Return raw logits. The widest matmul runs last, so that the matmul's time hides the read
-        of the narrower matmuls' sum."""
+        """Return raw logits. The head's matmul runs last and adds the logits of the adapters,
+        because its long computation hides the time to read the adapters' logits."""
         out = None
         for features, weight in zip(reversed(self.features), reversed(self.weights), strict=True):
             out = self.products.logits(features[rows], weight[columns], out).to(self.dtype)
@@ -256,10 +260,11 @@ class LinearLogits(LogitSource):
 
 
 class ExpLogits(LinearLogits):
-    """Head whose matmul writes exp(z - shift) [n, V] in bfloat16 in place of logits."""
+    """Linear head whose matmul kernel writes exp(z - shift) [n, V] in bfloat16 in place of the
+    logits z; `shift` is close to each token's largest z."""
 
-    # Sweeps (passes over tiles that never leave the chip) give the statistics and, with `keep`, the
-    # sums of the hidden gradient.
+    # True: one pass over tiles of logits that never leave the chip computes the statistics and,
+    # with `keep`, sums for the hidden gradient.
     on_chip = False
 
     def statistics(
@@ -280,7 +285,8 @@ class ExpLogits(LinearLogits):
             else:
                 partials = self.acts.product_partials(x, weight, forward, tile)
                 measured = self.context.measured(partials)
-        states = [  # z of the candidates, which have no tail and share the head's transform.
+        # `beside` holds only candidates without a tail, at the head's temperature.
+        states = [
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
         ]
@@ -292,7 +298,7 @@ class ExpLogits(LinearLogits):
         backward = self.context.backward(rows, columns, inputs)
         if isinstance(inputs.tile, ExpTile):
             return self._of_terms(rows, inputs, inputs.tile, backward)
-        # The product that would recompute the logits writes their gradient.
+        # Recompute the logits by a matmul kernel that writes their gradient in place of the logits.
         x = self.features[0][rows]
         weight = self.weights[0][columns]
         gradient = self.acts.product_gradient(x, weight, self._biased(backward, columns))
@@ -301,8 +307,8 @@ class ExpLogits(LinearLogits):
         return LogitGradient(gradient, rows, columns)
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
-        """Return the candidates' columns if they carry a gradient; the source then measures nothing
-        else."""
+        """Return the candidates' columns, log-probs and derivatives, or None if the candidates have
+        no gradient. With such a gradient, the candidates are the only entry of `beside`."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -312,9 +318,10 @@ class ExpLogits(LinearLogits):
     def _of_terms(
         self, rows: slice, inputs: BackwardInputs, exp_tile: ExpTile, backward: Backward
     ) -> LogitGradient:
-        """Return dL/draw from the stored exp(z - shift). All kernels but the matmuls are queued
-        before the host reads the number of rows with a gradient, so that the GPU does not wait for
-        the host before the matmuls."""
+        """Return the gradient of the raw logits, computed from the stored exp(z - shift), where
+        `shift` is close to each token's largest logit z. All kernels but the matmuls are queued
+        before the CPU reads the number of rows with a gradient, so that the GPU does not wait for
+        the CPU before the matmuls."""
         acts = self.acts
         x = self.features[0][rows]
         live = inputs.live
@@ -324,7 +331,8 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # In all columns but the targets, dL/draw is a multiple of the stored exp(z - shift).
+        # Without c_entropy, c_uniform and a soft cap, the gradient of the raw logits is a multiple
+        # of the stored exp(z - shift), except in the target's column.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
@@ -346,14 +354,15 @@ class ExpLogits(LinearLogits):
 
 
 class NarrowLogits(ExpLogits):
-    """Logits of a narrow head, in tiles that never leave the chip; sweeps over these tiles give all
-    results."""
+    """Logits of a head with a small hidden width H, in tiles that never leave the chip: passes over
+    the vocabulary compute statistics and gradients tile by tile."""
 
     on_chip = True
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return dL/draw of a slab, for candidates: by the epilogue of a product if `can_fuse`
-        accepts the operands."""
+        """Return the gradient of a block of logits in memory, which only a loss on candidates
+        needs. If `can_fuse` accepts features and weight, the matmul kernel writes the gradient in
+        place of the logits."""
         fits = self.acts.can_fuse(self.features[0], self.weights[0])
         return (ExpLogits if fits else LinearLogits).logit_gradient(self, rows, columns, inputs)
 
@@ -366,9 +375,10 @@ class NarrowLogits(ExpLogits):
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,
-        factor: Tensor | None,  # Factor of the weight's gradient.
+        factor: Tensor | None,  # Number by which the weight's gradient is multiplied.
     ) -> None:
-        """Add the gradients to `sums`; the weight's sweep leaves out rows without a gradient."""
+        """Add the gradients of features, weight and bias to `sums`. With `skip_rows`, the pass that
+        computes the weight's gradient leaves out tokens without a gradient."""
         x = self.features[0]
         weight = self.weights[0]
         shifted = [tile for tile in tiles if isinstance(tile, ShiftedSums)]

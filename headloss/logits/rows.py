@@ -1,7 +1,7 @@
-"""Gradient dL/draw of some tokens, as kernels write it and as the products with weights and
-features read it.
+"""Types for the gradient of the raw logits, dL/draw: kernels write this gradient, and the matmuls
+with the weight and with the features read it.
 
-n tokens of a block, K of these tokens with a gradient, v columns, H hidden width.
+A block has n tokens, of which K have a gradient; v vocabulary columns, H hidden width.
 """
 
 from __future__ import annotations
@@ -15,37 +15,40 @@ from ..kernels.interface import ExpTile, Kernels, Measured, ShiftedSums, Support
 from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
-Rows = slice | Tensor  # Rows of a source's tokens.
-# The part of a block's logits that a source keeps for the gradient: the logits, exp logits, sums of
-# a narrow head, or the logits of a support (`SupportLogits`).
+Rows = slice | Tensor  # Selection of tokens: a slice or an index vector.
+# The tensors of a block that a `LogitSource` keeps for the gradient: the logits, exp(z - shift)
+# (`ExpTile`), sums over the vocabulary (`ShiftedSums`), or a `SupportTile`.
 SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
-Tensors = Sequence[Tensor | None]  # Tensors of a source, in the order of its gradients.
+# Input tensors of a `LogitSource`, in the order of the gradients.
+Tensors = Sequence[Tensor | None]
 Gradients = list[Tensor | None]
-# Compare with `is` and skip the indexing: indexing by ALL would still run an operation.
+# Test for ALL with `is` and skip the indexing, because indexing by ALL would still cost a PyTorch
+# operation.
 ALL = slice(None)
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of the gradient of some tokens' logits, without the logits."""
+    """Inputs from which the gradient of some tokens' logits is computed, apart from the logits."""
 
     measured: Measured
     coefficients: Coefficients
-    tile: SourceTile = None  # The gradient may overwrite the tile.
+    # Kept logits (or their exponentials), over which the gradient may be written.
+    tile: SourceTile = None
     live: Tensor | None = None  # Mask [n] of rows with a gradient; None: leave no rows out.
 
     def rows(self, rows: Rows) -> BackwardInputs:
-        """Return the inputs of some of the tokens, without a tile."""
+        """Return the inputs of the tokens `rows`, without the field `tile`."""
         return BackwardInputs(self.measured.rows(rows), self.coefficients.rows(rows))
 
 
 class PairGradient(NamedTuple):
-    """Gradient dL/draw of pairs of a token and a column, for products over pairs."""
+    """Gradient of the raw logits in a few columns per token, as P pairs (token, column)."""
 
     dlogits: Tensor  # Shape [P].
     support: Support
     # Order [P] of pairs by column, and the tokens of each column.
     by_column: tuple[Tensor, Support]
-    rows: Rows  # The tokens' rows in [T, H] tensors.
+    rows: Rows  # The block's tokens, as rows of a tensor [T, H].
     acts: Kernels
 
     def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
@@ -58,41 +61,45 @@ class PairGradient(NamedTuple):
             total.index_add_(0, self.rows, part)  # No row occurs twice.
 
     def into_hidden(self, total: Tensor, weight: Tensor, add: bool = False) -> None:
-        """Write dlogits @ weight to total [n, H] or, with `add`, add the product to total."""
+        """Write dlogits @ weight to `total` [n, H]; with `add`, add dlogits @ weight to `total`."""
         self.acts.support_sums(self.dlogits, weight, self.support, total, add)
 
     def into_weight(self, total: Tensor, features: Tensor, add: bool) -> None:
-        """Write dlogits.T @ features of all tokens to total [v, k] or, with `add`, add the product
-        to total."""
+        """Write dlogits.T @ features of all tokens to `total` [v, k]; with `add`, add dlogits.T @
+        features to `total`."""
         order, columns = self.by_column
         x = features[self.rows]
         self.acts.support_sums(self.dlogits[order], x, columns, total, add, uneven=True)
 
     def add_to_bias(self, total: Tensor) -> None:
-        """Add the sum of dlogits over tokens to total [v]."""
+        """Add each column's sum of `dlogits` over the tokens to `total` [v]."""
         one = self.dlogits.new_ones(self.by_column[1].size, 1)
         self._replace(rows=ALL).into_weight(total.unsqueeze(1), one, add=True)
 
 
 class LogitGradient(NamedTuple):
-    """Gradient dL/draw of some rows and columns, for the products."""
+    """Gradient of the raw logits in some rows and columns, an operand of the matmuls with weight
+    and features."""
 
     dlogits: Tensor  # Shape [K, v].
     rows: Rows
     columns: slice = ALL
-    # Factors [K] by which the rows of `dlogits` must still be multiplied.
+    # Factors [K]: the gradient of row k is multiple[k] * dlogits[k]; None: the gradient is
+    # `dlogits`.
     multiple: Tensor | None = None
-    features: Tensor | None = None  # Hidden states [K, H], already multiplied by `multiple`.
-    pairs: PairGradient | None = None  # Gradients of further rows, in a few columns each.
+    # Hidden states [K, H] of the rows, each multiplied by its entry of `multiple`.
+    features: Tensor | None = None
+    pairs: PairGradient | None = None  # Gradient of further tokens, in a few columns per token.
 
     def at(self, index: Tensor) -> LogitGradient:
-        """Return the gradient for tokens renumbered from i to index[i]."""
+        """Return this gradient with new token numbers: token i becomes token index[i]."""
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 
 
 class GradientSums(Protocol):
-    """Gradients of a source's tensors, complete but for a factor."""
+    """Gradients of a `LogitSource`'s input tensors, before the multiplication by the upstream
+    factor."""
 
     def finish(self, factor: Tensor | None) -> Gradients:
         """Return the gradients times `factor`, in the tensors' dtypes and order."""
@@ -100,15 +107,16 @@ class GradientSums(Protocol):
 
 
 class Accumulator(GradientSums, Protocol):
-    """Sums of a source's gradient, a tile at a time."""
+    """Accumulator of the gradients of a `LogitSource`'s input tensors; each `add` brings the
+    gradient of one tile of logits."""
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add dL/draw of the next rows or columns."""
+        """Add the gradient of the raw logits in the next rows or columns."""
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:
-    """Return measurements of several blocks as one record: `make` combines a list of vectors, one
-    vector per block, to a vector."""
+    """Return the measurements of several blocks as one `Measured`: `make` combines a list of
+    vectors, one vector per block, to one vector."""
     stats = [m.stats for m in several]
     named = {name: make([getattr(s, name) for s in stats]) for name in stats[0].tensors()}
     beside = {key: make([s.extras[key] for s in stats]) for key in stats[0].extras}
@@ -124,7 +132,8 @@ def steps(total: int, step: int) -> list[slice]:
 
 
 def compact_(raw: Tensor, index: Tensor) -> Tensor:
-    """Return rows of `raw`, moved to the front of the same memory; `index` ascends."""
+    """Move the rows `index` of `raw`, in ascending order, to the front of the memory of `raw`, and
+    return these rows."""
     block = max(1, (1 << 22) // max(1, raw.shape[1]))
     for start in range(0, len(index), block):
         rows = index[start : start + block]

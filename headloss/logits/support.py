@@ -1,7 +1,8 @@
-"""Softmax over a few columns of each token, the token's support: K dot products in place of V.
+"""Softmax over a few allowed ids of each token (`support_ids`): K dot products per token in place
+of V.
 
-T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. The softmax of a
-token without a support runs over the whole vocabulary, by an ordinary `LinearLogits`.
+T tokens, P pairs of a token and a column, n tokens of a block, H hidden width. A token without
+allowed ids has a softmax over the whole vocabulary, by an ordinary `LinearLogits`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class SupportTile(NamedTuple):
     """The part of a block's logits that `SupportLogits` keeps for the gradient."""
 
     raw: Tensor  # Shape [P].
-    full: LinearLogits | None = None  # Logits of the tokens without a support.
+    full: LinearLogits | None = None  # Logits of the tokens without allowed ids.
     of_full: SourceTile = None
 
 
 class SupportLogits(LinearLogits):
-    """Softmax of each token over the columns of its support, from P raw logits. `full` is the same
-    head over all columns, for tokens without a support."""
+    """`LogitSource` for a softmax over each token's allowed ids alone, from the raw logits of P
+    pairs (token, allowed id). `full` computes the logits of the same head in all columns, for
+    tokens without allowed ids."""
 
     def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))
@@ -42,7 +44,7 @@ class SupportLogits(LinearLogits):
         return SupportLogits(self.full.take(index), self.support.take(index))
 
     def raw(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Return raw logits [P] for each pair of a token in `rows` and a support column in
+        """Return a raw logit [P] for each pair of a token in `rows` and one of its allowed ids in
         `columns`."""
         assert isinstance(rows, slice)
         support = self._window(rows, columns)
@@ -96,8 +98,8 @@ class SupportLogits(LinearLogits):
     def _pairs(
         self, raw: Tensor, rows: slice, columns: slice, inputs: BackwardInputs
     ) -> PairGradient:
-        """Return dL/draw for each pair of a token and a support column. The mean logit is the mean
-        over the support, not over the whole model's columns."""
+        """Return the gradient of the raw logit of each pair (token, allowed id). The mean logit is
+        the mean over the token's allowed ids, not over the whole vocabulary."""
         backward = self.context.backward(rows, columns, inputs)
         slopes = inputs.coefficients.extras
         support = self._window(rows, columns)

@@ -1,7 +1,7 @@
 """Measurements of a call in addition to the softmax statistics, above all divergences from a
 teacher.
 
-T tokens, n tokens of a step, v columns of a slab (a slice of vocabulary columns).
+T tokens, n tokens of a step, v columns of a slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ def measuring(
     wide: torch.dtype,
     keeps_tiles: bool,
 ) -> RowContext:
-    """Return the context with its measurements: dense teachers, each with the measures that terms
-    read, stored top-k, candidates and sum p^2. The batch's fields are checked first. `wide` is the
-    dtype of statistics; `keeps_tiles` means that logits stay in memory until the gradient."""
+    """Return `context` with the call's measurements in `beside`: a `DenseTeacher` for each teacher
+    with logits over the whole vocabulary, `Candidates` for each stored top-k teacher and for
+    `candidate_ids`, and `SquaredSum` for sum p^2. The batch's fields are checked first. `wide` is
+    the dtype of the statistics; `keeps_tiles` is True if each tile of logits stays in memory until
+    its gradient is computed."""
     transform = context.transform
     needs = context.needs
     shard = context.shard
@@ -61,11 +63,13 @@ def measuring(
 
 
 class DenseTeacher:
-    """Measurement of a teacher whose logits over the whole vocabulary are given or made from hidden
-    states. `Statistics.extras` holds each measure under (teacher, measure).
+    """Measurement of divergences from a teacher whose logits over the whole vocabulary are passed
+    in or computed from hidden states. `Statistics.extras` holds each measure under (teacher,
+    measure).
 
-    The teacher's logits are kept for the gradient if the gradient follows the measurement at once
-    (`keeps`). `context` is the student's; `wide` is the dtype of statistics.
+    With `keeps`, computed teacher logits stay in memory until the gradient, which must follow right
+    after the measurement. `context` is the `RowContext` of the student; `wide` is the dtype of the
+    statistics.
     """
 
     own_logits = True
@@ -85,7 +89,8 @@ class DenseTeacher:
         self.wide = wide
         self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
-        # Rows of `source` that tokens share; None: each token has a row.
+        # Rows of `source` to which the tokens map, if several tokens share a row; None: each token
+        # has its own row.
         self.rows: SharedRows | None = None
         # Log-sum-exp [T] over a larger vocabulary.
         self.lse: Tensor | None = batch.get("teacher_lse")
@@ -100,9 +105,10 @@ class DenseTeacher:
                 self.rows = SharedRows.of(batch.teacher_index, count, batch.live is not None)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        # True if the student's normalizer is the head's own, which the statistics contain.
+        # True if student and head have the same temperature, so that the statistics contain the
+        # normalizer of the student.
         self.heads_own = context.transform is self.student
-        # The teacher's logits, and each token's row of these logits, until the gradient.
+        # Teacher logits that are kept for the gradient, with the row of each token in these logits.
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
@@ -117,19 +123,22 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """Return the student's logits `tile`; with a teacher, one tile holds all columns."""
+        """Return `tile` as the state: in a call with a teacher, one tile holds the student's logits
+        in all columns."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
-        """Return each measure [n], and the gradient's inputs [n, 4 + K]: the normalizers of student
-        and teacher and the mean slopes. `normalizer` is the student's at its head's own
-        temperature."""
+        """Return the value [n] of each measure and, as inputs of the gradient, a tensor [n, 4 + K]:
+        the two-number normalizers of student and teacher, and K mean slopes (mean derivatives of
+        the K measures, see `kernels.pair`). `normalizer` belongs to the student's softmax at the
+        temperature of the head."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)
         q = normalizer_of(self.shard, tile._replace(raw=raw).state(self.teacher))
         q = q if places is None else q.rows(places)
-        # Teacher's mass [n] of this vocabulary, if the teacher's vocabulary is larger.
+        # Probability [n] of the student's vocabulary under the teacher, if the teacher has a larger
+        # vocabulary.
         mass: Tensor | None = None
         if self.lse is not None:
             log_sum = self.lse[rows].to(q.log_sum.dtype) - q.max_logit
@@ -143,7 +152,7 @@ class DenseTeacher:
         extras: ByStatistic = {}
         for k, measure in enumerate(self.measures):
             value = values[:, k].contiguous()
-            if measure.kind == LOG_ACCEPTANCE:  # Rounding may lift a sum of minima above 1.
+            if measure.kind == LOG_ACCEPTANCE:  # Rounding may lift sum min(p, q) above 1.
                 value = value.clamp_max(0)
             if mass is not None and measure.kind == "total_variation":
                 value = value + (1 - mass) / 2
@@ -161,8 +170,8 @@ class DenseTeacher:
 
     def _teacher(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
         """Return the teacher's raw logits [M, v], which must not be changed, and each token's row
-        [n] in these logits; None if each token has the row of the same index. The logits are a copy
-        if kernels cannot read the given tensor, or if the student's logits are wider."""
+        [n] in these logits; None if each token has the row of the same index. The logits are copied
+        if kernels cannot read the caller's tensor, or if the statistics are in float64."""
         index: Rows = rows
         places = None
         if self.rows is not None:  # Tokens share rows of hidden states.
@@ -175,15 +184,15 @@ class DenseTeacher:
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
     def slopes(self, extras: ByStatistic) -> dict[Measure, Tensor] | None:
-        """Return slopes [n] of the measures that have a gradient, None if no measure has a
-        gradient."""
+        """Return the loss's derivatives [n] with respect to the measures of this teacher; None if
+        the loss has no such derivative."""
         return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
 
     def vjp(
         self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
-        """Return the inputs of the kernel that computes the divergences' gradient on a tile, from
-        slopes of the measures."""
+        """Return the inputs of the kernel that computes the divergences' gradient on a tile;
+        `slopes` are the loss's derivatives with respect to the measures."""
         raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
         sides = vjp_inputs(self.key, measured)
@@ -217,7 +226,8 @@ def _of_hidden(
         if rows.element_size() == 1:  # PyTorch cannot multiply 8-bit floats by wider floats.
             rows = rows.to(wide)
         factors = head.factors(rows, shard.dropout)
-    # Cut a whole head to the rows of the student's slice.
+    # If each rank has the whole teacher head, cut the head to the rows of the student's vocabulary
+    # slice.
     first = shard.first if head.vocab_group is None else 0
     columns = slice(first, first + shard.size)
     transform = replace(transform_of(head), temperature=teacher.temperature)
@@ -227,7 +237,7 @@ def _of_hidden(
 
 
 def _at(transform: Transform, temperature: float) -> Transform:
-    """Return the transform with a different temperature."""
+    """Return `transform` with its temperature replaced by `temperature`."""
     present = transform.temperature
     if not isinstance(present, Tensor) and present == temperature:
         return transform
@@ -235,7 +245,8 @@ def _at(transform: Transform, temperature: float) -> Transform:
 
 
 def _wide_field(name: str, batch: PackedBatch, want: int, what: str) -> Tensor:
-    """Return a field of the batch, of shape [N, want]."""
+    """Return the batch field `name`, after a check that its shape is [number of positions,
+    `want`]."""
     value = batch.as_given(name)
     if value is None or value.dim() != 2 or value.shape[-1] != want:
         got = None if value is None else value.shape[-1]

@@ -1,5 +1,5 @@
 """External losses: a loss function outside of headloss in place of an objective. The engine
-receives only the external loss's gradient with respect to statistics."""
+receives only the gradient of the external loss with respect to statistics such as log-probs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ..statistics.softmax import BESIDE, SoftmaxCoefficients, Statistics, vjp
 from .weighted import Coefficients, differentiate
 
 HEAD_STATISTICS: tuple[str, ...] = ("logp", "lse", "entropy")
-LossFunction = Callable[[Tensor, Tensor], Tensor]  # Function of [..] log-probs and entropies.
+# Function from log-probs [..] and entropies [..] of all positions to a scalar loss.
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 # Statistics that a batch with `candidate_ids` adds.
 CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")
 
@@ -38,9 +39,10 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """Return an objective that stands for an external loss. The loss reads `HEAD_STATISTICS`,
-    log-probs of `candidates` (with the tail if `gradients` names the tail), and a teacher's
-    measures; `gradients` names the statistics with a gradient."""
+    """Return an objective that stands for an external loss. The loss reads `HEAD_STATISTICS`, with
+    `candidates` also the log-probs of `candidate_ids`, and the `measures` (divergences) of a
+    teacher. `gradients` names the statistics with respect to which the loss has a gradient, and may
+    add the candidates' tail."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)
@@ -61,7 +63,7 @@ class ExternalLoss:
     `WeightedObjective`.
 
     The gradient for some tokens is computed with 0 at all other positions, since a summand depends
-    on its own tokens alone. The value is computed once, from all tokens.
+    on its own tokens alone. The method `total` computes the loss's value once, from all tokens.
     """
 
     loss: LossFunction

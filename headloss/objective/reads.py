@@ -20,10 +20,13 @@ from ..losses.trial import Reads, check_cuts, trace
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, Kind]  # Kinds of fields by name.
-# Tokens of the sample, each in its own segment; two tokens suffice for a pair of segments.
+# Number of tokens of the sample batch, each in its own segment; two tokens suffice for a loss on
+# pairs of segments.
 SAMPLE = 2
-WEIGHTS = ("options", "reduction", "own_reduction")  # Fields that do not change a term's reads.
-OURS = ("sums over", "reads stats.")  # Beginnings of error texts that lack the term's name.
+# Fields of a `Term` that do not change which statistics and batch fields the term reads.
+WEIGHTS = ("options", "reduction", "own_reduction")
+# `reads` adds the term's name to an error text that begins with one of these strings.
+OURS = ("sums over", "reads stats.")
 TABLE_ENTRIES = 256  # Largest number of cached entries.
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
@@ -48,19 +51,22 @@ def reads(
     observe: bool,
     cuts: bool = False,
 ) -> dict[str, Reads]:
-    """Return the reads of each term by key; ValueError for a field that the batch lacks, or for a
-    term whose values change under a division of the batch (with `cuts`).
+    """Return, for each term by its key, the statistics and batch fields that the term reads. Raise
+    ValueError for a field that the batch lacks or, with `cuts`, for a term whose values change if
+    the batch is divided.
 
     Terms that differ in weights alone (reduction, coefficient) share a table entry, so that a term
     that is made anew in each step is traced once.
+
     """
     by_term = {}
-    # Inference mode records no gradient; its reads are cached under a separate key.
+    # In inference mode no gradient can be traced, so that the cache has a separate entry for this
+    # mode.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
         content = tuple([value for name, value in vars(term).items() if name not in WEIGHTS])
         key = fingerprint(content, []), tuple(kinds.items()), how
-        # Reads of an external loss.
+        # The term of an external loss declares what the loss reads, and is not traced.
         read = term.function if isinstance(term.function, Reads) else None
         with contextlib.suppress(TypeError):  # An option that cannot be hashed raises TypeError.
             read = read or _TABLE.get(key)
@@ -75,7 +81,7 @@ def reads(
                 if isinstance(error, MissingField) or str(error).startswith(OURS):
                     raise ValueError(f"term {name}: {error}") from None
                 raise
-            with _LOCK, contextlib.suppress(TypeError):  # Drop the oldest entry first.
+            with _LOCK, contextlib.suppress(TypeError):  # A full table drops its oldest entry.
                 while len(_TABLE) >= TABLE_ENTRIES:
                     del _TABLE[next(iter(_TABLE))]
                 _TABLE[key] = read
@@ -84,8 +90,9 @@ def reads(
 
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
-    """True if the gradient can be computed before the statistics (by
-    `WeightedObjective.beforehand`); modifiers and CURRENT read statistics and rule this out."""
+    """Return True if the gradient can be computed before the statistics (by
+    `WeightedObjective.beforehand`). The result is False for a term with modifiers and for a field
+    that is CURRENT, because modifiers and CURRENT read statistics."""
     if any(dtype is None for dtype, _ in kinds.values()):
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -95,8 +102,8 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments of a token-scoped term's trace; a token-scoped term may be called on parts of a
-    segment."""
+    """Segments of the sample batch for a term with scope="token". Such a term may be called on a
+    part of a segment, so that sums over segments raise an error."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')
@@ -105,8 +112,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """Return two sample tokens with the fields of a batch; the segments fill at least one unit of
-    the term (such as a pair of segments)."""
+    """Return a sample batch of two tokens, with fields of the given kinds. The sample has at least
+    as many segments as one unit of the term (such as two for a pair of segments)."""
     ids = torch.arange(SAMPLE, device=device)
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():

@@ -2,8 +2,11 @@
 gradient.
 
 n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum of |dL/draw|
-over all columns. In the Frobenius norm, skipping row t changes dX by at most mass_t max_j |W_j|,
-and dW by at most mass_t |h_t|. Therefore the sum of the skipped masses bounds both errors.
+over all columns. Let token t have the mass m_t and the hidden state h_t, and let W_j be the
+weight's rows: without token t, the hidden gradient changes by at most m_t max_j |W_j|, and the
+weight gradient by at most m_t |h_t|, in the Frobenius norm. The sum of the skipped tokens' masses,
+times max_j |W_j| or max_t |h_t|, therefore bounds the error of the hidden or of the weight
+gradient.
 """
 
 from __future__ import annotations
@@ -18,17 +21,19 @@ from ..statistics.metrics import Mean, Metrics, Sum
 from ..statistics.softmax import FLOOR, Statistics
 from .weighted import Coefficients
 
-UNITS = 1 << 50  # integer units of a chunk's total mass
+UNITS = 1 << 50  # Number of integer units into which the sum of a chunk's masses is divided.
 
 
 def masses(
     gradient: Coefficients, stats: Statistics, transform: Transform, vocabulary: int
 ) -> Tensor:
-    """The mass of each token, [n] float64; infinite if a coefficient is NaN:
+    """Return the mass of each token, [n] float64; infinite if a gradient coefficient is NaN.
+
+    With gradient coefficients c_target, c_prob, c_entropy and c_uniform, target y, V columns, and
+    derivatives s with respect to `Statistics.extras` (such as candidates' log-probs), the mass is
 
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
-     + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + |candidate slopes|)
-    |logit_scale| / temperature
+     + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + sum |s|) |logit_scale| / temperature
     """
     c = gradient.softmax.map(lambda t: t.double())
     logp = stats.logp.double().clamp_min(FLOOR)
@@ -51,12 +56,13 @@ def masses(
 
 
 def least(mass: Tensor, share: float) -> Tensor:
-    """Return the mask [n] of tokens to skip: tokens in ascending order of mass, as long as the sum
-    of masses is at most `share` of the total; of equal masses, the earlier token first. The mask is
-    all False if the total mass is not finite.
+    """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (of
+    equal masses, the earlier token first), as long as the sum of the skipped masses is at most
+    `share` of the sum of all masses. If the sum of all masses is not finite, the mask is False for
+    every token.
 
-    Masses are added as integer numbers of units, rounded up. The integer sum is the same in any
-    order, and never below the exact sum.
+    Each mass is rounded up to an integer number of units (2^-50 of the sum of all masses). Integer
+    sums do not depend on the order of the tokens, and the rounded sum is never below the exact sum.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -68,10 +74,11 @@ def least(mass: Tensor, share: float) -> Tensor:
 
 @dataclass(eq=False)
 class Tolerance:
-    """The gradient tolerance of a call: removes rows with almost no gradient from a chunk's
-    gradient and counts the rows."""
+    """The gradient tolerance of a call. Calling a `Tolerance` sets the gradient coefficients of
+    tokens with almost no gradient to 0, and counts these tokens."""
 
-    share: float  # Share of a chunk's mass that may be skipped; 0 turns the tolerance off.
+    # Fraction of the sum of a chunk's masses that may be skipped; 0 turns the tolerance off.
+    share: float
     transform: Transform  # The transform of all tokens' logits.
     vocabulary: int  # Vocabulary of the whole model, V.
     skipped_rows: Tensor  # Scalars in float64, 0 at first, on the device of the call.
@@ -81,8 +88,9 @@ class Tolerance:
     def __call__(
         self, gradient: Coefficients, stats: Statistics, rows: slice, scale: Tensor | None
     ) -> Coefficients:
-        """Return the coefficients of the tokens `rows`, without a gradient at the tokens of least
-        mass. `scale` is the factor in the coefficients that prevents float16 underflow."""
+        """Return the coefficients of the tokens `rows`, with 0 at the tokens whose mass (the bound
+        of their gradient) is smallest. `scale` is the factor by which the coefficients were
+        multiplied against float16 underflow, or None."""
         if not self.share:
             return gradient
         mass = masses(gradient, stats, self.transform.rows(rows), self.vocabulary)
@@ -97,7 +105,7 @@ class Tolerance:
 
     def metrics(self) -> Metrics:
         """Return the metrics. `skipped_rows` is the number of skipped rows that had a gradient.
-        `skipped_mass` is the skipped share of the total mass; `skipped_mass.sum`, the skipped mass,
-        bounds the error."""
+        `skipped_mass` is the skipped fraction of the sum of all masses; `skipped_mass.sum`, the sum
+        of the skipped masses, bounds the gradient's error."""
         share = Mean(self.skipped_mass, self.mass)
         return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

@@ -34,9 +34,10 @@ from ..statistics.softmax import (
 from .reads import Kinds
 
 K = TypeVar("K")
-# Function from a term's teacher to the slope dz/draw of the logits that the term reads.
+# Function from a term's teacher to dz/draw, the derivative of the logits z that the term reads with
+# respect to the raw logits.
 PerRaw = Callable[..., Number]
-# Large fields, which terms do not read and which stay unchanged.
+# Large batch fields that no term reads, and that `without_poison` therefore leaves unchanged.
 UNREAD = ("teacher_logits", "teacher_hidden")
 
 
@@ -76,7 +77,8 @@ class WeightedTerm(NamedTuple):
         return losses if included is None else torch.where(included, losses, 0)
 
     def share(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """[] float64, the contribution of the batch's tokens to the term's reduced value."""
+        """Return the weighted sum of the losses of the batch's tokens, [] float64: their
+        contribution to the term's value."""
         losses = self.losses(stats, batch)
         if batch.live is not None:
             losses = torch.where(batch.live, losses, 0)
@@ -85,7 +87,8 @@ class WeightedTerm(NamedTuple):
         return losses.sum(dtype=torch.float64) * self.weights
 
     def slopes(self, batch: PackedBatch, upstream: float = 1.0) -> list[Slope]:
-        """Return the slopes of the loss in closed form, times the upstream gradient."""
+        """Return the term's derivatives with respect to statistics in closed form, times the
+        upstream gradient."""
         view = without_poison(batch, self.included(batch))
         times = self.weights
         if (factor := self.coefficient * upstream) != 1:
@@ -109,8 +112,8 @@ class WeightedTerm(NamedTuple):
 
     def metrics(self, stats: Statistics, batch: PackedBatch, share: float) -> Metrics:
         """Return the metrics of the term and its modifiers, reduced over included tokens, or over
-        segments with an included token. `share` is this rank's part of per-segment values that
-        several ranks report alike (see `fold_all`)."""
+        segments with an included token. `share` multiplies sums over segments: 1 / R if R ranks
+        report equal values of the segments (see `fold_all`)."""
         reports: dict[str, dict[str, Observed]] = {"token": {}, "segment": {}}
         for name, o in observed(self.term, stats, batch).items():
             reports[o.per][f"{self.name}/{name}"] = o
@@ -130,20 +133,22 @@ class WeightedTerm(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Gradients of the objective on some tokens, in the form that kernels read."""
+    """Gradient of the objective for some tokens, as the coefficients from which kernels compute the
+    gradient of the logits."""
 
     softmax: SoftmaxCoefficients  # Shape [n].
-    # Slopes of the loss with respect to `Statistics.extras` (divergences, candidates), [n] or [n, K
-    # + 1].
+    # Derivatives of the loss with respect to `Statistics.extras` (divergences, candidates), [n] or
+    # [n, K + 1].
     extras: ByStatistic
-    shares: Tensor = NOT_NEEDED  # Contributions to each term's reduced value, [K] float64.
+    # Contribution of the tokens to the value of each of K terms, [K] float64.
+    shares: Tensor = NOT_NEEDED
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
         """Return the coefficients of the tokens `rows`."""
         return self.map(lambda t: t[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
-        """Return the coefficients with `function` applied to every tensor."""
+        """Apply `function` to every tensor, and return the results as `Coefficients`."""
         extras = {key: function(g) for key, g in self.extras.items()}
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
@@ -165,12 +170,13 @@ class WeightedObjective:
     parts: tuple[WeightedTerm, ...]
     vocabulary: int
     dtype: torch.dtype  # Dtype of the statistics.
-    # All terms have slopes in closed form, so that no gradient needs autograd.
+    # True if all terms have derivatives in closed form, so that no gradient needs autograd.
     closed: bool = False
     # [] a power of two that multiplies the coefficients, against 16-bit underflow.
     scale: Tensor | None = None
     upstream: float = 1.0  # The upstream gradient; 1 if unknown in advance.
-    logp_only: bool = False  # The schedule needs only the gradient with respect to `logp`.
+    # True if the call's schedule accepts only a gradient with respect to `logp`.
+    logp_only: bool = False
 
     def coefficients(
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
@@ -201,7 +207,7 @@ class WeightedObjective:
                 "objective: its terms have a gradient of more than logp for the values of this "
                 'batch, which a frozen schedule cannot serve; want Options(schedule="recompute")'
             )
-        # The chunk's loss has no gradient for this batch's values.
+        # For the values of this batch, the loss has no gradient: return coefficients of 0.
         if needed and not slopes:
             slopes["logp"] = torch.zeros_like(stats.logp)
         if batch.live is not None:
@@ -233,9 +239,9 @@ class WeightedObjective:
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the result of `coefficients` without any statistics: the coefficients at an
-        entropy of 0, and slopes [P, 5, T] in closed form. The objective must have slopes
-        (`has_slopes`)."""
+        """Return the gradient coefficients at an entropy of 0, computed without statistics, and a
+        tensor [P, 5, T] of the fields of P closed-form derivatives (`Slope`). Every term must have
+        derivatives in closed form, as `has_slopes` checks."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
@@ -250,14 +256,16 @@ class WeightedObjective:
         return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
-        """Return the objective with gradients multiplied by a power of two, so that the largest
-        |weight * coefficient * known upstream gradient * dz/draw| of a term is between 1 and 2, for
-        any statistics and values of the batch. Multiply gradients by 1 / scale afterwards.
+        """Return the objective with all gradients multiplied by a power of two, `scale`. For any
+        statistics and batch values, the largest product |weight * coefficient * upstream gradient *
+        dz/draw| of a term then lies between 1 and 2. Multiply the gradients of features and weights
+        by 1 / `scale` after the backward pass.
 
-        dL/draw is then within float16's range if |d term / dz| at weight 1 is below 65504 / 2. |d
-        term / dz| is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse|
-        for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
-        preference loss on a sequence's summed log-probs. Gradients far below 1 keep fewer digits.
+        The gradient of the raw logits then lies within float16's range if |d term / dz| at weight 1
+        is below 65504 / 2. |d term / dz| is at most 1 for cross-entropy and distillation, log V for
+        the entropy, 2 |lse| for a z-loss, |advantage| times a ratio for a policy, and beta times
+        the length for a preference loss on a sequence's summed log-probs. Gradients far below 1
+        keep fewer digits.
         """
         # Fill the tensor on the device, because a copy from the host would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)
@@ -266,7 +274,8 @@ class WeightedObjective:
 
 
 def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
-    """The sum [n] of all terms' slopes with respect to a statistic, for each statistic."""
+    """Return, for each statistic, the sum [n] over all terms of the derivatives with respect to the
+    statistic."""
     rates: ByStatistic = {}
     for slope in slopes:
         rate = slope.at(logp)
@@ -275,14 +284,16 @@ def in_closed_form(slopes: Iterable[Slope], logp: Tensor) -> ByStatistic:
 
 
 def power_of_two(coefficients: list[Tensor]) -> Tensor:
-    """[] the power of two, at most 2^61, that scales the largest coefficient to between 1 and 2."""
+    """Return the power of two, at most 2^61 and of shape [], that scales the largest |coefficient|
+    to a number between 1 and 2."""
     sizes = [torch.linalg.vector_norm(c, torch.inf) for c in coefficients if c.numel()]
     largest = torch.stack(sizes).max() if sizes else coefficients[0].new_zeros(())
     return (1 - largest.clamp_min(2**-61).frexp().exponent.clamp(max=127)).exp2()
 
 
 def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
-    """Return d total / d input for the inputs on which the total depends."""
+    """Return the gradient of the scalar `total` with respect to each tensor in `inputs`, by the
+    input's key. An input on which `total` does not depend is left out."""
     if not total.requires_grad:
         return {}
     gradients = torch.autograd.grad(total, list(inputs.values()), allow_unused=True)
@@ -290,8 +301,9 @@ def differentiate(total: Tensor, inputs: dict[K, Tensor]) -> dict[K, Tensor]:
 
 
 def without_constants(slopes: Tensor, stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return the slopes of candidates [n, K + 1] with 0 at constant log-probs: empty slots and
-    columns without mass."""
+    """Return `slopes` [n, K + 1], the loss's derivatives with respect to the candidates' log-probs,
+    with 0 at unused entries of `candidate_ids` and at columns with probability 0, where the
+    log-prob is a constant."""
     constant = stats.extras[CANDIDATES].isneginf()
     return slopes.masked_fill(constant | pad(batch.candidate_ids < 0, (0, 1)), 0)
 
@@ -317,8 +329,8 @@ def bind(
     dtype: torch.dtype,
     **more: Any,
 ) -> WeightedObjective:
-    """Return the objective with every token's weight fixed from global totals, after
-    `check_weights`; `more` are fields of `WeightedObjective`."""
+    """Return the objective with a weight for every token, computed from `totals`, the totals over
+    all batches and ranks. Call `check_weights` first. `more` are fields of `WeightedObjective`."""
     parts = []
     for name, coefficient, term in objective.named():
         assert term.reduction is not None

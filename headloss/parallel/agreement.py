@@ -1,16 +1,17 @@
 """`agree`: the ranks of a group check that their calls match, before any other collective of the
 call.
 
-Each group of a call gathers one small record of numbers from the host of every rank. A record
-contains a flag for a failure of the rank, checksums of values that must be equal on all ranks, and
-numbers that may differ between ranks and from which all ranks compute the plan. If a check fails,
-the ranks exchange their error messages, and every rank raises. A group's first call, and each call
-with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no device
-reads) reuses the record of an equal earlier call, so that a CUDA graph can capture the call.
+Before a call, each rank of a group sends a few numbers from its CPU to all ranks of the group.
+These numbers are a flag for an error on the rank, checksums of values that must be equal on all
+ranks, and numbers that may differ between ranks and from which all ranks compute the plan. If a
+check fails, the ranks exchange their error messages, and every rank raises. A group's first call,
+and each call with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes,
+no device reads) reuses the numbers that an equal earlier call exchanged, so that a CUDA graph can
+capture the call.
 
-A call of two groups makes two records, first in the vocabulary's group. An error in the first
-group's record is copied into the rank's record for the second group, so that every rank of a grid
-of ranks receives the error.
+A call that uses two groups of ranks exchanges numbers twice, first within the group that shards the
+vocabulary. An error in the first group is passed on with the rank's numbers for the second group,
+so that every rank of a two-dimensional grid of ranks raises the error.
 """
 
 from __future__ import annotations
@@ -28,36 +29,39 @@ from ..collectives import PROCESS_GROUP, device_of, gather, together
 from ..host_copy import HostCopy
 
 R = TypeVar("R")
-WORDS = 64  # Words of a record: an error's mark, two checksums, and a rank's own numbers.
-# Largest number of values that a rank adds to a record for the other ranks to read.
+# Number of integers that each rank sends before a call: an error flag, two checksums, and numbers
+# of the rank.
+WORDS = 64
+# Largest number of values that a rank can send to the other ranks before a call.
 MOST_NUMBERS = WORDS - 4
 HIGHEST = "highest id"  # No field of a batch can have this name.
-# Largest number of a group's calls whose records are stored for reuse by static calls.
+# Largest number of calls per group whose exchanged numbers are cached for static calls.
 LEARNED = 256
 # Errors of these types keep their type on the other ranks; any other error becomes a RuntimeError.
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
-OwnNumbers = dict[str, list[int]]  # Numbers of all ranks, by name.
+OwnNumbers = dict[str, list[int]]  # Values of each named number on all ranks, in rank order.
 Tensors = Mapping[str, list[Tensor]]
 _LEARNED = weakref.WeakKeyDictionary[object, dict[str, dict[tuple[int, ...], OwnNumbers]]]()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of a rank's call, for the other ranks of a group."""
+    """Facts about one rank's call, which the ranks of a group compare or exchange."""
 
-    numbers: Mapping[str, int]  # Numbers of this rank, which may differ between ranks.
-    same: Mapping[str, object]  # Values on the host that must be equal on all ranks.
-    # Function from all ranks' numbers to tensors that must be equal, by the words of an error.
+    numbers: Mapping[str, int]  # Named numbers of this rank; other ranks may have different values.
+    same: Mapping[str, object]  # Values on the CPU that must be equal on all ranks.
+    # Function from all ranks' numbers to tensors that must be equal on all ranks, by the text of
+    # the error for unequal tensors.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
-    # Numbers read from the batch that must be equal; static calls read nothing.
+    # Numbers read from the batch that must be equal on all ranks; static calls read nothing.
     counts: Sequence[int] = ()
     highest: int = -1  # Largest target or column id, read from the batch; may differ between ranks.
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Return the key of equal calls, static or not."""
+        """Return a key that is the same for equal calls, whether static or not."""
         return _checksum(self.same), *self.numbers.values()
 
 
@@ -67,27 +71,29 @@ def agree(
     prepare: Callable[[], tuple[Facts, R]],
     static: bool = False,
 ) -> tuple[R, OwnNumbers]:
-    """Return this rank's preparation, and the numbers of all ranks.
+    """Return the result of `prepare` on this rank, and the named numbers of all ranks.
 
     Args:
-        role: the group's name in errors.
-        prepare: function that returns this rank's facts, and any result for the caller. An error is
-            caught until the other ranks have heard of the error. (Of two groups, the second group's
-            preparation contains the first group's agreement.)
-        static: True for a static call. Once the group has learned any call, ranks may go on without
-            a record; a rank that fails then raises the error alone.
+        role: name of the group in error texts.
+        prepare: function that returns the `Facts` of this rank's call, and a result for the caller
+            of `agree`. An error in `prepare` is raised after all ranks have received the error. (In
+            a call with two groups, `prepare` of the second group calls `agree` for the first.)
+        static: True for a static call (fixed shapes, no device reads). If an earlier call of the
+            group is cached, ranks may skip the exchange of numbers, and an error is raised only on
+            the rank where it occurs.
 
     Raises:
         Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
             the error is a ValueError or a TypeError).
-        ValueError: a fact that differs between ranks, or a group that does not contain this rank.
+        ValueError: a value that must be equal differs between ranks, or the group does not contain
+            this rank.
     """
     facts: Facts | None = None
     error: Exception | None = None
     prepared: Any = None
     try:
         facts, prepared = prepare()
-    except Exception as caught:  # Of any kind, because the other ranks must not wait.
+    except Exception as caught:  # Catch all errors, because the other ranks wait.
         error = caught
     if not isinstance(group, PROCESS_GROUP) or distributed.get_rank(group) < 0:
         raise error or ValueError(
@@ -104,7 +110,8 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    words = [1]  # Either 1 for a failure; or 0, the checksums, and the rank's own numbers.
+    # Words to send: 1 alone after an error; else 0, two checksums, and the numbers of this rank.
+    words = [1]
     if facts is not None:
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
         words = [0, *sums, facts.highest, *map(int, facts.numbers.values())]
@@ -121,7 +128,7 @@ def agree(
 
 
 def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[int]]:
-    """Return the words of each rank, in rank order."""
+    """Return the integers that each rank of `group` sent as `words`, in rank order."""
     device = device_of(group)
     mine = torch.tensor(words, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return HostCopy(gather(mine.to(device, non_blocking=True), group)).tolist()
@@ -130,7 +137,7 @@ def _gathered(group: distributed.ProcessGroup, words: list[int]) -> list[list[in
 def _explained(
     role: str, group: distributed.ProcessGroup, facts: Facts | None, error: Exception | None
 ) -> Exception:
-    """Return the error of the call, after an exchange of all ranks' errors."""
+    """Exchange the errors of all ranks, and return the error that this rank raises."""
     read = {} if facts is None else {"check_ranks": [facts.check], "targets": facts.counts}
     same = {} if facts is None else {n: str(v) for n, v in {**facts.same, **read}.items()}
     kind = next((kind for kind in ERRORS if isinstance(error, kind)), RuntimeError)
@@ -151,7 +158,7 @@ def _explained(
 def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
     """Raise ValueError on every rank for tensors that differ between ranks, by gathered
     checksums."""
-    names = sorted(tensors)  # Sorted, because the order of a set differs between ranks.
+    names = sorted(tensors)  # Sort the names, because the order of a set differs between ranks.
     numbers = [1] * (1 + len(names))
     error = None
     try:
@@ -185,7 +192,8 @@ def _checksum(value: object) -> int:
     return zlib.crc32(str(value).encode())
 
 
-MIX = -7046029254386353131  # The quotient 2^64 / golden ratio, of Knuth's multiplicative hashing.
+# 2^64 divided by the golden ratio, the factor of Knuth's multiplicative hash.
+MIX = -7046029254386353131
 NARROW = {1: torch.uint8, 2: torch.int16}
 
 
@@ -197,7 +205,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. The factors are not linear in the place, because with
-    # linear factors two values that change places could give the same sum.
+    # Sums of integers wrap and do not round. The factor of an element is not linear in the
+    # element's position, because with linear factors two values that change places could give the
+    # same sum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

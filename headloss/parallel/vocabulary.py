@@ -1,9 +1,9 @@
 """Vocabulary shards: one call on many ranks, each with a slice of the vocabulary.
 
-n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. A schedule asks the rank's
-slice of the vocabulary to merge statistics and to sum hidden gradients. Every rank of a group runs
-the same plan on the same tokens, so that all ranks make collectives of the same number and shapes
-(law 7 of DESIGN.md).
+n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. The schedules merge
+statistics and sum hidden gradients over the ranks through a `WholeVocabulary` or a `VocabShard`.
+Every rank of a group runs the same plan on the same tokens, so that all ranks make collectives of
+the same number and shapes (law 7 of DESIGN.md).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from .agreement import HIGHEST, OwnNumbers
 
 
 class WholeVocabulary:
-    """The whole vocabulary, V columns, on this rank."""
+    """The whole vocabulary of V columns, all of them on this rank."""
 
     group: distributed.ProcessGroup | None = None
     first = 0  # First column of this rank's slice in the whole vocabulary.
     weight_gradient = False  # True if a rank of the group needs a weight gradient.
-    memory = 0  # Bytes of the group's smallest GPU, 0 without a group.
+    # Memory, in bytes, of the smallest GPU among the ranks of the group; 0 without a group.
+    memory = 0
 
     def __init__(self, vocabulary: int) -> None:
         # V, the columns of this rank's slice, and the most columns of any rank.
@@ -47,7 +48,7 @@ class WholeVocabulary:
         return Measured(*finish(partials, self.vocabulary, needs))
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the slices of the vocabulary."""
+        """Return the sum of `values` over the ranks' slices of the vocabulary."""
         return values
 
     def slices(self, values: Tensor) -> Tensor:
@@ -77,8 +78,8 @@ class VocabShard(WholeVocabulary):
         batch: the call's batch, if any.
 
     Raises:
-        ValueError: numbers that do not fit; a rank's ids outside the vocabulary; hidden states that
-            are not those of all positions.
+        ValueError: the ranks' numbers of rows or columns contradict each other, an id on some rank
+            lies outside of the vocabulary, or the ranks' hidden states do not cover all positions.
     """
 
     def __init__(
@@ -116,11 +117,13 @@ class VocabShard(WholeVocabulary):
         self.size = sizes[self.rank]
         self.weight_gradient = any(numbers["weight_gradient"])
         self.memory = min(numbers["memory"])
-        # Rows of hidden states of each rank; all -1: every rank has all rows.
+        # Rows of hidden states that each rank passes in; -1 on every rank: each rank has the rows
+        # of all positions.
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
-                # On the rank with this id, `packing_of` raises and names field and position.
+                # On the rank whose batch contains the id, `packing_of` raises an error that names
+                # the field and the position.
                 packing_of(batch, vocabulary)
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "
@@ -158,8 +161,8 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Return all rows, in rank order. Each rank keeps its own rows of the gradient, which is
-        equal on all ranks."""
+        """Return the hidden states of all positions, concatenated in rank order. Each rank keeps
+        its own rows of the gradient, which is equal on all ranks."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 

@@ -1,1 +1,2 @@
-"""Statistics of a softmax and of a loss, metrics, and divergences (laws 1 and 2 of DESIGN.md)."""
+"""Softmax statistics of the logits, metrics of a loss, and divergences between two
+distributions."""

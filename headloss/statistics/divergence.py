@@ -1,4 +1,5 @@
-"""Divergences of two distributions from their log-probs; see `kernels.pair` for the formulas."""
+"""Divergences of a student's distribution p and a teacher's distribution q, computed from their
+log-probs; see `kernels.pair` for the formulas."""
 
 from __future__ import annotations
 
@@ -8,29 +9,33 @@ import torch
 from torch import Tensor
 
 LOG_ACCEPTANCE = "log_acceptance"
-MIXED = ("js", "skew_forward_kl", "skew_reverse_kl")  # Kinds that compare with a mixture.
+# Divergences from p or q to the mixture m = beta q + (1 - beta) p.
+MIXED = ("js", "skew_forward_kl", "skew_reverse_kl")
 
 
 class Measure(NamedTuple):
-    """A kind of divergence, or `LOG_ACCEPTANCE`, which merges by log-sum-exp and not by a sum."""
+    """A kind of divergence, whose values on vocabulary slices are added, or `LOG_ACCEPTANCE`, whose
+    values on slices are merged by log-sum-exp."""
 
     kind: str
-    beta: float = 0.0  # Teacher's weight in the mixture, 0 for kinds without a mixture.
+    # Teacher's weight in the mixture of student and teacher; 0 for a divergence without a mixture.
+    beta: float = 0.0
 
 
 ACCEPTANCE = Measure(LOG_ACCEPTANCE)
 
 
 def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
-    """Return log p/m, without cancellation where p is near q: exactly 0 where p and q agree."""
+    """Return log(p / m), where m = beta q + (1 - beta) p, without cancellation where p is near q:
+    exactly 0 where p and q agree."""
     d = log_p - log_q
-    near = torch.where(d > 0, -d, d).expm1_()  # Not -abs(d), whose slope at 0 is 0.
+    near = torch.where(d > 0, -d, d).expm1_()  # Not -abs(d): torch's derivative of abs at 0 is 0.
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 
 
 def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
-    """Return the slope s of any divergence but the forward KL, without cancellation where p is near
-    q."""
+    """Return s, the derivative in p of any divergence but the forward KL (see `kernels.pair`),
+    without cancellation where p is near q."""
     d = log_p - log_q
     kind, beta = measure
     if kind == "reverse_kl":
@@ -46,8 +51,8 @@ def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
 
 
 def accepted(log_q: Tensor, log_p: Tensor, log_acceptance: Tensor) -> Tensor:
-    """Return min(p, q) / sum min(p, q) where p is less than q, half of that share where p and q are
-    equal, else 0."""
+    """Return min(p, q) / a where p < q, half of min(p, q) / a where p = q, and 0 where p > q; a =
+    sum min(p, q) is the acceptance."""
     share = (torch.minimum(log_p, log_q) - log_acceptance.unsqueeze(-1)).exp_()
     return share.mul_((log_q - log_p).sign_().add_(1).div_(2))
 
@@ -59,8 +64,9 @@ def gradient_of(
     mean_slope: Tensor,
     log_acceptance: Tensor | None = None,
 ) -> Tensor:
-    """Return d measure / dz [.., v] from the mean slope [..] and, for `LOG_ACCEPTANCE`, the
-    value."""
+    """Return the gradient [.., v] of a divergence with respect to the student's logits z.
+    `mean_slope` [..] is the sum of p_k s_k over the vocabulary, where s is the divergence's
+    derivative in p; for `LOG_ACCEPTANCE`, `log_acceptance` is the value."""
     p = log_p.exp()
     pivot = mean_slope.unsqueeze(-1)
     if measure.kind == "forward_kl":
@@ -72,8 +78,8 @@ def gradient_of(
 
 
 def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]:
-    """Return two sums over the last dimension: the divergence, and the mean of its slopes under
-    p."""
+    """Return two sums over the last dimension: the divergence, and the sum of p times the
+    divergence's derivative in p."""
     kind, beta = measure
     if kind == LOG_ACCEPTANCE:
         value = torch.minimum(log_p, log_q).logsumexp(-1)
@@ -96,7 +102,8 @@ def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]
 
 
 def merge_shares(slices: Tensor, measures: tuple[Measure, ...]) -> Tensor:
-    """Return values and mean slopes [n, K, 2], from slices of the vocabulary [W, n, K, 2]."""
+    """Return the value and the mean slope of K divergences over the whole vocabulary, [n, K, 2],
+    from the values on W vocabulary slices, [W, n, K, 2]."""
     if len(slices) == 1:
         return slices[0]
     total = slices.sum(0)

@@ -1,4 +1,5 @@
-"""Metrics that merge: any split of a batch, and any number of ranks, gives the same value."""
+"""Metrics that can be merged: any split of a batch, and any number of ranks, gives the same
+value."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ class _Joined:
     """Base class of metrics whose numbers are merged one by one, each by a sum or a maximum."""
 
     join: ClassVar[Callable[..., Tensor]] = torch.add
-    sign: ClassVar[int] = 1  # Sign of a number that is merged as a maximum.
+    # Factor of the numbers in `all_reduce`; -1 for `Min`, which is reduced as the maximum of
+    # negated numbers.
+    sign: ClassVar[int] = 1
 
     def merge(self, other: Self) -> Self:
         numbers = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -26,7 +29,8 @@ class _Joined:
 
     @property
     def value(self) -> Tensor:
-        """Return the only number; a mean, which has two numbers, overrides this."""
+        """Return the metric's single number; `Mean`, which holds two numbers, overrides this
+        property."""
         (value,) = vars(self).values()
         return value
 
@@ -61,7 +65,7 @@ class Sum(_Joined):
 
 @dataclass(frozen=True)
 class Max(_Joined):
-    """The largest value; -inf without any value."""
+    """The largest value; -inf if no value was counted."""
 
     max: Tensor
     join: ClassVar = torch.maximum
@@ -69,7 +73,7 @@ class Max(_Joined):
 
 @dataclass(frozen=True)
 class Min(_Joined):
-    """The smallest value; inf without any value."""
+    """The smallest value; inf if no value was counted."""
 
     min: Tensor
     join: ClassVar = torch.minimum
@@ -80,12 +84,13 @@ Measurement = Mean | Sum | Max | Min
 
 
 class Metrics(dict[str, Measurement]):
-    """Measurements by name: "tokens", "entropy", "grpo/ratio"...
+    """Metrics by name, for example "tokens", "entropy" or "grpo/ratio".
 
     >>> import torch, headloss as hl
     >>> one, two = (hl.Metrics(loss=hl.Mean(*torch.tensor(x))) for x in ([6.0, 2], [3.0, 1]))
     >>> one.merge(two).compute()  # a sum of 9 over a count of 3
     {'loss': 3.0}
+
     """
 
     def merge(self, other: Mapping[str, Measurement]) -> Metrics:
@@ -130,8 +135,9 @@ class Observed:
     """Values that a term reports per token [T] or per segment [S], before the reduction to a
     metric.
 
-    The engine reduces the values of scored tokens, or of segments with a scored token, by `kind`. A
-    boolean vector `where` limits the fold to values at which it is True.
+    The engine reduces `values` to a metric of the class `kind`, over scored tokens or over segments
+    with a scored token. A boolean vector `where` restricts the reduction to values at which `where`
+    is True.
     """
 
     values: Tensor
@@ -141,8 +147,9 @@ class Observed:
 
 
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
-    """Return the observations of a term or modifier, a dict of `Observed` of T or S values. For
-    anything else raise TypeError or ValueError, with the term's name."""
+    """Return `observed`, the result of a term's or modifier's `observe`, if it is a dict of
+    `Observed`, each with one value per token or one per segment. Otherwise raise TypeError or
+    ValueError with the term's name."""
     if not isinstance(observed, dict):
         got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
@@ -174,11 +181,10 @@ def fold_all(
     observed: Mapping[str, Observed], live: Tensor | None = None, share: float = 1.0
 ) -> Metrics:
     """Reduce each [N] vector to one metric, in a few operations for all vectors; rows where `live`
-    is False do not count. `share` is this rank's part of values of which several ranks hold equal
-    copies."""
-    groups: dict[
-        tuple[str | None, bool], dict[str, Observed]
-    ] = {}  # Groups of observations that are reduced at once.
+    is False do not count. `share` multiplies sums and counts: 1 / R for values of which R ranks
+    hold equal copies."""
+    # Observations with the same mask and the same kind of reduction are reduced together.
+    groups: dict[tuple[str | None, bool], dict[str, Observed]] = {}
     for name, o in observed.items():
         rows = None if o.where is None else name
         groups.setdefault((rows, issubclass(o.kind, Max | Min)), {})[name] = o

@@ -1,5 +1,5 @@
-"""Softmax statistics that a loss may read, and the gradient through the statistics (laws 1 and 2 of
-DESIGN.md).
+"""Softmax statistics that a loss may read, and the gradient of the loss with respect to the logits,
+which passes through these statistics.
 
 T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature, p =
 softmax(z).
@@ -11,10 +11,11 @@ everything that a kernel needs to know of a loss:
 
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
-Candidates add a few sparse numbers per token to the four coefficients. A slope s_k of the log-prob
-of column id_k adds s_k at that column and -s_k to c_prob. A slope s of the tail's log-prob (the
-tail is all columns but the candidates) adds s p_j / (mass of the tail) at each tail column, and -s
-to c_prob.
+Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the
+gradient dL/dz. If s_k is the loss's derivative with respect to the log-prob of column id_k, then
+dL/dz gets s_k at column id_k, and the coefficient c_prob gets -s_k. If s is the loss's derivative
+with respect to the tail's log-prob (the tail is all columns but the candidates), then dL/dz_j gets
+s p_j / (mass of the tail) at each tail column j, and c_prob gets -s.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 STATISTICS = ("logp", "lse", "entropy", "mean_logit", "top1")
-# Measurements in addition to the statistics, and their keys in `Statistics.extras`. Candidates are
-# [T, K + 1] log-probs, with the tail last.
+# Measurements in addition to the statistics, and their keys in `Statistics.extras`. The log-probs
+# of candidates are [T, K + 1]: K chosen columns, and the tail (all other columns) last.
 CANDIDATES = "candidates"
 COLLISION = "sum_p_squared"
 PEAK = "peak"
@@ -45,12 +46,13 @@ ByStatistic = dict[object, Tensor]  # Key: a statistic's name, or a key of `Stat
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
-# A column whose log p is above SURE is the likeliest, and no other column is near.
+# A column with log p > SURE has p > 0.6, so that the column is the likeliest and no other column is
+# near.
 SURE = -0.5
 
 
 def _present(named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return the tensors of a record, by name."""
+    """Return the entries of `named` that are tensors."""
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
@@ -64,31 +66,35 @@ class SoftmaxState(NamedTuple):
     """
 
     max_logit: Tensor  # Maximum of z.
-    sumexp_m1: Tensor  # Sum of e, minus 1.
-    target: Tensor  # Target's z, or -inf for a target in another slice.
-    entropy_sum: Tensor | None = None  # Sum of e (z - max_logit).
-    logit_sum: Tensor | None = None  # Sum of z, for the mean logit.
+    sumexp_m1: Tensor  # Sum over j of exp(z_j - max_logit), minus 1.
+    target: Tensor  # Logit z of the target; -inf if the target is outside of the slice.
+    # Sum over j of exp(z_j - max_logit) (z_j - max_logit), for the entropy.
+    entropy_sum: Tensor | None = None
+    logit_sum: Tensor | None = None  # Sum of the slice's logits z, for the mean logit.
 
     def tensors(self) -> dict[str, Tensor]:
         return _present(self._asdict())
 
 
 def merge(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """Return the state of the union of two disjoint slices."""
+    """Return the online-softmax state of two disjoint vocabulary slices together, from the state of
+    each slice."""
     theirs = b.tensors()
     both = {name: (mine, theirs[name]) for name, mine in a.tensors().items() if name in theirs}
     return merge_all(SoftmaxState(**{name: torch.stack(pair) for name, pair in both.items()}))
 
 
 def merge_all(slices: SoftmaxState) -> SoftmaxState:
-    """Return the state of the union of slices [W, n] of W ranks, in a few operations for any W."""
+    """Return the online-softmax state of W vocabulary slices together, from their states [W, n], in
+    a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # The slice with the largest logit is not scaled, even if all logits are -inf.
+    # The slice with the largest logit has scale 1, even if all logits are -inf, where a subtraction
+    # of logits would give NaN.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
-    # Leave the largest term out of one slice's sum alone, also if several slices hold an equal
-    # logit.
+    # Leave the largest term out of the sum only once, even if several slices contain a logit equal
+    # to the maximum.
     others = slices.sumexp_m1.gather(0, holder[None])
     sumexp_m1 = (mass * scale).scatter(0, holder[None], others).sum(0)
     entropy_sum = logit_sum = None
@@ -101,16 +107,17 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """Statistics of each scored token: [T] vectors, float32 (float64 for float64 inputs).
+    """Statistics of each scored token, as vectors [T] in float32 (in float64 for float64 inputs).
 
     `logp` = z_y - lse, `lse` = log sum exp z, `entropy` = -sum p log p and `mean_logit` = sum z / V
-    carry a gradient. `top1` = 1 where no token is likelier than the target, `peak` = max z and
-    `sum_p_squared` = sum p^2 carry no gradient. `batch.candidate_ids` [T, K] adds `candidate_logps`
-    [T, K], log-probs of these columns, 0 in empty slots, and `candidate_tail` [T], the log of the
-    mass of all other columns; both carry a gradient. Only statistics that the objective reads are
-    computed. A term of a teacher also sees the teacher's divergences (`losses.teacher`). `extras`
-    holds further measurements: [T] measures of a teacher by (teacher, measure), [T, K + 1]
-    log-probs of a teacher's stored tokens and of the tail.
+    carry a gradient. `top1` (1 if no token has a higher probability than the target, else 0),
+    `peak` = max z and `sum_p_squared` = sum p^2 carry no gradient. `batch.candidate_ids` [T, K]
+    adds two statistics with a gradient: `candidate_logps` [T, K], the log-probs of the columns
+    `candidate_ids` (0 at unused entries), and `candidate_tail` [T], the log of the mass of all
+    other columns. Only statistics that the objective reads are computed. A term with a teacher can
+    also read the divergences from the teacher (`losses.teacher`). `extras` holds further
+    measurements: [T] measures of a teacher by (teacher, measure), [T, K + 1] log-probs of a
+    teacher's stored tokens and of the tail.
     """
 
     # None for a statistic that the objective does not read.
@@ -150,14 +157,15 @@ class Statistics:
         return _present(vars(self))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
-        """Apply `function` to every vector, including the vectors in `extras`."""
+        """Return the statistics with `function` applied to every vector, including the vectors in
+        `extras`."""
         mapped: dict[str, Any] = {name: function(t) for name, t in self.tensors().items()}
         return Statistics(**mapped, extras={key: function(t) for key, t in self.extras.items()})
 
 
 class Normalizer(NamedTuple):
     """Log-sum-exp in two parts, [T] each, with log_sum = log sum exp(z - max_logit). The formula
-    log p_j = (z_j - max_logit) - log_sum loses no digits to the size of z, unlike z_j - lse."""
+    log p_j = (z_j - max_logit) - log_sum stays accurate for large |z|, unlike z_j - lse."""
 
     max_logit: Tensor
     log_sum: Tensor
@@ -170,8 +178,8 @@ class Normalizer(NamedTuple):
 def finish(
     partials: SoftmaxState, vocabulary: int, needs: frozenset[str]
 ) -> tuple[Statistics, Normalizer]:
-    """Return the statistics in `needs` over the whole vocabulary, and the normalizer for the
-    gradient."""
+    """Return the statistics in `needs` over the whole vocabulary, and the softmax normalizer, which
+    the gradient reads."""
     log_sum = partials.sumexp_m1.log1p()
     values: dict[str, Any] = {}
     if "logp" in needs:
@@ -191,8 +199,8 @@ def finish(
 
 
 class SoftmaxCoefficients(NamedTuple):
-    """Coefficients of an objective's gradient with respect to logits, [T] each; None where no token
-    can have the coefficient."""
+    """Coefficients c_target, c_prob, c_entropy and c_uniform of the loss's gradient with respect to
+    the logits, [T] each; None for a coefficient that is 0 for every token."""
 
     target: Tensor | None = None
     prob: Tensor | None = None
@@ -207,14 +215,15 @@ class SoftmaxCoefficients(NamedTuple):
 
 
 def vjp(
-    gradients: Mapping[Any, Tensor],  # Gradients by statistic, [T] each; of candidates [T, K + 1].
+    gradients: Mapping[Any, Tensor],  # Gradient [T] by statistic; [T, K + 1] for `CANDIDATES`.
     stats: Statistics,
     vocabulary: int,
 ) -> SoftmaxCoefficients:
-    """Turn the gradient with respect to the statistics into the four coefficients of dL/dz.
+    """Turn the gradient with respect to the statistics into the coefficients c_target, c_prob,
+    c_entropy and c_uniform of dL/dz.
 
-    The coefficients follow from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j
-    (log p_j + entropy) and dmean_logit/dz_j = 1/V.
+    The formulas follow from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j, dentropy/dz_j = -p_j (log
+    p_j + entropy) and dmean_logit/dz_j = 1/V, for the target y.
     """
     g_logp, g_lse, g_entropy, g_mean = map(gradients.get, DIFFERENTIABLE)
     parts = [] if g_lse is None else [g_lse]
@@ -234,30 +243,32 @@ def vjp(
 
 
 class Slope(NamedTuple):
-    """A part of a term's gradient in closed form, which a kernel can compute once it has logp:
+    """A part of a term's derivative with respect to a statistic (named by `of`), in closed form,
+    which a kernel can compute from the log-prob `logp`:
 
-        d term / d of = rate * exp(sign * (logp - anchor))   where low <= logp <= high, else 0
+        d term / d statistic = rate * exp(sign * (logp - anchor)) where low <= logp <= high, else 0
 
-    Fields are [T] vectors or numbers. The slope of a statistic other than logp must be a constant.
+    Fields are [T] vectors or numbers. The derivative with respect to a statistic other than logp
+    must be a constant.
     """
 
     rate: Tensor | float
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
-    sign: Tensor | float = 1.0  # With 0, the slope is a constant.
+    sign: Tensor | float = 1.0  # With `sign` = 0, the derivative does not depend on logp.
     of: str = "logp"
 
     @property
     def constant(self) -> bool:
-        """True if the slope is the same at every value of the statistic."""
+        """True if this derivative does not depend on the token's log-prob."""
         low = self.low
         high = self.high
         numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))
         return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
-        """Return the slope's values [n] at the tokens' log-probs."""
+        """Return the derivative at each of the log-probs `logp` [n]."""
         if self.constant:
             if isinstance(self.rate, Tensor):
                 return torch.zeros_like(logp).add_(self.rate)
