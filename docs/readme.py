@@ -183,9 +183,9 @@ def support() -> str:
         f"On an {found['device']}, forward and backward of {sizes['tokens']} tokens with "
         f"{sizes['ids']} ids each (H = {sizes['hidden']}, V = {sizes['vocabulary']}, bfloat16)\n"
         f"need {row['ms']:.1f} ms and {row['peak MiB']:.0f} MiB, compared with {dense['ms']:.1f} "
-        f"ms and {dense['peak MiB']:.0f} MiB over the whole vocabulary.\nWith a new batch in each "
-        f"call the time is {row['ms with a new batch']:.1f} ms. The error of log-probs is at most "
-        f"{row['errors']['logp']:.0e}."
+        f"ms and {dense['peak MiB']:.0f} MiB over the whole vocabulary.\nIf each call has a new "
+        f"batch, a call over 64 ids per token needs {row['ms with a new batch']:.1f} ms. The error "
+        f"of the log-probs over the kept ids is at most {row['errors']['logp']:.0e}."
     )
 
 
@@ -223,10 +223,11 @@ def candidates() -> str:
     name = found["runs"][0]["machine"].split(",")[0]
     return (
         f"On an {name}, forward and backward of GRPO with 16384 tokens (H = 4096, V = 128256, "
-        f"bfloat16) need {ms['grpo', one]:.1f} ms.\nThe time is {ms[chosen, one]:.1f} ms with a "
-        f"term over 64 candidates, and {ms[rest, one]:.1f} ms with a term over the candidates and "
-        f"the rest of the\nvocabulary. With recompute the three times are {ms['grpo', two]:.1f}, "
-        f"{ms[chosen, two]:.1f} and {ms[rest, two]:.1f} ms."
+        f"bfloat16) need {ms['grpo', one]:.1f} ms.\nGRPO plus a term over 64 candidates needs "
+        f"{ms[chosen, one]:.1f} ms, and GRPO plus a term over the candidates and `candidate_tail` "
+        f"needs {ms[rest, one]:.1f} ms.\nUnder the schedule *recompute*, GRPO needs "
+        f"{ms['grpo', two]:.1f} ms, {ms[chosen, two]:.1f} ms with 64 candidates, and "
+        f"{ms[rest, two]:.1f} ms with `candidate_tail`."
     )
 
 
@@ -265,7 +266,8 @@ def _few_steps(bench: Any, found: dict) -> str:
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
-        f"{max(less):.0f} GiB less memory at {most} tokens. The time is {', '.join(said)} tokens.\n"
+        f"{max(less):.0f} GiB less memory at {most} tokens. The time of a headloss step is "
+        f"{', '.join(said)} tokens.\n"
         f"{bench.report.machine(found)}"
     )
 

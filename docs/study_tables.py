@@ -88,8 +88,9 @@ def replay() -> str:
         f"{_markdown(rows)}\n\n"
         f"Generation of {count} rows needs these times per token: {'; '.join(said)}. The loss "
         f"alone needs {crossing['whole_ms']:.1f} ms over the whole vocabulary and "
-        f"{crossing['points'][0]['ms']:.1f} ms over sets of 8 ids. Sets of "
-        f"{crossing['level_at']:.0f} ids need as much time as the whole vocabulary.\n"
+        f"{crossing['points'][0]['ms']:.1f} ms over 8 kept ids per token. A loss "
+        f"over {crossing['level_at']:.0f} kept ids per token needs as much time as a loss over the "
+        "whole vocabulary.\n"
         f"{found['model']}, 16384 tokens, bfloat16. {_machine(found)}"
     )
 
