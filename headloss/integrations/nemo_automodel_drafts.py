@@ -38,21 +38,12 @@ def install() -> None:
     Raises:
         RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
-    check()
     SEAMS.install()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     SEAMS.uninstall()
-
-
-def check() -> str:
-    """Return the names of the replaced functions.
-
-    RuntimeError if a class or function is missing, or accepts other arguments.
-    """
-    return SEAMS.check()
 
 
 def _whole(module: nn.Module, name: str) -> nn.Module:
@@ -255,3 +246,4 @@ SEAMS = Seams(
     },
     PACKAGE,
 )
+check = SEAMS.check

@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import inspect
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -291,6 +291,7 @@ class Seams:
             name if the replaced function has its arguments in another order.
         package: the distribution; an untested release is announced.
         optional: keys that are skipped if the framework lacks the attribute.
+        arguments: names of arguments that a replaced function must have, by key.
     """
 
     def __init__(
@@ -298,8 +299,10 @@ class Seams:
         ours: dict[tuple[str, str], Any],
         package: str = "",
         optional: Collection[tuple[str, str]] = (),
+        arguments: Mapping[tuple[str, str], Collection[str]] | None = None,
     ) -> None:
         self.ours, self.package, self.optional = ours, package, optional
+        self.arguments = arguments or {}
         self.theirs: dict[tuple[str, str], Any] = {}
 
     def check(self) -> str:
@@ -345,6 +348,7 @@ class Seams:
                     continue
                 raise
             theirs, seam = getattr(owner, name), f"{place}.{name}"
+            require_arguments(theirs, self.arguments.get((place, name), ()), seam, self.package)
             fitting[place, name] = fitted(theirs, ours, seam, self.package)
         return fitting
 

@@ -44,22 +44,13 @@ def install(ploss_decay: float = 0.8) -> None:
     Raises:
         RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
-    check()
-    DECAY.set(ploss_decay)
     SEAMS.install()
+    DECAY.set(ploss_decay)
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     SEAMS.uninstall()
-
-
-def check() -> str:
-    """Return the names of the replaced functions.
-
-    RuntimeError if a class or function is missing, or accepts other arguments.
-    """
-    return SEAMS.check()
 
 
 # ---------------------------------------------------------------------- blocks
@@ -351,3 +342,4 @@ SEAMS = Seams(
     },
     PACKAGE,
 )
+check = SEAMS.check

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..head_loss import Output
 from ..head_topk import head_topk
 from .drafts import VALUES, DraftHeads
-from .seams import Seams, misfit, part, require_arguments
+from .seams import Seams, part
 
 PACKAGE = "speculators"
 CLASSES = {
@@ -48,31 +48,12 @@ def install() -> None:
     Raises:
         RuntimeError: a replaced class or function is missing, or accepts other arguments.
     """
-    check()
     SEAMS.install()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     SEAMS.uninstall()
-
-
-def check() -> str:
-    """Return the names of the replaced functions.
-
-    RuntimeError if a class or function is missing, or accepts other arguments.
-    """
-    if not SEAMS.theirs:
-        for kind, name in CLASSES.items():
-            core = part(PACKAGE, _core(kind))
-            wanted = ["logits", "targets", "loss_mask", "loss_config"]
-            if not hasattr(core, "compute_metrics"):
-                raise misfit(PACKAGE, f"{_core(kind)}: has no compute_metrics")
-            require_arguments(core.compute_metrics, wanted, f"{kind}: compute_metrics", PACKAGE)
-            seam = f"{name}.forward"
-            model = part(PACKAGE, _core(kind), name)
-            require_arguments(model.forward, ["verifier_last_hidden_states"], seam, PACKAGE)
-    return SEAMS.check()
 
 
 # ---------------------------------------------------------------------- a model's forward
@@ -330,8 +311,14 @@ def _core(kind: str) -> str:
     return f"speculators.models.{kind}.core"
 
 
+FORWARDS = {
+    (f"{_core(kind)}:{name}", "forward"): _forward_of(kind) for kind, name in CLASSES.items()
+}
+METRICS = {(_core(kind), "compute_metrics"): _metrics_of(kind) for kind in CLASSES}
 SEAMS = Seams(
-    {(f"{_core(kind)}:{name}", "forward"): _forward_of(kind) for kind, name in CLASSES.items()}
-    | {(_core(kind), "compute_metrics"): _metrics_of(kind) for kind in CLASSES},
+    FORWARDS | METRICS,
     PACKAGE,
+    arguments=dict.fromkeys(FORWARDS, ("verifier_last_hidden_states",))
+    | dict.fromkeys(METRICS, ("logits", "targets", "loss_mask", "loss_config")),
 )
+check = SEAMS.check

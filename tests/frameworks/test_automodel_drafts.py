@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from draft_case import Trained, agree, block_inputs, frozen, installing, train
 from transformers import Qwen3Config
 
 pytest.importorskip("nemo_automodel.components.speculative", reason="Automodel is not installed")
 import headloss.integrations.nemo_automodel_drafts as adapter
 
-V, H, K, T = 97, 32, 4, 24
+V, H, K = 97, 32, 4
 SIZES = {
     "vocab_size": V,
     "hidden_size": H,
@@ -53,55 +53,25 @@ def dflash(softcap: float | None = None, **more: Any) -> Any:
         config.dflash_config |= {"final_logit_softcapping": softcap, "output_multiplier": 0.5}
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    head, embed = nn.Linear(H, V, bias=False), nn.Embedding(V, H)
-    head.weight.data.copy_(0.3 * torch.randn(V, H))
-    for module in (head, embed):
-        module.requires_grad_(False)
     sizes = {"block_size": K, "attention_backend": "sdpa", "num_anchors": 6}
-    return DFlashTrainerModule(Qwen3DFlashDraftModel(config), head, embed, 1, **sizes, **more)
+    heads = frozen(V, H)
+    return DFlashTrainerModule(Qwen3DFlashDraftModel(config), *heads, 1, **sizes, **more)
 
 
-def inputs(states: str, taught: bool) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    batch = {
-        "input_ids": torch.randint(V, (2, T), generator=generator),
-        states: torch.randn(2, T, 3 * H, generator=generator),
-        "loss_mask": (torch.rand(2, T, generator=generator) < 0.8).float(),
-    }
-    if taught:
-        batch["target_last_hidden_states"] = torch.randn(2, T, H, generator=generator)
-    return batch
-
-
-def train(model: Any, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model.zero_grad()
-    torch.manual_seed(5)  # anchors are random
-    out = model(**batch)
-    out.loss.backward()
-    metrics = {f.name: getattr(out, f.name).detach() for f in dataclasses.fields(out)}
-    return metrics, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+def loss_of(out: Any) -> torch.Tensor:
+    return out.loss
 
 
 @pytest.fixture
 def installed() -> Any:
-    def call(*args: Any) -> Any:
-        adapter.install()
-        try:
-            return train(*args)
-        finally:
-            adapter.uninstall()
-
-    yield call
-    adapter.uninstall()
+    yield from installing(adapter)
 
 
-def agree(theirs: Any, ours: Any) -> None:
-    assert ours[0].keys() == theirs[0].keys()
-    for name, value in theirs[0].items():
-        assert torch.allclose(ours[0][name].double(), value.double(), rtol=2e-6, atol=2e-6), name
-    assert ours[1].keys() == theirs[1].keys() and len(ours[1]) > 5
-    for name, gradient in theirs[1].items():
-        assert (ours[1][name] - gradient).norm() <= 4e-6 * gradient.norm() + 1e-9, name
+def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
+    agree(theirs, ours)
+    for field in dataclasses.fields(theirs.out):
+        got, want = (getattr(step.out, field.name).double() for step in (ours, theirs))
+        assert torch.allclose(got, want, rtol=2e-6, atol=2e-6), field.name
 
 
 @pytest.mark.parametrize(
@@ -114,16 +84,17 @@ def agree(theirs: Any, ours: Any) -> None:
     ],
 )
 def test_dspark(installed: Any, options: dict, more: dict) -> None:
-    model, batch = dspark(options, **more), inputs("target_hidden_states", taught=True)
-    agree(train(model, batch), installed(model, batch))
+    model = dspark(options, **more)
+    batch = block_inputs(V, H, "target_hidden_states", taught=True)
+    agree_in_metrics(train(model, loss_of, **batch), installed(model, loss_of, **batch))
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("gamma", [None, 2.0])
 def test_dflash(installed: Any, softcap: float | None, gamma: float | None) -> None:
     model = dflash(softcap, loss_decay_gamma=gamma)
-    batch = inputs("hidden_states", taught=False)
-    agree(train(model, batch), installed(model, batch))
+    batch = block_inputs(V, H, "hidden_states", taught=False)
+    agree_in_metrics(train(model, loss_of, **batch), installed(model, loss_of, **batch))
 
 
 def test_what_is_not_served_is_refused_by_name(
@@ -131,13 +102,15 @@ def test_what_is_not_served_is_refused_by_name(
 ) -> None:
     from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule
 
+    batch = block_inputs(V, H, "hidden_states", taught=False)
     with pytest.raises(ValueError, match="got loss_type='variable_prefix', want 'dflash'"):
-        installed(dflash(loss_type="variable_prefix"), inputs("hidden_states", taught=False))
+        installed(dflash(loss_type="variable_prefix"), loss_of, **batch)
     model = dspark(PLAIN)
     kind = type(model.draft_model)
     monkeypatch.setattr(kind, "compute_logits", lambda self, h: self.lm_head(h).tanh())
+    batch = block_inputs(V, H, "target_hidden_states", taught=True)
     with pytest.raises(ValueError, match="Qwen3DSparkModel.compute_logits: got a soft cap"):
-        installed(model, inputs("target_hidden_states", taught=True))
+        installed(model, loss_of, **batch)
     adapter.install()
     with pytest.raises(ValueError, match="Eagle3TargetBatch does not have"):
         Eagle3TrainerModule.forward(object(), *[None] * 4)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from draft_case import Trained, agree, block_inputs, frozen, installing, train
+from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 import headloss.integrations.specforge as adapter
@@ -41,24 +43,9 @@ def block_model(kind: str, options: dict[str, Any], **more: Any) -> Any:
     config.dflash_config = {"target_layer_ids": [0, 1, 2], "mask_token_id": 1, **options}
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    head, embed = nn.Linear(H, V, bias=False), nn.Embedding(V, H)
-    head.weight.data.copy_(0.3 * torch.randn(V, H))
-    for module in (head, embed):
-        module.requires_grad_(False)
+    heads = frozen(V, H)
     sizes = {"block_size": K, "attention_backend": "sdpa", "num_anchors": 6}
-    return online(draft(config), head, embed, 1, **sizes, objective_chunk_blocks=2, **more)
-
-
-def block_inputs(kind: str) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    batch = {
-        "input_ids": torch.randint(V, (2, T), generator=generator),
-        "hidden_states": torch.randn(2, T, 3 * H, generator=generator),
-        "loss_mask": (torch.rand(2, T, generator=generator) < 0.8).float(),
-    }
-    if kind == "dspark":
-        batch["target_last_hidden_states"] = torch.randn(2, T, H, generator=generator)
-    return batch
+    return online(draft(config), *heads, 1, **sizes, objective_chunk_blocks=2, **more)
 
 
 def flat(value: Any) -> list[Tensor]:
@@ -69,36 +56,15 @@ def flat(value: Any) -> list[Tensor]:
     return [tensor for item in values for tensor in flat(item)]
 
 
-def train(model: Any, loss_of: Any, **batch: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
-    model.zero_grad()
-    torch.manual_seed(5)  # anchors are random
-    out = model(**batch)
-    loss_of(out).backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    return loss_of(out).detach(), flat(out), gradients
-
-
 @pytest.fixture
 def installed() -> Any:
-    def call(*args: Any, **named: Any) -> Any:
-        adapter.install()
-        try:
-            return train(*args, **named)
-        finally:
-            adapter.uninstall()
-
-    yield call
-    adapter.uninstall()
+    yield from installing(adapter)
 
 
-def agree(theirs: Any, ours: Any) -> None:
-    assert abs(ours[0] - theirs[0]) <= 1e-6 * abs(theirs[0])
-    assert len(ours[1]) == len(theirs[1])
-    for mine, other in zip(ours[1], theirs[1], strict=True):
+def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
+    agree(theirs, ours)
+    for mine, other in zip(flat(ours.out), flat(theirs.out), strict=True):
         assert torch.allclose(mine, other, rtol=2e-6, atol=2e-6)
-    assert ours[2].keys() == theirs[2].keys() and len(ours[2]) > 5
-    for name, gradient in theirs[2].items():
-        assert (ours[2][name] - gradient).norm() <= 4e-6 * gradient.norm() + 1e-9, name
 
 
 BLOCKS = [
@@ -117,10 +83,12 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("kind", "options", "more"), BLOCKS)
 def test_blocks(installed: Any, kind: str, options: dict, more: dict) -> None:
-    model, batch = block_model(kind, options, **more), block_inputs(kind)
+    model = block_model(kind, options, **more)
+    batch: dict[str, Any] = block_inputs(V, H, "hidden_states", taught=kind == "dspark")
     if kind == "domino":
-        batch["lambda_base"] = 0.3  # type: ignore[assignment]
-    agree(train(model, lambda out: out[0], **batch), installed(model, lambda out: out[0], **batch))
+        batch["lambda_base"] = 0.3
+    first = operator.itemgetter(0)
+    agree_in_metrics(train(model, first, **batch), installed(model, first, **batch))
 
 
 # ---------------------------------------------------------------------- EAGLE-3
@@ -170,7 +138,8 @@ def test_eagle(installed: Any, monkeypatch: pytest.MonkeyPatch, lk: str | None) 
     each step."""
     model = eagle(lk, monkeypatch)
     loss = of_steps(0.8)
-    agree(train(model, loss, **eagle_inputs()), installed(model, loss, **eagle_inputs()))
+    batch = eagle_inputs()
+    agree_in_metrics(train(model, loss, **batch), installed(model, loss, **batch))
 
 
 def test_another_sum_of_steps_is_an_error(
@@ -187,8 +156,8 @@ def test_finite_where_a_draft_and_a_verifier_share_no_mass(
     with torch.no_grad():
         model.draft_model.lm_head.weight.mul_(300)
     batch["target_head_weight"] = batch["target_head_weight"] * 300
-    loss, values, gradients = installed(model, of_steps(0.8), **batch)
-    assert loss.isfinite() and all(value.isfinite().all() for value in values)
+    loss, out, gradients = installed(model, of_steps(0.8), **batch)
+    assert loss.isfinite() and all(value.isfinite().all() for value in flat(out))
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 

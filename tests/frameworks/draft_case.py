@@ -1,0 +1,76 @@
+"""Set-up that the tests of all adapters for draft models share.
+
+T positions, H hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Trained(NamedTuple):
+    """Result of a training step without an optimizer."""
+
+    loss: Tensor
+    out: Any  # Output of the model's forward.
+    gradients: dict[str, Tensor]  # By parameter name.
+
+
+def train(model: nn.Module, loss_of: Callable[[Any], Tensor], **batch: Any) -> Trained:
+    model.zero_grad()
+    torch.manual_seed(5)  # Anchors are random.
+    out = model(**batch)
+    loss = loss_of(out)
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return Trained(loss.detach(), out, gradients)
+
+
+def installing(adapter: Any) -> Iterator[Callable[..., Trained]]:
+    """Yield `train` with headloss's losses; the framework's losses are restored after each call and
+    at the end."""
+
+    def call(*args: Any, **named: Any) -> Trained:
+        adapter.install()
+        try:
+            return train(*args, **named)
+        finally:
+            adapter.uninstall()
+
+    yield call
+    adapter.uninstall()
+
+
+def agree(theirs: Trained, ours: Trained, slack: float = 1.0) -> None:
+    """Assert equal losses and gradients of all parameters, to float32 rounding times `slack`."""
+    assert abs(ours.loss - theirs.loss) <= slack * 1e-6 * abs(theirs.loss)
+    assert ours.gradients.keys() == theirs.gradients.keys() and len(ours.gradients) > 5
+    for name, gradient in theirs.gradients.items():
+        error = (ours.gradients[name] - gradient).norm()
+        assert error <= slack * 4e-6 * gradient.norm() + 1e-9, name
+
+
+def frozen(vocabulary: int, width: int) -> tuple[nn.Linear, nn.Embedding]:
+    """Return a head and an embedding of a verifier, without gradients."""
+    head, embed = nn.Linear(width, vocabulary, bias=False), nn.Embedding(vocabulary, width)
+    head.weight.data.copy_(0.3 * torch.randn(vocabulary, width))
+    return head.requires_grad_(False), embed.requires_grad_(False)
+
+
+def block_inputs(vocabulary: int, width: int, states: str, taught: bool) -> dict[str, Tensor]:
+    """Return a batch of two texts for a draft over blocks. `states` names the verifier's states of
+    three layers; with `taught` the batch has the last states too."""
+    generator = torch.Generator().manual_seed(1)
+    shape = 2, 24
+    batch = {
+        "input_ids": torch.randint(vocabulary, shape, generator=generator),
+        states: torch.randn(*shape, 3 * width, generator=generator),
+        "loss_mask": (torch.rand(shape, generator=generator) < 0.8).float(),
+    }
+    if taught:
+        batch["target_last_hidden_states"] = torch.randn(*shape, width, generator=generator)
+    return batch
