@@ -33,7 +33,6 @@ from step_cases import (
     QUICK,
     SETTINGS,
     WORKS,
-    Batch,
     Contestant,
     Setting,
     exact,
@@ -49,9 +48,15 @@ BACKBONE = 0.03  # allowed relative error of a gradient rounded to bfloat16 in a
 
 
 def race(
-    work: str, model: Any, batch: Batch, chosen: dict[str, Contestant], device: torch.device
+    work: str,
+    model: Any,
+    batch: Any,
+    chosen: dict[str, Contestant],
+    device: torch.device,
+    exact: Callable[[str, Any, Any], Tensor] = exact,
 ) -> dict[str, dict[str, Any]]:
-    """Return a row for each contestant: errors, and for correct contestants time and memory."""
+    """Return a row for each contestant: errors against the loss `exact`, and for correct
+    contestants time and memory."""
     weights = list(model.parameters())
     model.zero_grad(set_to_none=True)
     loss = exact(work, model, batch)
@@ -84,7 +89,7 @@ def race(
 def gate(
     work: str,
     model: Any,
-    batch: Batch,
+    batch: Any,
     contestant: Contestant,
     weights: list[Tensor],
     want: tuple[float, list[Tensor]],

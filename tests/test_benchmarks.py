@@ -13,6 +13,7 @@ import against
 import candidates
 import cases
 import contestants
+import draft_models
 import gradient_truth
 import measure
 import oracle
@@ -562,6 +563,21 @@ def test_dpo_of_steps() -> None:
         torch.testing.assert_close(loss.double(), want, atol=1e-5, rtol=0)
     reason = step_cases.CONTESTANTS["Liger"].unserved("DPO", torch.device("cuda"))
     assert "not log-probs" in reason
+
+
+def test_draft_models(tmp_path: Path) -> None:
+    """The quick study of draft models has errors, races, and steps that agree with a float32
+    head."""
+    pytest.importorskip("transformers", reason="the other steps are of its models")
+    output = tmp_path / "drafts.json"
+    assert draft_models.main(["--quick", "--output", str(output)]) == 0
+    results = json.loads(output.read_text())
+    assert results["gradient error"].keys() == {"kl_div", "tv"}
+    assert {row["loss"] for row in results["races"]} == {"EAGLE-3", "DSpark"}
+    rows = {row["contestant"]: row for row in results["step"]}
+    assert rows.pop("speculators")["reason"] == "needs a GPU" and len(rows) == 3
+    for row in rows.values():
+        assert row["loss_error"] < 1e-5 and row["gradient_error"] < 1e-5 and row["ms"] > 0
 
 
 @pytest.mark.parametrize("most", [0, 15, 16, 100, 1023, 1024, 5000, 16_383, 16_384, 10**6])

@@ -1,6 +1,6 @@
-"""Speed of draft-model losses, compared with speculators's fused losses on materialised logits.
+"""Speed of draft-model losses, compared with speculators' fused losses on stored logits.
 
-Page: benchmarks/NOTES.md.
+Page: docs/draft-models.md.
 
     python benchmarks/studies/draft_models.py --output drafts.json  # on one GPU, about two minutes
     python benchmarks/studies/draft_models.py --quick                 # small, on a CPU
@@ -8,7 +8,8 @@ Page: benchmarks/NOTES.md.
 The study first checks correctness against float64: every divergence, shared rows, a larger
 vocabulary and additional columns of the head. Then the study measures the time of forward and
 backward, the error of the hidden gradient, and the peak memory in excess of inputs and gradients.
-Heads are frozen, as in draft-model training.
+Heads are frozen, as in draft-model training. At last the study measures a training step of a whole
+draft model (draft_cases.py). speculators' losses need speculators on the path.
 
 T positions, S unrolled steps, H hidden width, V vocabulary, R additional columns of the head.
 """
@@ -16,14 +17,22 @@ T positions, S unrolled steps, H hidden width, V vocabulary, R additional column
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
+
+import draft_cases
 import torch
 import torch.nn.functional as F
+from run import about, write
+from steps import PACKAGES
+from steps import race as step_race
 from support import DEVICE, milliseconds, peak_mib
 from torch import Tensor
 
@@ -68,6 +77,13 @@ class Region:
         self.targets = torch.randint(shape.vocabulary, (rows,), device=DEVICE)
         self.step_weights = 0.8 ** (torch.arange(rows, device=DEVICE) % shape.steps).float()
 
+    def widened(self) -> Region:
+        """Convert all tensors to float64, and return the region."""
+        self.leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
+        self.hidden, self.weight = self.leaves[0], self.weight.double()
+        self.states = self.states.double()
+        return self
+
     @staticmethod
     def normal(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(*size, device=DEVICE, dtype=dtype)
@@ -101,7 +117,7 @@ class Region:
     # ------------------------------------------------------------------ theirs
 
     def theirs(self, losses: list[tuple[float, str]]) -> Callable[[], list[Tensor]]:
-        """Make speculators's computation: logits of the verifier and of each draft step, all kept
+        """Make speculators' computation: logits of the verifier and of each draft step, all kept
         for the backward pass."""
         steps, rows = self.shape.steps, len(self.hidden)
 
@@ -125,6 +141,11 @@ def eagle(teacher: hl.Head) -> hl.Term:
     return hl.distillation(teacher_head=teacher).weighted("step_weights")
 
 
+def total_variation(teacher: hl.Head) -> hl.Term:
+    term = hl.distillation(divergence="total_variation", teacher_head=teacher)
+    return term.weighted("step_weights")
+
+
 def dspark(teacher: hl.Head) -> hl.Term:
     return hl.dspark(gamma=None, teacher_head=teacher)
 
@@ -142,10 +163,7 @@ def check(shape: Shape) -> dict[str, float]:
     for name, objective in {"eagle": eagle, "dspark": dspark, "everything": everything}.items():
         region = Region(shape, torch.float32)
         mine = region.ours(objective)()
-        region.leaves = [t.detach().double().requires_grad_() for t in region.leaves]
-        region.hidden, region.weight = region.leaves[0], region.weight.double()
-        region.states = region.states.double()
-        exact = region.ours(objective)()
+        exact = region.widened().ours(objective)()
         found[name] = max(error(a, b) for a, b in zip(mine, exact, strict=True))
     best = hl.head_topk(region.states.to(DTYPE), hl.Head(region.weight.to(DTYPE)), 1)
     plain = region.states.to(DTYPE).float() @ region.weight.to(DTYPE).float().t()
@@ -155,73 +173,101 @@ def check(shape: Shape) -> dict[str, float]:
     return found
 
 
-def gradient_error(shape: Shape) -> dict[str, float]:
-    """Return the errors of the bfloat16 hidden gradient, against float64 from identical inputs."""
-    region = Region(shape)
-    calls = {"headloss": region.ours(eagle)}
-    if fused is not None:
-        calls["speculators"] = region.theirs([(1.0, "kl_div")])
-    gradients = {name: run()[0] for name, run in calls.items()}
-    exact = Region(shape)
-    exact.weight, exact.states = exact.weight.double(), exact.states.double()
-    exact.hidden = exact.hidden.detach().double().requires_grad_()
-    exact.leaves = [exact.hidden]
-    (want,) = exact.ours(eagle)()
-    return {name: error(gradient, want) for name, gradient in gradients.items()}
+def gradient_errors(shape: Shape) -> dict[str, dict[str, float]]:
+    """Return the errors of the bfloat16 hidden gradient by loss, against float64 from identical
+    inputs."""
+    found: dict[str, dict[str, float]] = {}
+    for name, objective in {"kl_div": eagle, "tv": total_variation}.items():
+        region = Region(shape)
+        calls = {"headloss": region.ours(objective)}
+        if fused is not None:
+            calls["speculators"] = region.theirs([(1.0, name)])
+        gradients = {who: run()[0] for who, run in calls.items()}
+        (want,) = region.widened().ours(objective)()
+        found[name] = {who: error(gradient, want) for who, gradient in gradients.items()}
+    return found
 
 
-def race(name: str, calls: dict[str, Callable[[], list[Tensor]]]) -> list[dict[str, Any]]:
+Calls = dict[str, Callable[[], list[Tensor]]]
+
+
+def calls_of(name: str, region: Region, alone: bool) -> Calls:
+    """Return the calls of a race; `alone` leaves speculators out."""
+    if name == "DSpark":
+        calls: Calls = {
+            "headloss": region.ours(dspark),
+            "headloss, argmax": region.ours(dspark, argmax=True),
+        }
+        theirs = [(0.1, "ce"), (0.9, "tv")]
+    else:
+        calls = {"headloss": region.ours(eagle)}
+        theirs = [(1.0, "kl_div")]
+    if fused is not None and not alone:
+        calls["speculators"] = region.theirs(theirs)
+    return calls
+
+
+def race(name: str, shape: Shape, alone: bool) -> list[dict[str, Any]]:
     """Measure time and memory of each call."""
-    rows = []
-    for who, run in calls.items():
+    region, rows = Region(shape), []
+    sizes = {"tokens": shape.tokens, "steps": shape.steps}
+    for who, run in calls_of(name, region, alone).items():
         returned = sum(gradient.nbytes for gradient in run())
         memory = peak_mib(run, returned)
-        rows.append({"loss": name, "by": who, "ms": milliseconds(run, 4), "MiB": memory})
-        print(json.dumps(rows[-1]), flush=True)
+        row = {"loss": name, **sizes, "by": who, "ms": milliseconds(run, 6), "MiB": memory}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
     return rows
 
 
-def main() -> None:
+def training_step(quick: bool) -> list[dict[str, Any]]:
+    """Return a row for each contestant of a training step of a draft model."""
+    setting = draft_cases.TINY if quick else draft_cases.Setting()
+    model = draft_cases.make_model(setting, DEVICE)
+    batch = draft_cases.make_batch(setting, DEVICE)
+    same = {"tokens": setting.rows * setting.length, "steps": setting.steps}
+    contestants = draft_cases.CONTESTANTS
+    raced = step_race("draft", model, batch, contestants, DEVICE, draft_cases.exact)
+    rows = [same | {"contestant": who} | row for who, row in raced.items()]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+SHAPES = {
+    "EAGLE-3": Shape(tokens=8192, steps=7, width=4096, vocabulary=32000),
+    "EAGLE-3, long": Shape(tokens=32768, steps=7, width=4096, vocabulary=32000),
+    "DSpark": Shape(tokens=24576, steps=1, width=4096, vocabulary=151936, beside=256),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the study; return 0 if every headloss step ran correctly, else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--commit", help="of the tree, where git cannot say")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     quick = arguments.quick
     small = Shape(tokens=24 if quick else 300, steps=3, width=64, vocabulary=500)
-    result: dict[str, Any] = {"check": check(small)}
     lone = Shape(tokens=40 if quick else 300, steps=1, width=64, vocabulary=500, beside=8)
-    result["check beside"] = check(lone)
     tokens, vocabulary = (16, 500) if quick else (512, 32000)
     middle = Shape(tokens=tokens, steps=2, width=1024, vocabulary=vocabulary)
-    result["gradient error"] = gradient_error(middle)
+    result: dict[str, Any] = about(DEVICE, arguments.commit, (*PACKAGES, "speculators"))
+    result |= {"check": check(small), "check beside": check(lone)}
+    result["gradient error"] = gradient_errors(middle)
     print(json.dumps(result), flush=True)
-    shapes = {
-        "eagle": Shape(tokens=8192, steps=7, width=4096, vocabulary=32000),
-        "eagle, 32768": Shape(tokens=32768, steps=7, width=4096, vocabulary=32000),
-        "dspark": Shape(tokens=24576, steps=1, width=4096, vocabulary=151936, beside=256),
-    }
-    if quick:
-        shapes = {"eagle": small, "dspark": lone}
-    result["races"] = []
-    for name, shape in shapes.items():
-        region = Region(shape)
-        calls: dict[str, Callable[[], list[Tensor]]] = {}
-        if name == "dspark":
-            calls = {
-                "headloss": region.ours(dspark),
-                "headloss, argmax": region.ours(dspark, argmax=True),
-            }
-            theirs = [(0.1, "ce"), (0.9, "tv")]
-        else:
-            calls = {"headloss": region.ours(eagle)}
-            theirs = [(1.0, "kl_div")]
-        if fused is not None and "," not in name:
-            calls["speculators"] = region.theirs(theirs)
-        result["races"] += race(name, calls)
-        del region, calls
+    shapes = {"EAGLE-3": small, "DSpark": lone} if quick else SHAPES
+    result["races"] = [
+        row for name, shape in shapes.items() for row in race(name, shape, "long" in name)
+    ]
+    gc.collect()
+    result["step"] = training_step(quick)
     if arguments.output:
-        arguments.output.write_text(json.dumps(result, indent=1))
+        write(arguments.output, json.dumps(result, indent=1) + "\n")
+    ours = [row for row in result["step"] if row["contestant"].startswith("headloss")]
+    return int(any(row["status"] != "ok" for row in ours))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
