@@ -1,5 +1,5 @@
-"""An error on one rank is raised on all ranks within a time limit, and each call gathers one
-record."""
+"""An error on one rank is raised on all ranks within a time limit, and each call sends one message
+to compare arguments between ranks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_errors_cross_a_grid(world: World) -> None:
 
 @pytest.mark.parametrize("world", [4], indirect=True)
 def test_a_grid_makes_two_records(world: World) -> None:
-    """On a grid each call gathers two records; errors are raised on all ranks, and groups stay
-    usable."""
+    """A call on 2 x 2 ranks compares arguments once in each of its two process groups; after an
+    error on all ranks the groups stay usable."""
     for found in world.run(grid_errors.on_a_grid, seconds=SECONDS):
         for match, message in zip(grid_errors.GRID_ERRORS, found, strict=True):
             assert match in message, (match, message)

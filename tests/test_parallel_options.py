@@ -41,7 +41,8 @@ def test_totals_of_restricted_fields(world: World, gradients: str, share: float)
 
 
 def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World) -> None:
-    """Ranks send hidden gradients independent of which rows have a gradient (law 7)."""
+    """The size of the all-reduced hidden gradient does not depend on how many tokens have a
+    gradient."""
     for sparse in (False, True):
         for shapes in world.run(parallel_options.sent, "recompute", sparse):
             assert shapes == [(64, 8)]
@@ -49,7 +50,8 @@ def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
-    """Ranks leave out equal rows, since gradient masses have identical bits on all ranks."""
+    """With `gradient_tolerance`, ranks that share the vocabulary skip the same token rows, since
+    they compute the gradient masses with identical bits."""
     (whole, mine), (_, theirs) = world.run(parallel_options.left_out, schedule)
     assert mine == theirs
     assert mine[0] == whole[0]

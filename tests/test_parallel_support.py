@@ -1,5 +1,5 @@
-"""A support on vocabulary shards, spread tokens and segments across ranks agrees with one rank and
-with masked logits."""
+"""`support_ids` agree with one rank and with masked logits, under vocabulary slices, sequence
+parallelism and segments that span ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def world() -> Iterator[World]:
 
 
 def calls() -> list[Call]:
-    """Return every combination of kind, options and partition, with rotating heads."""
+    """Return every supported combination of form of `support_ids`, options and split over ranks;
+    heads take turns."""
     heads, found = itertools.cycle(HEADS), []
     for number, (cut, kind, name) in enumerate(itertools.product(CUTS, KINDS, OPTIONS)):
         if "flat" in kind and (cut.data > 1 or name == "static"):

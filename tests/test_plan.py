@@ -197,7 +197,8 @@ def test_static_shapes_know_no_lengths():
         ({}, {"schedule": "recompute"}, "recompute"),
         ({"weight_gradient": False, "logp_only": True}, {}, "one_pass"),
         ({"weight_gradient": False, "logp_only": True}, {"schedule": "frozen"}, "frozen"),
-        # Without dW, segments beyond the budget still cost 4NHV.
+        # With a frozen head, segments larger than the budget do not need `recompute`: `frozen`
+        # computes logits once.
         (
             {"weight_gradient": False, "logp_only": True, "scope": "segment"},
             {"memory_budget": row(10)},
@@ -245,8 +246,8 @@ def test_what_cannot_be_served(changes, schedule, match):
 
 
 def test_held_says_its_bytes():
-    """The held schedule counts the bytes of all tokens for any blocks, and respects a given
-    budget."""
+    """The `held` schedule counts the logits of all tokens as memory, however they are split into
+    chunks, and respects the caller's budget."""
     plan = planned(schedule="held", chunk_tokens=300)
     assert plan.bytes["logits"] == row(1000) and len(plan.chunks) == 4 and not plan.single_block
     whole = planned({"scope": "external"}, memory_budget=row(1000))
@@ -260,8 +261,8 @@ def test_held_says_its_bytes():
 
 
 def test_teachers_are_held_in_one_block():
-    """Teachers are held in one block, since all tokens of a block are measured before any
-    gradient."""
+    """With a teacher the `held` schedule uses one chunk, since all its tokens are measured before
+    any gradient."""
     plan = planned({"teachers": True}, schedule="held", chunk_tokens=300)
     assert len(plan.chunks) == 1
 
@@ -289,7 +290,7 @@ def test_the_budget_of_a_gpu(gib, mib):
     assert f"budget     {mib:8}.0 MiB  {source}" in str(plan)
     asked = planned(changes, memory_budget=5 << 30)
     assert asked.budget == (5 << 30, "asked for")
-    assert asked.single_block and len(asked.chunks) == 1  # a single block rounds dW directly
+    assert asked.single_block and len(asked.chunks) == 1  # one block needs no float32 sum of dW
 
 
 HEADS = [(2048, 151936), (4096, 128256)]
@@ -297,10 +298,12 @@ HEADS = [(2048, 151936), (4096, 128256)]
 
 @pytest.mark.parametrize(("width", "vocabulary"), HEADS)
 def test_memory_on_a_gpu_grows_by_numbers_and_rows_of_hidden_width(width, vocabulary):
-    """Memory on a GPU grows only by numbers and rows of hidden width per token.
+    """On a GPU, each further token needs memory for a few numbers and a row of hidden width, not
+    for a row of logits.
 
-    One pass needs the budget, a float32 sum of dW and 64 bytes per token. Recompute needs a float32
-    sum of dX and a slab of logits no wider than H.
+    The schedule `one_pass` needs the logit budget, a float32 sum of dW, and 64 bytes per token. The
+    schedule `recompute` needs a float32 sum of dX, and logits of a block of vocabulary rows no
+    wider than H.
     """
     none = {"input_gradient": False, "weight_gradient": False}
     for tokens in (1 << 14, 1 << 16, 1 << 18):
@@ -366,7 +369,8 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
     arguments = Arguments.of_head("plan", *arguments)
     call = call_of(arguments)
     monkeypatch.setattr(kernels, "memory", lambda device: 140 << 30)
-    for places, gib in ((call.shard, 140), (found, 79)):  # 64 times the planned budget
+    # the logit budget is a 64th of the GPU's memory
+    for places, gib in ((call.shard, 140), (found, 79)):
         inputs = dataclasses.replace(inputs_of(arguments, call.requirements, places), on_gpu=True)
         plan = make_plan(inputs, hl.Options(), "reference")
         assert plan.budget[0] == gib << 24
@@ -376,7 +380,7 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
 
 
 @given(st.integers(1, 5000), st.sampled_from([10, 1000, 20_000]))
-@example(793, 1000)  # one chunk; 1793 tokens are three chunks of 640
+@example(793, 1000)  # 793 tokens are one chunk, 1793 tokens three chunks of 640
 def test_a_smaller_budget_never_takes_more(tokens, budget_rows):
     changes = {"tokens": tokens}
     for schedule in ("one_pass", "recompute"):
@@ -393,10 +397,12 @@ def test_bytes_by_part():
     plan = planned({"tokens": 512, "element_size": 2, "weight_size": 2}, chunk_tokens=128)
     assert plan.bytes["logits"] == row(128)
     assert plan.bytes["weight gradient accumulator"] == 5000 * 64 * 4
-    # Three float32 blocks of logits, and one block of the weight.
+    # The reference backend computes in three float32 blocks of logits and one float32 copy of the
+    # weight.
     assert plan.bytes["working blocks"] == 4 * (3 * 128 * 5000 + 5000 * 64)
     assert plan.total_bytes == sum(plan.bytes.values())
-    # The logits are freed before the float32 sum becomes the gradient.
+    # Logits are freed before the float32 sum of dW is cast to the weight's dtype, so only the
+    # larger of both counts in the peak.
     returned = 2 * 64 * 5000
     parts = plan.total_bytes - plan.bytes["logits"]
     assert plan.peak_bytes == 2 * 64 * 512 + parts + max(plan.bytes["logits"], returned)
@@ -438,7 +444,8 @@ def test_str():
     sizes = {"total": plan.total_bytes, "peak": plan.peak_bytes, "plain": plan.plain_bytes}
     want = [f"{name} {size / MIB:.1f} MiB" for name, size in sizes.items()]
     assert [" ".join(line.split()[:3]) for line in lines[-3:]] == want
-    assert "chunks=" not in repr(planned(chunk_tokens=1))  # repr omits the long list of chunks
+    # `repr` leaves out the list of chunks, which may be long
+    assert "chunks=" not in repr(planned(chunk_tokens=1))
     sweep = str(planned(schedule="recompute"))
     assert "tiles of" in sweep and "asked for" in sweep
 
@@ -480,8 +487,8 @@ def test_softmax_terms_are_of_one_product_that_nothing_rounds(monkeypatch, adapt
 
 
 def test_plan_of_shipped_objectives():
-    """Plans of built-in objectives follow from scope and gradient inputs: a policy term on a frozen
-    head is frozen."""
+    """Schedules of built-in objectives follow from their scope and from the statistics they
+    differentiate; a policy term on a frozen head gets `frozen`."""
     targets = torch.randint(30, (60,))
     fields = {
         "advantages": torch.zeros(3),
@@ -516,8 +523,8 @@ def test_plan_of_shipped_objectives():
     ],
 )
 def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objective, options, skips):
-    """Rows without gradient are searched only if terms can produce some; a constant slope needs no
-    GPU wait."""
+    """Zero-gradient rows are looked for only if a term can produce them; the search is skipped for
+    terms with a constant derivative."""
     some = {"advantages": torch.ones(4), "old_logps": -torch.ones(4)}
     batch = hl.Batch(torch.arange(4), **some, some=torch.arange(4) > 0)
     head = hl.Head(torch.randn(8, 3, requires_grad=True))
@@ -526,8 +533,8 @@ def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objectiv
 
 
 def test_slabs_beside_a_teacher_are_whole_waves():
-    """Slabs with a teacher are whole waves, and the first sweep's logits need no more memory than
-    the second's slab and dX sums."""
+    """With a teacher, blocks of vocabulary rows fill whole waves of GPU tiles, and the first pass's
+    logits need no more memory than the second pass."""
     sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
     gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}
     teacher = {"teachers": True, "row_bytes": 8, "weight_size": 2}
@@ -535,17 +542,19 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     p = PlanInputs(**sizes, **gpu, **teacher)  # type: ignore[arg-type]
     plan = make_plan(p, options, "triton")
     assert plan.tile == (16384, 33 * 256) and 16384 // PARTS // 128 * 33 % 132 == 0
-    # A gradient, and two models' logits of an eighth of the tokens.
+    # 3 bytes per logit: a 16-bit gradient of all tokens, and float32 logits of student and teacher
+    # for an eighth of them.
     assert plan.bytes["logits"] == 16384 * 33 * 256 * 3
     assert plan.total_bytes <= 660 << 20
     rows = {block.stop - block.start for block in plan.blocks}
     assert rows == {640, 16384 % 640}
     assert max(rows) * 128256 * 8 <= plan.total_bytes
     long = make_plan(dataclasses.replace(p, tokens=32768, lengths=None), options, "triton")
-    # With fewer columns, adding to dX would take as long as the product.
+    # In narrower tiles, adding to dX would take as long as the matmul.
     assert long.tile.columns == 4096
     small = dataclasses.replace(p, tokens=1024, vocabulary=8192, lengths=[1024])
-    assert make_plan(small, options, "triton").tile == (1024, 8192)  # smaller than half a wave
+    # the whole vocabulary, since that is less than half of a wave of GPU tiles
+    assert make_plan(small, options, "triton").tile == (1024, 8192)
 
 
 def test_a_small_call_on_a_cpu_does_not_look_for_rows_without_a_gradient(monkeypatch):

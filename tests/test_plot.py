@@ -23,7 +23,7 @@ def test_every_schedule_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["plan", *SIZES, "--plot", str(path)]) == 0
     said = capsys.readouterr()
     assert said.err.startswith("headloss: not drawn: frozen:") and "schedule" in said.out
-    comments = path.read_text()  # matplotlib writes drawn text as comments
+    comments = path.read_text()  # matplotlib adds each text of a plot to the SVG as a comment
     assert ElementTree.fromstring(comments).tag.endswith("svg")
     for name in ("one_pass", "held", "recompute", "plain logits", "scored tokens of a call"):
         assert f"<!-- {name} -->" in comments

@@ -393,7 +393,8 @@ def test_only_declared_statistics_are_read(name: str) -> None:
 
 
 def test_advantages_may_be_given_either_way() -> None:
-    """[S] advantages equal per-token advantages with the segment's value."""
+    """Advantages [S], one per segment, give the same loss as advantages [T] that repeat the value
+    for each token of a segment."""
     targets = torch.zeros(4, dtype=torch.int64)
     segments = Segments.from_lengths([1, 3])
     stats = Statistics(logp=torch.tensor([-1.0, -2.0, -0.5, -1.5]))

@@ -70,7 +70,8 @@ def test_paper(name: str, eps: float) -> None:
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_empty_sides(name: str) -> None:
-    """A side without tokens has an empty sum; a pair without tokens has loss 0 and counts."""
+    """An answer without tokens has a log-ratio of 0; a pair without any tokens has loss 0 and
+    counts in the mean."""
     make_term, paper = PAPERS[name]
     case = make(lengths=(3, 0, 0, 2, 0, 0, 1, 4))
     rows = case.sequences()
@@ -221,7 +222,8 @@ def test_several_rejected_answers(loss_type: str) -> None:
     rows = case.sequences()
     term = h.dpo(beta=0.3, loss_type=loss_type, rejected=3)
     groups = [group_paper(rows[i : i + 4], loss_type) for i in (0, 4, 8)]
-    want = value_and_gradient(total(groups) / 4, case.logp)  # one group has no tokens
+    # divide by 4: one of the four groups has no tokens
+    want = value_and_gradient(total(groups) / 4, case.logp)
     assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
     assert term.observe is not None
     found = term.observe(case.stats.map(Tensor.detach), case.batch)
@@ -283,7 +285,7 @@ def test_answers_without_pairs_on_one_token() -> None:
 @pytest.mark.parametrize("eps", [0.0, 0.2])
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport(paired: bool, eps: float) -> None:
-    """AOT agrees with the equation of section 3 of the paper, on sorted lists of pairs."""
+    """AOT agrees with the equation in section 3 of its paper, written with sorted Python lists."""
     case = make(lengths=LENGTHS)
     chosen, rejected = case.sequences()[::2], case.sequences()[1::2]
     if paired:
@@ -302,7 +304,8 @@ def test_optimal_transport(paired: bool, eps: float) -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None:
-    """AOT leaves out pairs without tokens, and static shapes' tokens after the last pair."""
+    """AOT leaves out pairs without tokens, and with static shapes also the unscored tokens behind
+    the last pair."""
     whole, term = make(lengths=(3, 1, 0, 0, 2, 5, 4, 2)), h.aot(paired=paired)
     advantages = whole.fields["advantages"][:6]
     short = replace(whole.with_fields(advantages=advantages), lengths=(3, 1, 2, 5, 4, 2))
@@ -314,7 +317,7 @@ def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None
     plain = hl.head_loss(hidden, head, batch, term).loss
     static = hl.head_loss(hidden, head, batch, term, hl.Options(static=True)).loss
     torch.testing.assert_close(static, plain)
-    for place in range(17):  # moves each pair in the sorted order
+    for place in range(17):  # a NaN at each token in turn makes the loss NaN
         ref_logps = whole.fields["ref_logps"].clone()
         ref_logps[place] = torch.nan
         case = whole.with_fields(ref_logps=ref_logps)
@@ -385,4 +388,5 @@ def test_odds_of_nearly_certain_answers(schedule: str) -> None:
     assert hidden.grad is not None and z.grad is not None
     assert out.loss.item() == pytest.approx(want.item(), rel=1e-6)
     torch.testing.assert_close(hidden.grad.double(), z.grad, rtol=2e-5, atol=1e-12)
-    assert z.grad[[7, 9]].norm(dim=1).min() > 0.05  # rejected answers at 1 - p = 4e-27, 3e-25
+    # tokens 7 and 9 are rejected answers with 1 - p of 4e-27 and 3e-25, and still get a gradient
+    assert z.grad[[7, 9]].norm(dim=1).min() > 0.05

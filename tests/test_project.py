@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headloss"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Bottom-up order: a file may import from its own folder and from earlier lines, including imports
-# for type checking. "" is the package itself, with its public names.
+# Layers of the package, lowest first: a file may import from its folder and from layers above it in
+# this list, also for type checking.
 LAYERS = [
     "naive",  # imports torch alone
     "arguments command host_copy private",
@@ -45,7 +45,8 @@ LAYERS = [
     "__main__",
 ]
 LAYER = {name: i for i, line in enumerate(LAYERS) for name in line.split() or [""]}
-BACKENDS = ("reference", "triton", "hopper")  # prefixes of files in kernels/
+# files in kernels/ belong to the backend that their name begins with
+BACKENDS = ("reference", "triton", "hopper")
 
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 70
@@ -75,7 +76,8 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def walk(node: ast.AST, types_too: bool = False) -> Iterator[ast.AST]:
-    """Yield all executed nodes; with `types_too` also the bodies of `if TYPE_CHECKING`."""
+    """Yield all nodes of the syntax tree that run; with `types_too` also the bodies of `if
+    TYPE_CHECKING`."""
     yield node
     skipped = is_type_checking(node) and not types_too
     children = node.orelse if skipped else ast.iter_child_nodes(node)  # type: ignore[attr-defined]
@@ -155,11 +157,13 @@ def test_no_circle_of_files() -> None:
         package = path.name == "__init__.py"
         found = imports(name, path.read_text(), package, types_too=True)
         graph[name] = {module for module in found if module in MODULES} - {name}
-    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the circle
+    # raises a CycleError that names the modules of an import cycle
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_the_core_and_the_kernels_do_not_grow() -> None:
-    """Core and kernels stay within their token limits."""
+    """The code of the core and of the kernels has at most the numbers of tokens and files in
+    `MOST`."""
     found = counts(PACKAGE)
     print(found)
     assert {name: most for name, most in MOST.items() if found[name] > most} == {}
@@ -171,8 +175,8 @@ def test_tokens_are_those_of_the_code() -> None:
 
 
 def test_hidden_states_take_a_short_way() -> None:
-    """Hidden states pass through few files and make no extra climb (definitions in stays.py);
-    tensors computed from hidden states, such as statistics, have separate limits."""
+    """A GRPO call hands hidden states through at most 16 files, with at most 2 calls back to an
+    importing file; statistics have separate limits."""
     from stays import climbs, stays
 
     for derived, most, most_climbs in ((False, 16, 2), (True, 34, 7)):
@@ -207,12 +211,12 @@ print(json.dumps(found | {{"names": dir(headloss)}}))
 
 @functools.cache
 def imported() -> dict:
-    """Return for each import, in one process with torch: time, imported modules, heavy modules; and
-    finally the package's names."""
+    """In a subprocess, import each module of `IMPORTS`; return its time, the imported modules, and
+    the public names of the package."""
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0, ran.stderr  # warnings are errors in the subprocess
+    assert ran.returncode == 0, ran.stderr  # the subprocess turns warnings into errors
     return json.loads(ran.stdout)
 
 
@@ -253,7 +257,7 @@ def test_sizes() -> None:
 
 
 FACTORIES = "as_tensor arange empty eye full linspace ones rand randint randn randperm tensor zeros"
-# Tensors from lists, and samples.
+# Modules that may use the default device: they make tensors from Python lists, or samples.
 OF_THE_DEFAULT_DEVICE = {"batch.segments", "testing.gate", "losses.catalogue"}
 
 

@@ -15,8 +15,8 @@ import headloss as hl
 from headloss.batch.segments import numbered
 from headloss.testing import trained_looking
 
-LENGTHS = (3, 1, 4, 0, 2, 5)  # the second is unscored, the fourth has no tokens
-PROMPTS = (9, -7, 9, 2**62, -7, 2**62)  # the third prompt has an answer without tokens
+LENGTHS = (3, 1, 4, 0, 2, 5)  # The second answer is unscored, the fourth has no tokens.
+PROMPTS = (9, -7, 9, 2**62, -7, 2**62)  # Answers to 2**62 include the one without tokens.
 T, H, V = sum(LENGTHS), 6, 17
 TRAINED = [name for name in SCHEDULES if name != "frozen"]  # schedules with a weight gradient
 
@@ -49,7 +49,7 @@ class Step:
         return hl.Batch(self.targets[at], lengths, **given)
 
     def at(self, order: list[int]) -> Tensor:
-        """Return the positions of the segments in `order`."""
+        """Return the token positions of the segments, in the given order of segments."""
         none = torch.arange(0)
         return torch.cat([none, *((self.segments == i).nonzero()[:, 0] for i in order)])
 
@@ -233,7 +233,8 @@ def test_what_a_mean_over_prompts_lacks() -> None:
 
 
 def real_loss(step: Step, rows: list[list[Any]], tau: float, prompts: Any = PROMPTS) -> Tensor:
-    """Return the sum of group losses, over segments with a token, divided by S."""
+    """Return the sum of REAL's group losses over groups with a right and a wrong answer, divided by
+    the number of answers."""
     zero = torch.zeros((), dtype=torch.float64)
     scores = [sum((n - o for n, o in row), zero) / max(len(row), 1) for row in rows]
     right = [bool(rows[i]) and float(step.advantages[i]) > 0 for i in range(len(rows))]
@@ -251,8 +252,8 @@ def real_loss(step: Step, rows: list[list[Any]], tau: float, prompts: Any = PROM
 @pytest.mark.parametrize("schedule", TRAINED)
 @pytest.mark.parametrize("tau", [0.5, 0.05])
 def test_real(schedule: str, tau: float) -> None:
-    """REAL agrees with loops for groups in any order; an answer without tokens is wrong with score
-    0."""
+    """REAL agrees with Python loops for groups in any order; an answer without tokens counts as
+    wrong, with score 0."""
     step = Step()
     want = step.plain(lambda rows: real_loss(step, rows, tau))
     assert float(want[0]) > 0 and want[1][step.segments == 5].any()
@@ -265,7 +266,7 @@ def test_real_of_groups_on_one_side(sign: float) -> None:
     """Groups of only right or only wrong answers (0 is wrong) have no loss and no gradient."""
     step = Step()
     step.advantages = torch.full((6,), sign, dtype=torch.float64)
-    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the answer without tokens has its own prompt
+    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # prompt 3 has only the answer without tokens
     value, *gradients = step.run(hl.real())
     assert value == 0 and not any(gradient.any() for gradient in gradients)
 
@@ -283,7 +284,7 @@ def test_real_reads_the_sign_of_advantages_alone() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("far", [90.0, 1e4, math.inf])
 def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
-    """REAL does not clamp scores, and exponentials do not overflow."""
+    """REAL is finite far from the old policy, where it does not clamp scores."""
     logits = torch.zeros(4, 3, dtype=dtype, requires_grad=True)
     old = torch.tensor([far, -far, far, -far], dtype=dtype)
     batch = hl.Batch(
@@ -297,7 +298,8 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # s / tau is 2 (-log 3 -+ far): both answers of the first group are on the wrong side.
+        # Each sequence score divided by tau is 2 (-log 3 -+ far), which has the wrong sign for both
+        # answers of the first group.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 
@@ -313,7 +315,7 @@ def test_metrics_of_real() -> None:
     found = out.metrics.compute()
     assert found["real/positive_score"] == pytest.approx((score[0] + score[3]) / 2)
     assert found["real/negative_score"] == pytest.approx((score[1] + score[2]) / 2)
-    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # prompt -7 has only wrong answers
+    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # both answers to prompt -7 are wrong
     ratios = [math.exp(s) for s in score]
     assert found["real/ratio"] == pytest.approx(sum(ratios) / 4)
     assert found["real/ratio_max"] == pytest.approx(max(ratios))

@@ -1,7 +1,8 @@
 """Law 3: loss, gradients and metrics do not depend on the partition of tokens into calls.
 
-N positions, S segments. A `Base` describes a batch position by position; a `Piece` lists the
-positions of one call with shape and order. All calls use float64 to keep rounding small.
+N positions, S segments. A `Base` describes a batch token by token; a `Piece` lists which tokens one
+call gets, in which shape and order. Calls are in float64, so that only rounding of 1e-11 is
+allowed.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ pytestmark = pytest.mark.usefixtures("skip_small_rows")
 
 V, H = 19, 6
 TOLERANCE = 1e-11
-FEW = settings(max_examples=max(2, settings().max_examples // 4))  # examples per case
-ONE = settings(max_examples=FEW.max_examples - 1)  # a new batch for each case
+# Number of random batches for each objective.
+FEW = settings(max_examples=max(2, settings().max_examples // 4))
+# One fewer for tests that add the objective's index to the seed, so that objectives do not share
+# batches.
+ONE = settings(max_examples=FEW.max_examples - 1)
 SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != "batch"]
 
 # ---------------------------------------------------------------------- batches and their pieces
@@ -56,8 +60,8 @@ class Base:
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """The part of one call: its positions in the base ([..], -1 for padding), and its segments in
-    the base."""
+    """The tokens and segments of one call: their indices in the batch described by `Base`; -1 is
+    padding."""
 
     places: Tensor
     segments: hl.Segments
@@ -66,7 +70,7 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Result:
-    """The joined results of the calls on all pieces, in the base's order."""
+    """The results of all calls, put together in the token order of the undivided batch."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -119,7 +123,7 @@ def make_base(case: Case, lengths: Sequence[int], seed: int) -> Base:
 
 
 def batch_of(base: Base, piece: Piece, totals: hl.Totals | None = None) -> hl.Batch:
-    """Make the piece's batch, with NaN padding in floating fields."""
+    """Make the `hl.Batch` of one call, with NaN at padding in floating-point fields."""
     padding, places = piece.places < 0, piece.places.clamp_min(0)
     fields = {}
     for name, values in base.per_token.items():
@@ -138,7 +142,8 @@ def batch_of(base: Base, piece: Piece, totals: hl.Totals | None = None) -> hl.Ba
 
 
 def run(base: Base, pieces: Sequence[Piece], options: hl.Options | None = None) -> Result:
-    """Run one call per piece, with the totals of all pieces."""
+    """Run one call for each piece, with the token totals of all pieces, and put the results
+    together."""
     n = len(base.targets)
     totals = sum(hl.Totals.of(batch_of(base, piece)) for piece in pieces)
     result = Result(
@@ -190,15 +195,15 @@ def padded(base: Base) -> Piece:
 
 
 def packed(base: Base, order: Sequence[int]) -> Piece:
-    """Return a piece with packed segments in the given order."""
+    """Return a piece whose segments follow each other without padding, in the given order."""
     ids = [i for i, segment in enumerate(order) for _ in range(base.lengths[segment])]
     places = torch.cat([base.places(i) for i in order] or [torch.arange(0)])
     return _from_ids(places, torch.tensor(ids, dtype=torch.int64), order)
 
 
 def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
-    """Return a piece from segment ids; one padding token avoids ambiguous [S] fields of length
-    T."""
+    """Return a piece with the given segment ids; a padding token is added if as many tokens as
+    segments would make field shapes ambiguous."""
     if len(places) == len(order) > 0:
         places = torch.cat([places, torch.tensor([-1])])
         ids = torch.cat([ids, torch.tensor([len(order) - 1])])
@@ -214,11 +219,11 @@ def interleaved(base: Base, seed: int) -> Piece:
     return _from_ids(places, shuffled, range(len(base.lengths)))
 
 
-UNIT = 4  # segments per unit: a chosen answer and up to three rejected
+UNIT = 4  # segments that must stay in one call: a chosen answer with up to three rejected answers
 
 
 def cuts(base: Base, seed: int) -> dict[str, list[Piece]]:
-    """Return several partitions of a batch into calls, with equal results required."""
+    """Return several ways to split a batch into calls, which must all give the same result."""
     segments = len(base.lengths)
     units = list(range(0, segments, UNIT))
     flipped = [s for unit in reversed(units) for s in range(unit, unit + UNIT)]
@@ -358,7 +363,7 @@ def test_interleaved_segments_equal_sorted_ones(lengths, seed):
 def test_empty_segments_do_not_count_in_metrics(name):
     """Segments without scored tokens do not count in metrics, since they have no ratio."""
     base = make_base(CASES[name], (5, 0, 3, 4), seed=1)
-    base.targets[5:8] = IGNORE  # the third segment is wholly unscored
+    base.targets[5:8] = IGNORE  # leave all tokens of the third segment unscored
     term = name if "_" not in name else name.partition("_")[0]
     found = run(base, [whole(base)]).metrics
     full = make_base(CASES[name], (5, 0, 3, 4), seed=1)
@@ -391,8 +396,8 @@ def test_metrics_of_a_restricted_term_count_what_is_kept(name, static):
 @FEW
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_where_equals_leaving_the_others_unscored(name, lengths, seed):
-    """`.where` on a token-scoped term equals leaving all other tokens unscored; segments with a
-    kept token count."""
+    """For a per-token term, `.where(mask)` equals targets of -100 outside of the mask; only
+    segments with a token in the mask count."""
     base = make_base(CASES[name], lengths, seed)
     ((_, term),) = base.objective.parts
     kept = base.per_token["kept"]
@@ -421,7 +426,8 @@ def test_poison_in_tokens_that_where_leaves_out(name, poison):
     base = make_base(CASES[name], (5, 2, 0, 4), seed=3)
     ((_, term),) = base.objective.parts
     objective = hl.Objective.of(term.where("kept"))
-    # Excluded tokens count as 0 in the sums of a segment-scoped term, in both computations.
+    # In a per-segment term the log-ratio of an excluded token still enters the segment's mean, so
+    # only its advantage is poisoned.
     left_out = ~base.per_token["kept"]
     names = ["advantages", "old_logps", "ref_logps", "sampling_logps"]
     if term.scope != "token":

@@ -102,7 +102,8 @@ def topr_rows(level="sequence_product", pos=1.0, neg=1.0) -> Rows:
         w = [sum(d) / {"sequence_product": 1, "sequence": max(len(s), 1)}.get(level, 1)] * len(s)
         w = d if level == "token" else w
         rows = zip(w, s.advantages, s.logp, strict=True)
-        # TOPR sums over tokens and divides by sequences; this test computes a mean over tokens.
+        # TOPR divides a sum over tokens by the number of sequences; this test replaces that by a
+        # mean over tokens.
         return [-(pos if a >= 0 else neg * min(math.exp(x), 1)) * a * n for x, a, n in rows]
 
     return of
@@ -163,8 +164,8 @@ def test_paper(name: str, per_token: bool) -> None:
 @pytest.mark.parametrize("name", PAPERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
-    """All terms are finite far from the old policy, with overflowing ratios, one-token and empty
-    sequences."""
+    """Terms are finite far from the old policy, where ratios overflow, also for sequences of one
+    token and none."""
     term, _ = PAPERS[name]
     case = make(dtype=dtype, lengths=(1, 0, 3))
     for by in (-90.0, 90.0):
@@ -192,7 +193,8 @@ def test_topr_through_the_head(schedule: str) -> None:
 
 
 def test_topr_by_other_terms() -> None:
-    """TOPR equals REINFORCE on one side plus a capped REINFORCE on the other side."""
+    """TOPR equals REINFORCE for positive advantages plus REINFORCE with capped ratios for negative
+    advantages."""
     for seed, level in enumerate(("sequence_product", "sequence", "token")):
         case = make(per_token=True, seed=seed)
         up = case.fields["advantages"] >= 0
@@ -232,7 +234,8 @@ def test_topr_far_below_and_its_metrics() -> None:
 
 
 def covariances(case: Case) -> tuple[list[float], list[float], list[float]]:
-    """Return the covariance c, advantage A and ratio r of each token."""
+    """Return for each token the covariance term of Clip-Cov and KL-Cov, the advantage and the
+    importance ratio."""
     s = case.sequences()
     a = [float(x) for q in s for x in q.advantages]
     n = [fixed(x) for q in s for x in q.logp]
@@ -462,7 +465,8 @@ def test_clip_cov_asks_for_draws() -> None:
 
 
 def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
-    """VACO knows the side of a nearly certain token's ratio that rounds to 1 (r < 1, A < 0)."""
+    """VACO detects r < 1 for a nearly certain token, although the ratio r rounds to 1 in
+    float32."""
     logp = torch.tensor([-1e-12, -5.0])
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
     packed = pack(batch, vocabulary=1, dtype=torch.float32)

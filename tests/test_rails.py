@@ -14,10 +14,10 @@ import works
 
 
 def test_rails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`rails.py` compares a version with itself: timed rows, left-out rows, counts and random
-    calls.
+    """The regression benchmark `rails.py` compares the package with itself: timed rows, skipped
+    rows, code size and random calls.
 
-    A differing call or a missed bar makes the comparison fail.
+    The benchmark fails if a random call differs or a row's speed ratio is below its bar.
     """
     root, output = Path(run.__file__).parents[1], tmp_path / "rails.json"
     asked = ["GRPO, recompute", "small, CE N=1024 H=896*", "support*", "counts", "calls"]
@@ -40,7 +40,8 @@ def test_rails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rails_have_names_of_their_own() -> None:
-    """Rows have unique names, and their works and contestants exist."""
+    """All rows of the regression benchmark have different names, and their losses and
+    implementations exist."""
     rows = list(rails.rails())
     assert len({rail.name for rail in rows}) == len(rows)
     for rail in rows:

@@ -1,4 +1,5 @@
-"""Law 4b: the inputs of equal terms are found once, and kept in one bounded table."""
+"""The inputs that a term reads are found once for equal terms, and remembered in a table of bounded
+size."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def call(
 
 
 def test_a_term_that_is_made_anew_in_each_step_is_traced_once(traced: list[str]) -> None:
-    """A term recreated in each step runs one trial, despite new tokens, totals, coefficients,
-    chunks and addresses."""
+    """A term that is recreated in each step is traced once, whatever the tokens, totals,
+    coefficients and chunks."""
     for tokens in (1, 6, 7, 40):
         objective = hl.cross_entropy() + 0.1 * tokens * hl.z_loss()
         call(tokens, lambda objective=objective: objective, chunk_tokens=tokens)

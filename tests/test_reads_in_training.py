@@ -1,4 +1,4 @@
-"""Law 4b in training: the inputs of terms are found in a trainer's first step, and never again."""
+"""During training, the inputs that terms read are found in the first step, and never again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TRAINERS: dict[str, Callable[[], Any]] = {
 
 
 class Entries(TrainerCallback):
-    """Record the size of the table after each step."""
+    """Record the number of remembered terms (`reads._TABLE`) after each step."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

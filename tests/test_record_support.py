@@ -33,7 +33,8 @@ def generate(model: Any, **options: Any) -> Any:
 
 
 def check(drawn: Any, output: Any, greedy: bool = False) -> Tensor:
-    """Check sets and log-probs against the scores, even after a row's end; return the tokens."""
+    """Check recorded `support_ids` and log-probs against the generation's scores, also after the
+    end of a row; return the tokens."""
     tokens = output.sequences[:, PROMPTS.shape[1] :]
     scores = torch.stack(output.scores, 1)
     if greedy:
@@ -140,7 +141,7 @@ def test_the_last_generate_counts_and_none_after() -> None:
 
 
 def test_log_probs_are_those_of_the_batch() -> None:
-    """Recorded log-probs equal the batch's log-probs over the recorded sets."""
+    """Log-probs recorded while sampling equal `head_stats` over the recorded `support_ids`."""
     model = load(saved("cohere"))
     with record_support(model) as drawn:
         tokens = generate(model, **FILTERED).sequences
@@ -202,8 +203,8 @@ def test_wrong_tokens_and_models_are_named() -> None:
 
 
 def test_it_keeps_pairs_and_the_scores_of_one_step() -> None:
-    """The recorder keeps pairs and one step's scores, without a [B, C, ..] tensor even for one
-    large set."""
+    """The recorder stores the kept ids and one step's scores; a single large set of ids does not
+    make it store a padded [B, C, K] tensor."""
     rows, columns, vocabulary = 64, 400, 2001
     recorder = SupportRecorder()
     tokens = torch.zeros(rows, 1 + columns, dtype=torch.int64)

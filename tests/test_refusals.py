@@ -43,7 +43,7 @@ def call(objective=None, head=None, data=None, hidden=None, **options):
 
 
 def made(make):
-    """Return (result of `make`, ""), or (None, error text)."""
+    """Call `make`, and return (its result, ""), or (None, the text of the error that it raises)."""
     try:
         return make(), ""
     except (TypeError, ValueError) as error:
@@ -144,8 +144,7 @@ def test_a_misspelt_field_is_named(name: str) -> None:
 
 
 def test_fields_that_nobody_misspelt_are_not_named() -> None:
-    """Unread fields without a misspelt name give no warning, even if close to another given
-    field."""
+    """A field that no term reads causes no warning if the field that it resembles is given too."""
     data = batch(
         ref_logps=-torch.rand(N),
         sampling_logps=-torch.rand(N),
@@ -314,7 +313,8 @@ def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
         if out is None:
             assert re.search(rf"static: got True with term {term.name}", error)
             assert make is centred
-            with pytest.raises(ValueError, match="static"):  # refused for logits, and again
+            # `logits_loss` refuses it too, also in a second call
+            with pytest.raises(ValueError, match="static"):
                 hl.logits_loss(torch.randn(N, V), data, term, options=hl.Options(static=True))
             continue
         torch.testing.assert_close(out.loss, want.loss)

@@ -209,7 +209,8 @@ def test_rounding_is_no_change(family: str, dtype: torch.dtype) -> None:
 def test_a_family_of_no_table_under_trl(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under TRL an unlisted model family has the log-probs of its logits."""
+    """In TRL's trainers, a model family that headloss does not know gets the log-probs of its own
+    logits."""
     pytest.importorskip("trl")
     from headloss.integrations.trl.forward import Request, add_head
 

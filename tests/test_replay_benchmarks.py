@@ -37,7 +37,8 @@ def test_sets_are_distinct_and_hold_the_label() -> None:
 
 
 def test_quick(tmp_path: Path) -> None:
-    """The quick replay benchmark has all parts, and losses over sets agree with masked logits."""
+    """The replay benchmark runs with all parts, and its losses over kept ids agree with masked
+    logits."""
     output = tmp_path / "replay.json"
     assert replay.main(["--quick", "--device", "cpu", "--json", str(output)]) == 0
     results = json.loads(output.read_text())

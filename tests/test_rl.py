@@ -1,4 +1,5 @@
-"""The five RL algorithms, their advantages and the three switches work on TRL's trainer."""
+"""The trainers of `headloss.rl` (GRPO, GSPO, DAPO, PPO, REINFORCE) work on TRL's trainer: losses,
+advantages and configuration switches."""
 
 from __future__ import annotations
 
@@ -360,8 +361,8 @@ def test_memory() -> None:
 
 
 def test_bf16_log_probs() -> None:
-    """Logits are rounded as in the standard path if the switch is False, and unrounded if True,
-    fused or unfused."""
+    """With `cast_logprobs_to_fp32` False, logits are rounded to bf16 as in TRL's standard path;
+    with True they are not, whether fused or not."""
 
     def measured(**switches: Any) -> float:
         model = load(llama()).to(torch.bfloat16)

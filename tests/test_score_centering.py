@@ -25,7 +25,8 @@ BOUNDS: dict[str, dict] = {
 
 
 def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
-    """Return a problem with the sampler's k likeliest tokens as candidates, some removed."""
+    """Return a problem whose candidates are the sampler's k likeliest tokens, in random order, with
+    some of them removed."""
     case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(20 + seed)
 
@@ -38,9 +39,9 @@ def problem(k: int = K, apart: float = 0.5, seed: int = 0) -> Problem:
     at = torch.rand(N, k, generator=generator).argsort(1)  # random order
     ids, logps = ids.gather(1, at), logps.gather(1, at)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot with an arbitrary value
-        ids[6], logps[6] = -5, 0.0  # a token without candidates
-        logps[8, 0] = -math.inf  # a candidate with sampler probability 0
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # An unused entry may hold NaN.
+        ids[6], logps[6] = -5, 0.0  # A token without candidates.
+        logps[8, 0] = -math.inf  # A candidate with sampler probability 0.
     case.fields |= {
         "advantages": normal(N),
         "candidate_ids": ids,
@@ -61,7 +62,7 @@ def weight_of(w: float, mode: str | None = None, min: float = 0.0, max: float = 
 
 
 def centering(log_p: Tensor, fields, **options) -> Tensor:
-    """Return the formula's values [T], slot by slot."""
+    """Return score centering's [T] values, by a loop over tokens and candidates."""
     values = []
     for t, ids in enumerate(fields["candidate_ids"].tolist()):
         slots = [(k, j) for k, j in enumerate(ids) if j >= 0]
@@ -96,7 +97,8 @@ def test_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no mode", "truncated", "masked"])
 def test_beside_the_policy_term(name: str) -> None:
-    """Score centering with a policy term is correct, with equal correction bounds in both terms."""
+    """Score centering plus a policy term agrees with a loop, if both use the same bounds of the
+    importance ratio."""
     options = BOUNDS[name]
 
     def formula(log_p, targets, fields) -> Tensor:
@@ -114,8 +116,8 @@ def test_beside_the_policy_term(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_all_of_the_vocabulary(name: str) -> None:
-    """The sum over the whole vocabulary as candidates is exact: both tails are floored, rho is 1,
-    and alpha's factor has no gradient."""
+    """With the whole vocabulary as candidates the sum over tokens is exact, since no probability is
+    left outside."""
     options, case = BOUNDS[name], problem(k=V)
     agree(
         case,
@@ -157,7 +159,8 @@ def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
 def value_and_slopes(
     log_p: list[float], log_q: list[float], ids: list[int], dtype: torch.dtype, **options
 ) -> tuple[float, list[float]]:
-    """Return the value and slopes of one token with advantage 1."""
+    """Return score centering's value at one token with advantage 1, and its derivatives with
+    respect to candidate log-probs."""
     from headloss.batch.packing import PackedBatch
     from headloss.batch.segments import Segments
     from headloss.statistics.softmax import CANDIDATES, Statistics
@@ -179,10 +182,10 @@ def value_and_slopes(
 @pytest.mark.parametrize("name", BOUNDS)
 def test_edges(dtype: torch.dtype, name: str) -> None:
     options, near = BOUNDS[name], {"rel": 1e-5, "abs": 1e-9}
-    # Empty slots contribute 0 for any values.
+    # Unused entries of `candidate_ids` add 0, whatever their values.
     value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **options)
     assert value == 0 and slopes == [0, 0]
-    # With q_k = 0 only -alpha p_k remains.
+    # A candidate with sampler probability 0 has the coefficient -alpha p_k.
     p, q = (0.25, 0.5), (0.0, 0.4)
     value, slopes = value_and_slopes(
         [math.log(x) for x in p], [-math.inf, math.log(q[1])], [3, 5], dtype, **options
@@ -194,18 +197,20 @@ def test_edges(dtype: torch.dtype, name: str) -> None:
     assert value == pytest.approx(
         sum(c * math.log(x) for c, x in zip(want, p, strict=True)), **near
     )
-    # With p_k = 0 the log-ratio is clamped, without gradient.
+    # A candidate with student probability 0 has a clamped log-ratio, which passes no gradient.
     _, slopes = value_and_slopes([-math.inf, math.log(0.5)], [-3.0, -2.0], [3, 5], dtype, **options)
     assert slopes[0] == 0
     value_and_slopes([-800.0, -1.0], [-1.0, -800.0], [3, 5], dtype, **options)
     value_and_slopes([-math.inf, -1.0], [-math.inf, -1.0], [3, 5], dtype, **options)
-    # One candidate has all the mass of both models, so both tails are floored.
+    # With all probability of student and sampler on one candidate, the probability outside is
+    # clamped to a minimum in both.
     value, slopes = value_and_slopes([0.0], [0.0], [3], dtype, **options)
     assert value == 0 and slopes == pytest.approx([0.0], abs=1e-12)
 
 
 def test_small_tails_keep_their_digits() -> None:
-    """Small tails, 1 - sum of float32 probabilities with one near 1, keep their digits."""
+    """Score centering is accurate if the sampler's probability outside the candidates, 1 - sum of
+    float32 probabilities, is as small as 6e-5."""
     log_p, log_q = [math.log1p(-3e-5), math.log(1e-5)], [math.log1p(-8e-5), math.log(2e-5)]
     _, got = value_and_slopes(log_p, log_q, [3, 5], torch.float32)
     rho = 6e-5 / 2e-5
@@ -217,8 +222,8 @@ def test_small_tails_keep_their_digits() -> None:
 
 
 def replayed(seed: int = 0) -> Problem:
-    """Return a problem with a replayed support: candidates are the kept sets (with the target),
-    with the sampler's log-probs."""
+    """Return a problem whose candidates are the ids that the sampler kept, which also are the
+    `support_ids`, with the sampler's log-probs."""
     case = problem(seed=seed)
     generator = torch.Generator().manual_seed(5 + seed)
     ids = torch.rand(N, V, generator=generator).argsort(1)[:, :K]
@@ -258,8 +263,8 @@ def test_over_a_replayed_support(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
-    """A replayed support gives the gradient of prime-rl's -A (log p_y - sum_k q_k log p_k), with
-    constant q."""
+    """With the sampler's kept ids as `support_ids` and candidates, the gradient is that of
+    prime-rl's -A (log p_y - sum_k q_k log p_k), where q is constant."""
     case = replayed(1)
 
     def exact(log_p, targets, fields) -> Tensor:
@@ -273,7 +278,8 @@ def test_a_replayed_support_s_gradient_is_the_exact_sum(schedule: str) -> None:
 
 
 def test_what_the_support_does_not_hold_counts_for_nothing() -> None:
-    """A candidate outside the support has p = 0, q = 0 and no gradient."""
+    """A candidate outside of `support_ids` has probability 0 in student and sampler, and changes no
+    loss and no gradient."""
     case = replayed()
     want = case.got(hl.score_centering(), hl.Options())
     support = case.fields["support_ids"]

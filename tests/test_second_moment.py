@@ -17,7 +17,8 @@ import headloss as hl
 
 
 def kept_of(moments: list[float], threshold: float) -> list[bool]:
-    """Drop the n largest moments, with the smallest n that brings the mean below the threshold."""
+    """Return which tokens are kept: the largest moments are dropped, as few as bring the mean of
+    the others below the threshold."""
     order = sorted(range(len(moments)), key=lambda i: -moments[i])
     for n in range(len(moments)):
         left = [moments[i] for i in order[n:]]
@@ -35,7 +36,8 @@ def batch_of(old: Tensor, sampling: Tensor, targets: Tensor | None = None) -> hl
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.04, 0.3, 1.0, 1e6])
 def test_the_mask(threshold: float) -> None:
-    """The mask is correct for few and many tokens, without unscored tokens of any value."""
+    """The mask agrees with a loop for few and many tokens, and ignores unscored tokens even if
+    their log-probs are NaN."""
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         rows = 1 + seed % 4
@@ -57,13 +59,13 @@ def test_edges_of_the_mask() -> None:
         return hl.second_moment_mask(batch, threshold=threshold).tolist()
 
     assert kept([]) == []
-    assert kept([9.0]) == [True]  # the smallest is kept
-    assert kept([0.0625, 0.4]) == [True, True]  # mean below the threshold
-    assert kept([0.25, 0.25]).count(True) == 1  # the mean must be strictly below: one token is left
-    assert kept([4.0, 4.0, 4.0]).count(True) == 1  # any one of equal moments
-    assert kept([0.0625, 0.4375]) == [True, False]  # mean equal to the threshold
+    assert kept([9.0]) == [True]  # The smallest moment is always kept.
+    assert kept([0.0625, 0.4]) == [True, True]  # The mean is below the threshold.
+    assert kept([0.25, 0.25]).count(True) == 1  # Means of 0.25 are not strictly below.
+    assert kept([4.0, 4.0, 4.0]).count(True) == 1  # Any one of three equal moments is kept.
+    assert kept([0.0625, 0.4375]) == [True, False]  # A mean equal to the threshold is not enough.
     assert kept([math.inf, 0.0, 0.0625]) == [False, True, True]
-    assert kept([math.nan, 1.0]) == [True, False]  # NaN counts as m = 0
+    assert kept([math.nan, 1.0]) == [True, False]  # NaN counts as a second moment of 0
     assert kept([0.0, 0.0]) == [True, True]
 
 
@@ -92,7 +94,8 @@ def test_the_modifier(live: bool, threshold: float) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINED)
 def test_through_the_head(schedule: str) -> None:
-    """Through the head the modifier keeps the denominator, and the field counts kept tokens."""
+    """In `head_loss`, `.second_moment_masked()` still divides by all scored tokens, while the mask
+    as a field divides by kept tokens."""
     step = Step()
     order = [4, 2, 0, 5, 3, 1]
     noise = 0.5 * torch.randn(T, generator=torch.Generator().manual_seed(5)).double()

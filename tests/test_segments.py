@@ -165,8 +165,8 @@ def test_a_long_segment_keeps_the_digits_of_float32():
 
 
 def test_sums_do_not_depend_on_the_order_of_segments_or_on_the_run():
-    """Segment sums have identical bits in any segment order and run (law 7): each segment sums its
-    tokens in order."""
+    """Each segment sums its tokens in order, so the sums have the same bits in every run and for
+    every order of segments."""
     values, lengths = torch.randn(1000), [300, 1, 0, 499, 200]
     ordered = Segments.from_lengths(lengths)
     assert ordered.sum(values).equal(ordered.sum(values))
@@ -210,8 +210,8 @@ def test_wrong_shapes(use, match):
 
 
 def test_each_constructor_says_which_empty_segments_count() -> None:
-    """Empty or unscored sequences count in S, and padding does not: padded ends are dropped,
-    padding tokens have negative ids."""
+    """A sequence without scored tokens counts in the number of segments; padding does not, if its
+    ends are dropped or its ids are negative."""
     hidden, head = torch.ones(5, 2), hl.Head(torch.arange(18.0).view(9, 2))
     filled = torch.tensor([0, 2, 5, 5, 5])
     ids = torch.tensor([0, 0, 1, 1, -1])
@@ -237,7 +237,7 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
 
 
 def test_padding_of_labels_predicts_nothing() -> None:
-    """Padding of any length and with any labels predicts nothing."""
+    """`Batch.from_labels` gives padding tokens no target, whatever their labels and number."""
     ids = torch.tensor([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1])
     values = torch.arange(10)
     batch = hl.Batch.from_labels(values, Segments.from_ids(ids), w=values, align="labels")
@@ -248,7 +248,8 @@ def test_padding_of_labels_predicts_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (3, 1), (2, 3, 4), (2, 0), (0, 4)])
 def test_labels_by_rows(shape: tuple[int, ...]) -> None:
-    """Labels in rows shift like segments with equal ids, with any fields."""
+    """`Batch.from_labels` shifts labels and fields of [.., L] rows as it does with one segment id
+    per row."""
     labels = torch.arange(math.prod(shape)).view(shape)
     fields = {
         "w": labels.double(),

@@ -119,7 +119,8 @@ def test_a_hessian_vector_product_is_refused() -> None:
 
 
 def test_the_logits_of_a_head_have_second_derivatives() -> None:
-    """`Head.logits` has second derivatives, adapters included, as the error advises."""
+    """`Head.logits` supports second derivatives, with LoRA too, as the error for `head_loss`
+    recommends."""
     hidden, weight, _, _, targets = problem(torch.float64)
     a, b = draw(2, H, dtype=torch.float64), draw(V, 2, dtype=torch.float64)
     for tensor in (hidden, weight, a, b):
@@ -276,20 +277,20 @@ def test_poison_in_unscored_logits_with_static_shapes(
 
 # ---------------------------------------------------------------------- the clamp of log-ratios
 
-FAR = 60.0  # distance of one token from the old policy
+FAR = 60.0  # log-prob difference between one token and the old policy
 
 
 def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, hl.Batch]:
-    """Return hidden, weight, float64 log-probs, and a batch with one token `by` above its old
-    log-prob.
+    """Return hidden, weight, float64 log-probs and a batch, in which one token's log-prob is `by`
+    above its old log-prob.
 
-    All other log-ratios make the sequence's mean log-ratio small.
+    The other tokens' log-ratios cancel the outlier, so that the sequence's mean log-ratio is small.
     """
     hidden, weight, fields, segments, targets = problem(dtype)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
     logps = exact.gather(1, targets.unsqueeze(1)).squeeze(1)
     change = 0.02 * torch.randn(N, dtype=torch.float64)
-    first = sum(LENGTHS[:3])  # the last sequence, of 10 tokens
+    first = sum(LENGTHS[:3])  # first token of the last sequence, which has 10 tokens
     change[first + 1 : first + 10] = -by / 9 + 0.001
     change[first] = by
     fields["old_logps"] = (logps - change).to(dtype)
@@ -360,7 +361,8 @@ def test_one_token_far_from_the_old_policy(name: str, by: float) -> None:
     """The log-ratio of one token far from the old policy enters the sequence's mean or sum
     unclamped, with its gradient."""
     hidden, weight, _, batch = far_from_old(by, torch.float64)
-    if name in ("vespo", "corrected"):  # sums of terms beyond a single token's bounds
+    # sampling ratios whose sum is large while no single token's is clamped
+    if name in ("vespo", "corrected"):
         fields = {n: getattr(batch, n) for n in ("advantages", "old_logps", "ref_logps")}
         sampling = batch.old_logps + 0.01
         sampling[-1] += 25.0
@@ -381,7 +383,8 @@ def test_one_token_far_from_the_old_policy(name: str, by: float) -> None:
 
 
 def test_gspo_of_one_token_far_below_by_hand() -> None:
-    """In GSPO one outlier in 1000 tokens changes the ratio to exp(-0.05), not exp(-0.02)."""
+    """One token far below the old policy enters GSPO's ratio of 1000 tokens without a clamp:
+    exp(-50 / 1000) = exp(-0.05)."""
     logits = torch.zeros(1000, 2, dtype=torch.float64, requires_grad=True)
     old = torch.full((1000,), -math.log(2), dtype=torch.float64)
     old[17] += 50.0
@@ -391,7 +394,8 @@ def test_gspo_of_one_token_far_below_by_hand() -> None:
     out = hl.logits_loss(logits, batch, hl.gspo())
     out.loss.backward()
     assert float(out.loss.detach()) == pytest.approx(-math.exp(-0.05), rel=1e-9)
-    # d loss / d logit of the target is -s (1 - p) / n, even at the outlier
+    # with ratio s and n tokens, each target logit's derivative is -s (1 - p) / n, also at the
+    # outlier
     assert logits.grad[:, 0].tolist() == pytest.approx([-math.exp(-0.05) * 0.5 / 1000] * 1000)
 
 
@@ -470,7 +474,8 @@ def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
-    """Values of rows left out by a term may be NaN, even in a small call."""
+    """Tokens excluded by `.where` may hold NaN, also in a small call, which skips no rows for
+    speed."""
     monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
     hidden, weight, _, _, targets = problem(torch.float64)
     kept = torch.arange(N) != 1

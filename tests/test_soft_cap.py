@@ -1,6 +1,6 @@
 """A saturated soft cap's slope 1 - tanh(x)^2 is accurate in every gradient kernel, against float64.
 
-n tokens, v columns; x = raw * scale / cap.
+n tokens, v columns; x is the logit times scale / softcap.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def narrow(side: Distribution) -> Distribution:
 
 
 def act_two(raw: torch.Tensor, transform: Transform, c: SoftmaxCoefficients, targets: torch.Tensor):
-    """Return the float64 gradient by the formula, and the float32 inputs of a gradient kernel."""
+    """Return the float64 logit gradient computed by autograd, and the float32 arguments of a
+    gradient kernel."""
     exact = raw.double().requires_grad_()
     z = z_of(exact, transform)
     log_p = z.detach().log_softmax(1)
@@ -146,8 +147,8 @@ def test_a_slab(name, between):
 @pytest.mark.covering
 @pytest.mark.parametrize("backend", [twins, triton_backend], ids=["reference", "triton"])
 def test_held_terms(backend, name, between):
-    """Held bfloat16 tiles may decode to a z beyond the cap; the slope is 0 there, and no gradient
-    changes sign."""
+    """If a stored 16-bit exp(z) decodes to a logit beyond the soft cap, its derivative is 0, and no
+    gradient gets the wrong sign."""
     transform = TRANSFORMS[name]
     x, w = exact_operands(between, transform)
     raw = x.float() @ w.float().t()

@@ -1,5 +1,5 @@
-"""Laws 1 and 2: partials merge, statistics are exact, and four coefficients express any
-gradient."""
+"""Online-softmax states of vocabulary slices merge, statistics are exact, and four coefficients
+express any logit gradient."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def logit_gradient_(raw: Tensor, targets, first, transform, normalizer, c) -> Te
 
 
 def oracle(z: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Return the five statistics by definition, in float64 and differentiable; z may contain
-    -inf."""
+    """Return logp, lse, entropy, mean_logit and top1 by definition, differentiable and in float64;
+    z may contain -inf."""
     z = z.double()
     log_p = z.log_softmax(-1)
     p = log_p.exp()
@@ -101,7 +101,7 @@ def problems(draw) -> tuple[Tensor, Tensor, list[int]]:
     )
     rows = draw(st.lists(st.lists(number, min_size=width, max_size=width), min_size=3, max_size=3))
     z = torch.tensor(rows, dtype=torch.float64)
-    # A token needs some mass, and a target with positive probability.
+    # Give each target a finite logit, so that its probability is positive.
     targets = torch.tensor(draw(st.lists(st.integers(0, width - 1), min_size=3, max_size=3)))
     z[torch.arange(3), targets] = z[torch.arange(3), targets].nan_to_num(neginf=1.0)
     return z, targets, draw(st.lists(st.integers(0, width), max_size=4))
@@ -196,7 +196,7 @@ def test_a_row_does_not_depend_on_the_blocks_of_the_reference(monkeypatch):
 # ---------------------------------------------------------------------- cancellation
 
 
-# (entropy in nats, distance of 1000 logits below the largest logit).
+# (entropy in nats, gap): logits with one largest entry and 1000 entries lower by the gap.
 CERTAIN = [(1e-2, 14.22), (1e-5, 21.52), (1e-8, 28.72)]
 
 
@@ -220,9 +220,10 @@ def in_decimals(z: Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("borders", [[], [8], [100, 333, 700]], ids=["whole", "after", "tiles"])
 @pytest.mark.parametrize(("size", "gap"), CERTAIN)
 def test_small_entropies_keep_their_digits(size, gap, borders):
-    """Small entropies keep their digits, because `sumexp_m1` leaves the largest term out.
+    """Small entropies are accurate, because the online-softmax state stores the sum of exponentials
+    without its largest term 1.
 
-    At an lse of 75, lse - sum(p z) and log(1 + x) would lose all digits of an entropy of 1e-5.
+    At a log-sum-exp of 75 the formula lse - sum(p z) would lose all digits of an entropy of 1e-5.
     """
     z = nearly_certain(gap)
     logp, entropy = in_decimals(z)
@@ -286,7 +287,8 @@ def test_one_token_with_all_the_mass(dtype):
     coefficients = vjp({"logp": one, "entropy": one}, found, 40)
     got = logit_gradient_(z, targets, 0, PLAIN, normalizer, coefficients)
     want = torch.zeros(2, 40, dtype=dtype)
-    want[1, 4], want[1, 3] = 1, -1  # the unlikely target, and the certain token
+    # +1 for the unlikely target, -1 for the token that has all probability
+    want[1, 4], want[1, 3] = 1, -1
     assert got.equal(want)
 
 
@@ -317,8 +319,8 @@ def transforms(draw) -> Transform:
 
 @given(transforms(), st.sets(st.sampled_from(DIFFERENTIABLE), min_size=1), st.integers(0, 99))
 def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
-    """Four coefficients give the gradient of any mix of statistics, including a product of two
-    statistics."""
+    """Four coefficients per token give the logit gradient of any function of the statistics, for
+    instance of a product of two."""
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randn(6, 23, generator=generator, dtype=torch.float64).mul_(3).requires_grad_()
     targets = torch.randint(23, (6,), generator=generator)
@@ -342,7 +344,7 @@ def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
     leaves = {n: t.clone().requires_grad_() for n, t in stats.tensors().items() if n in g}
     slopes = dict(zip(leaves, torch.autograd.grad(mix(leaves), list(leaves.values())), strict=True))
     coefficients = vjp(slopes, stats, 23)
-    # Tile by tile, like recompute: columns 0..9, then 9..23.
+    # In two tiles, as the `recompute` schedule does: columns 0 to 8, then 9 to 22.
     for columns in (slice(0, 9), slice(9, 23)):
         part = logit_gradient_(
             tile[:, columns].clone(), targets, columns.start, transform, normalizer, coefficients
@@ -428,7 +430,7 @@ def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
     """The gradient of a full-vocabulary tile needs no search for columns, and equals a partial
     tile's gradient.
 
-    One token has all but 1e-9 of the mass, at a peak of 40.
+    Token 0's target logit is 40, so that only 1e-9 of its probability lies elsewhere.
     """
     n, v, targets = 5, 17, torch.tensor([3, 0, 16, 7, 7])
     raw = torch.randn(n, v)

@@ -55,8 +55,8 @@ def run(
     terms: Any, pairs: int, kind: type = Trainer, model: Any = None, collate: Any = collate,
     fields: Any = None, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Return logged losses and parameters after an SGD step on all rows, `pairs` pairs at a
-    time."""
+    """Train one SGD step on all rows, in micro-batches of `pairs` pairs of rows; return the logged
+    losses and the parameters."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     ranks //= getattr(settings.get("parallelism_config"), "cp_size", 1)  # ranks with different rows
     model = tiny("llama") if model is None else model
@@ -109,7 +109,7 @@ FIELDS = ("ref_logps", "old_logps", "keep", "advantages")
 
 
 def large_batch(terms: Any) -> tuple[float, float, Tensor]:
-    """Return the results of `run` for all rows at once, from plain logits."""
+    """Return what `run` returns, for one batch with all rows and materialised logits."""
     model, inputs = tiny("llama"), collate(rows())
 
     def shifted(name: str, fill: float) -> Tensor:
@@ -152,8 +152,8 @@ def test_a_routers_loss_is_averaged() -> None:
 
 
 def test_where_trainer_divides_by_the_micro_batches() -> None:
-    """The step is correct if Trainer divides by the micro-batches, for models without a token count
-    in their forward."""
+    """A step's loss is correct if Trainer divides it by the number of micro-batches, as for models
+    whose forward accepts no token count."""
 
     class Divided(Trainer):
         loss_is_scaled_for_ga = False
@@ -228,8 +228,8 @@ SCORED = int((LABELS[:, 1:] != -100).sum())
 
 @pytest.mark.parametrize("name", ["sequence_mean", "fixed_length", "where", "sum", "gspo", "dpo"])
 def test_a_count_of_tokens_is_not_enough(name: str) -> None:
-    """Under plain `apply` a token count alone is refused for other reductions; a step of one call
-    is exact."""
+    """Other reductions than a token mean raise an error if Trainer passes a token count of several
+    micro-batches; a count of one batch is exact."""
     fields = {"keep": IDS % 3 > 0, "old_logps": -3.0 - IDS / 50, "ref_logps": -2.0 - IDS / 40}
     fields["advantages"] = torch.tensor([1.0, -1.0, 0.5, 2.0])
     model = tiny("llama")
@@ -281,7 +281,8 @@ def test_what_the_mixin_refuses() -> None:
 def test_an_evaluation_leaves_out_what_has_nothing_scored(kind: type) -> None:
     """An evaluation leaves out batches without scored tokens, like stock Trainer.
 
-    A value of 0 would lower the mean. Older releases of Trainer leave nothing out.
+    A loss of 0 for such a batch would lower the mean. Older Trainer releases average over all
+    batches.
     """
     data = [
         {"input_ids": row.tolist(), "labels": [-100] * 7 if i % 2 else row.tolist()}
@@ -312,5 +313,5 @@ def test_nothing_scored() -> None:
         model.zero_grad()
         loss.backward()
         assert loss == 0 and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-    with apply(model):  # scored tokens exist elsewhere in the step
+    with apply(model):  # another micro-batch of the step has scored tokens
         assert model.eval()(IDS, labels=labels, num_items_in_batch=3).loss == 0

@@ -27,8 +27,8 @@ def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
     z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)
     logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
     if k < V:
-        ids[::3, 2], logps[::3, 2] = -1, math.nan  # an empty slot with an arbitrary value
-        ids[6], logps[6] = -5, 0.0  # a token without outcomes
+        ids[::3, 2], logps[::3, 2] = -1, math.nan  # An unused entry may hold NaN.
+        ids[6], logps[6] = -5, 0.0  # A token without stored ids.
     case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     return case
 
@@ -39,7 +39,7 @@ def student(case: Problem, log_p: Tensor, temperature: float) -> Tensor:
 
 
 def generalized(log_p: Tensor, fields, kind: str, beta: float = 0.5) -> Tensor:
-    """Return the formula's values [T], outcome by outcome."""
+    """Return the generalised divergence's [T] values, by a loop over stored ids."""
     values = []
     rows = zip(fields["teacher_topk_ids"].tolist(), fields["teacher_topk_logps"], strict=True)
     for t, (ids, logps) in enumerate(rows):
@@ -98,7 +98,7 @@ def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str)
     loss, *gradients = case.got(term, hl.Options())
     assert abs(loss) < 1e-15
     assert all(g.abs().max() < 1e-14 for g in gradients)
-    if kind == "forward_kl":  # the truncated sum has a gradient there
+    if kind == "forward_kl":  # without a tail, the gradient of forward KL is not 0 at equal models
         _, *others = case.got(hl.distillation(divergence=kind, tail="truncated"), hl.Options())  # type: ignore[arg-type]
         assert all(g.abs().max() > 1e-3 for g in others)
     for seed in range(5):
@@ -122,8 +122,8 @@ def test_the_truncated_sum_of_a_js_is_the_same() -> None:
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl"])
 def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
-    """An outcome with q = 0 (log-prob -10000) costs p 10000 - p or p, even for a certain
-    student."""
+    """A stored id with teacher probability 0 counts as log-prob -10000, which gives a finite loss
+    even if the student is certain of it."""
     case = problem()
     case.fields["teacher_topk_logps"][:, 1] = -math.inf
     agree(
@@ -133,7 +133,7 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
         frozen=False,
     )
     hidden = torch.zeros(1, V)
-    hidden[0, 3] = 2000.0  # p = 1 at one outcome, p = 0 at the second
+    hidden[0, 3] = 2000.0  # probability 1 at the first stored id, 0 at the second
     ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
     batch = hl.Batch(torch.tensor([3]), teacher_topk_ids=ids, teacher_topk_logps=logps)
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
@@ -167,7 +167,8 @@ def test_other_divergences_are_refused(kind: str) -> None:
 
 
 def with_samples(temperature: float = 1.0, k: int = K, seed: int = 0) -> Problem:
-    """Return a problem with targets, some stored, and the teacher's log-probs of all targets."""
+    """Return a problem in which some targets are among the stored teacher ids, with the teacher's
+    log-probs of all targets."""
     case = problem(k, temperature, seed)
     generator = torch.Generator().manual_seed(60 + seed)
     case.fields["teacher_logps"] = -4 * torch.rand(N, generator=generator, dtype=torch.float64)
@@ -177,7 +178,8 @@ def with_samples(temperature: float = 1.0, k: int = K, seed: int = 0) -> Problem
 
 
 def sampled(log_p: Tensor, targets: Tensor, fields) -> Tensor:
-    """Return the values [T] over all outcomes and the target."""
+    """Return [T] reverse KL divergences over the stored teacher ids, plus an estimate from the
+    sampled target outside of them."""
     values = []
     for t, (ids, y) in enumerate(
         zip(fields["teacher_topk_ids"].tolist(), targets.tolist(), strict=True)
@@ -211,7 +213,8 @@ def test_a_sampled_tail(temperature: float) -> None:
 
 
 def test_a_sampled_tail_is_three_terms() -> None:
-    """At the head's temperature a sampled tail equals a sum of three terms."""
+    """At the head's temperature, the tail "sampled" equals a truncated reverse KL plus two terms on
+    targets outside the stored ids."""
     case = with_samples(0.7)
     ids = case.fields["teacher_topk_ids"]
     outside = (ids != case.targets[:, None]).all(1)

@@ -147,8 +147,8 @@ def test_nothing_scored_and_nobody_restricted():
 
 
 def test_ratio_is_one_when_the_support_is_given():
-    """Ratios to a top-k sampler are 1 with the support given, and equal the kept mass over the
-    whole softmax."""
+    """The ratio to a top-k sampler is 1 with its kept ids as `support_ids`; over the whole
+    vocabulary it is the probability of the kept ids."""
     hidden, weight, _ = trained_looking(12, 8, 50, torch.float64)
     z = hl.Head(weight, temperature=0.8).logits(hidden)
     kept = z.topk(5).indices
@@ -196,8 +196,8 @@ def test_poison_where_nothing_is_scored(options):
 
 @pytest.mark.parametrize("kind", ["padded", "flat"])
 def test_ids_made_in_inference_mode_and_ids_that_change(kind):
-    """Ids made in inference mode work, and changed ids raise, since recompute's backward reads ids
-    again."""
+    """`support_ids` made in inference mode are accepted; ids changed before the backward pass
+    raise, since `recompute` reads them again."""
     targets = torch.tensor([3, 0, 2])
     with torch.inference_mode():
         ids = torch.tensor(IDS).clone()

@@ -32,7 +32,8 @@ def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
     shape = (cases.TOKENS, cases.VOCABULARY)
     ids = torch.rand(shape, generator=generator).argsort(1)[:, :8]
     support = cases.supports(known.batch.targets, cases.VOCABULARY, kind.replace("flat", ""))
-    ids[:, 4:7] = support[:, :3]  # some empty; duplicates are removed below
+    # copy allowed ids, some of them unused entries; duplicates are removed below
+    ids[:, 4:7] = support[:, :3]
     known_before = (ids[:, 4:7, None] == ids[:, None, :4]).any(2)
     ids[:, 4:7] = torch.where(known_before, -1, ids[:, 4:7])
     ids[:, 7] = -1
@@ -63,7 +64,7 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
         inside |= ~(ids >= 0).any(1, keepdim=True)
         z = z.masked_fill(~inside[:, :-1], -torch.inf)[packed]
         found = out.metrics.compute()
-        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test's logits product is rounded
+        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test multiplies in 16 bits
         want = z.softmax(1).square().sum(1).mean()
         assert abs(found["probe/peak"] - z.max()) <= tolerance * z.max().abs()
         assert abs(found["probe/collision"] - want) <= tolerance
@@ -87,8 +88,9 @@ def test_the_rest_of_a_support_under_a_negative_scale(scale):
 
 
 def test_an_empty_slot_is_no_column_of_another_token():
-    """An empty slot with any negative number is no column of another token."""
-    far = -(2 << 32) + 5  # as a packed key it would be token 0, column 5
+    """Any negative number marks an unused entry of `support_ids`, also one that as a sort key would
+    collide with another token's id."""
+    far = -(2 << 32) + 5  # combined into a 64-bit key this id would stand for token 0, column 5
     support = torch.tensor([[1, 2], [2, 3], [4, far]])
     ids = {"support_ids": support, "candidate_ids": torch.full((3, 1), 5)}
     batch = hl.Batch(support[:, 0].clone(), **ids)

@@ -95,7 +95,7 @@ def test_lists_may_be_arrays_of_any_depth() -> None:
 
 @hypothesis.given(st.lists(IDS, max_size=6), st.integers(0, 3), st.booleans(), st.booleans())
 def test_counts(lists: list[list[int]], more: int, padded: bool, array: bool) -> None:
-    """Slots beyond a count may contain anything (NeMo-RL pads with 0)."""
+    """Padded entries beyond a row's count are ignored; NeMo-RL fills them with 0."""
     counts = torch.tensor([len(ids) for ids in lists], dtype=torch.int32)
     most = max(map(len, lists), default=0) + more
     flat = torch.tensor([i for ids in lists for i in ids], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Terms can be written, combined and restricted as documented."""
+"""User-defined terms: writing, adding, weighting and restricting terms work as documented."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ def test_where():
     keep = torch.tensor([True, False] * 6)
     out = run(hl.cross_entropy().where("keep"), keep=keep)
     torch.testing.assert_close(out.loss.detach(), -out.logps[keep].mean())
-    # Segment 1 is only token 4, which is kept. A sequence mean averages the kept tokens of each
-    # sequence.
+    # A sequence mean averages each sequence's kept tokens; the second sequence consists of one
+    # token, which is kept.
     out = run(hl.cross_entropy().over("sequence_mean").where("keep"), keep=keep)
     means = [
         -loss[kept].mean()
@@ -482,7 +482,7 @@ def test_an_empty_objective():
 
 
 def test_integer_and_wide_fields_reach_terms():
-    """Terms receive [T, K] fields by row, and integer fields in their dtype."""
+    """A term gets fields [T, K] row by row, and integer fields without a cast."""
 
     @hl.term
     def reads_both(stats, batch):
@@ -704,7 +704,8 @@ IMMUTABLE = [
 
 @pytest.mark.parametrize("one", IMMUTABLE, ids=lambda one: type(one).__name__)
 def test_what_a_call_is_made_of_cannot_be_changed(one):
-    """Parts of a call are immutable, since cached plans and reads depend on their values."""
+    """Arguments of a call are immutable, since cached plans and the cached inputs of terms depend
+    on their values."""
     for field in dataclasses.fields(one):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(one, field.name, None)

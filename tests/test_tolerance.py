@@ -1,5 +1,5 @@
-"""`Options(gradient_tolerance=x)` leaves out the right rows, within the error bound, and reports
-them.
+"""`Options(gradient_tolerance=x)` skips the token rows with the smallest gradients, keeps the error
+below x, and reports the skipped rows.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -137,7 +137,8 @@ def test_metrics_merge_over_micro_batches() -> None:
 
 
 def test_mass_of_float16_is_that_of_the_objective() -> None:
-    """In float16 the gradient mass is the objective's, although coefficients are scaled."""
+    """In float16 `skipped_mass` reports the unscaled gradient mass, although the gradient
+    coefficients are scaled internally."""
     wide = run(*setting(), hl.cross_entropy(), gradient_tolerance=0.1)[1].metrics
     narrow = run(*setting(torch.float16), hl.cross_entropy(), gradient_tolerance=0.1)[1].metrics
     count = float(wide["skipped_mass"].count)
@@ -245,7 +246,7 @@ def test_the_least_rows_leave_and_as_many_as_may(given: list[float], share: floa
     exact = math.fsum(m for m, gone in zip(given, out.tolist(), strict=True) if gone)
     assert exact <= share * total * (1 + 1e-12)
     order = sorted(range(len(given)), key=lambda i: (given[i], i))
-    # Left-out rows are a prefix of the order.
+    # Skipped rows are those with the smallest masses.
     assert out[order].tolist() == sorted(out.tolist(), reverse=True)
     kept = [i for i in order if not out[i]]
     if total and kept:

@@ -145,7 +145,8 @@ def test_recipes_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_recipes_of_the_page_are_whole(number: int, tmp_path: Path) -> None:
-    """Recipes of the page have every key, and only fields of their trainer's configuration."""
+    """The recipes on the documentation's training page list every key, and only options that the
+    trainer's configuration has."""
     page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
     text = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[number]
     assert re.findall(r"^(\w+):", text, re.MULTILINE) == [f.name for f in fields(Recipe)]

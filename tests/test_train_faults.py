@@ -1,4 +1,5 @@
-"""Runs handle NaN, damaged files, foreign files, a second run, kills and signals."""
+"""Training runs survive or report NaN rewards, damaged files, files of others, a second run in the
+folder, kills and signals."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ from test_train_runs import RL, SMALL, metrics, weights
 
 from headloss.__main__ import main
 
-# An epoch has three steps, so the fourth step is inside an epoch.
+# Three steps are an epoch, so that checkpoint-4 lies inside the second epoch.
 STEPS = ["trainer.max_steps=4", "trainer.save_steps=1", "trainer.learning_rate=0.01", "held_out=3"]
-RUN = Path("run")  # inside the test's temporary folder
+RUN = Path("run")  # relative to the test's temporary working directory
 CALLS: list[int] = []
 ACTIONS: dict[int, Callable[[], None]] = {}
 
 
 def acting(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    """A reward that runs an action in a chosen call; SFT calls it twice before and twice after
-    training."""
+    """A reward function that runs an action from `ACTIONS` in its nth call; SFT calls it twice
+    before training and twice after."""
     CALLS.append(len(completions))
     ACTIONS.get(len(CALLS), lambda: None)()
     if ACTIONS.get(-len(CALLS)) is not None:
@@ -180,7 +181,8 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
     """Metrics hold no NaN: a generation without scores has a null reward in the file."""
     monkeypatch.chdir(tmp_path)
-    ACTIONS[-4] = lambda: None  # second generation, after two held-out evaluations
+    # call 4: calls 1 and 2 evaluate held-out prompts, 4 scores the second generation
+    ACTIONS[-4] = lambda: None
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 
     def bare(name: str) -> None:
@@ -197,7 +199,7 @@ def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_finished_run_trains_no_further(finished: Path, capsys: Any, killed: bool) -> None:
-    if killed:  # killed after the last checkpoint
+    if killed:  # as if killed after the last checkpoint, before the model was saved
         shutil.rmtree(RUN / "model")
         for name in ("after.json", "report.md"):
             (RUN / name).unlink()
@@ -239,8 +241,8 @@ def test_a_checkpoint_that_lacks_a_file(finished: Path, capsys: Any, name: str) 
 
 
 def test_a_damaged_checkpoint(finished: Path, capsys: Any) -> None:
-    """A checkpoint with one changed byte is refused; without it, the older checkpoint gives the
-    same result."""
+    """Resuming from a checkpoint with one changed byte raises; after its removal the older
+    checkpoint leads to the same result."""
     path = newest() / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -423,8 +425,8 @@ def in_a_child(act: Callable[[], Any]) -> int:
 
 
 def killed_at(operation: int) -> None:
-    """Kill this process at its `operation`-th file operation of the run; 0 counts the
-    operations."""
+    """Kill this process at its nth file operation inside the run's folder (`operation`); 0 only
+    counts the operations."""
     seen = [0]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -497,8 +499,8 @@ BYTES = [*range(10), *(pytest.param(i, marks=pytest.mark.slow) for i in range(10
 
 @pytest.mark.parametrize("seed", BYTES)
 def test_random_bytes(seed: int, finished: Path, capsys: Any) -> None:
-    """Random bytes in any file of a run give a one-line error with the file's name, or lose
-    nothing."""
+    """Random damage to any file of a run gives a one-line error with the file's name, or changes no
+    result."""
     draw = random.Random(seed)
     read = [RUN / name for name in ("recipe.yaml", "metrics.jsonl", "before.json")]
     read += sorted(path for path in newest().iterdir() if path.name != "training_args.bin")

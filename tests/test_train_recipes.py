@@ -251,8 +251,8 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     ],
 )
 def test_rewards(capsys: Any, tmp_path: Path, monkeypatch: Any, name: str, wanted: str) -> None:
-    """A failing reward is found in the evaluation before training, or on right answers without an
-    evaluation."""
+    """A reward function that fails is reported by the evaluation before training or, without
+    held-out prompts, by a trial on right answers."""
     monkeypatch.chdir(tmp_path)
     reward = f"{__name__}:{name}"
     for held_out, n in ((6, 6), (0, 8)):

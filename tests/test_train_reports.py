@@ -54,7 +54,7 @@ def test_rate() -> None:
     assert plots.rate([{"step": 1, "step_time": 1.0}]) is None
     assert plots.rate(entries([100])) == 50
     assert plots.rate(entries([100, 300])) == 75
-    assert plots.rate(entries([100, 300], stride=5)) == 15  # each entry covers five steps
+    assert plots.rate(entries([100, 300], stride=5)) == 15  # Each log entry covers five steps.
     # The rate uses the last ten entries, with 1000 tokens each.
     assert plots.rate(entries([0] * 5 + [1000 * i for i in range(1, 11)])) == 500
 
@@ -82,7 +82,7 @@ def test_latest_remembers_the_reward() -> None:
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     assert run("sft", place / "a", "held_out_steps=1", "trainer.max_steps=3") == 0
-    shutil.copytree(place / "a", place / "b")  # imitates a run with different settings
+    shutil.copytree(place / "a", place / "b")  # stands for a run with other settings
     recipe, rate = place / "b" / "recipe.yaml", "learning_rate: 0.002"
     assert rate in recipe.read_text()
     recipe.write_text(recipe.read_text().replace(rate, "learning_rate: 0.1"))
@@ -119,7 +119,7 @@ def test_plots_show_whole_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def measured(figure: Any, path: Path, **options: Any) -> None:
         save(figure, path, **options)
-        figure.canvas.draw()  # at screen resolution, `save` used the file's
+        figure.canvas.draw()  # redraw at screen resolution, since `save` used the file's
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         texts = [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]
         for box in (text.get_window_extent(renderer) for text in texts):

@@ -37,7 +37,7 @@ SMALL = [
 RL = [
     "trainer.num_generations=4",
     "trainer.max_completion_length=4",
-    f"reward={__name__}:varied",  # a random model solves no problem
+    f"reward={__name__}:varied",  # a reward by length, since a random model solves no problem
 ]
 TIMES = ("step_time", "peak_memory_mib", "train_runtime")
 
@@ -139,8 +139,8 @@ def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list
     ],
 )
 def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: Path) -> None:
-    """A resumed run has the numbers of a whole run across epochs, and recomputes all steps after
-    the checkpoint."""
+    """A resumed run logs the same numbers as an uninterrupted run, also across epochs, and repeats
+    all steps after the checkpoint."""
     steps = [
         "trainer.lr_scheduler_type=constant",
         "trainer.learning_rate=0.01",
@@ -149,7 +149,7 @@ def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(name, whole, *overrides, *steps, "trainer.max_steps=8")
     run(name, parts, *overrides, *steps, "trainer.max_steps=6")
-    # As if killed before this checkpoint.
+    # Rename the checkpoint, as if the run was killed before it.
     (parts / "checkpoints" / "checkpoint-6").rename(parts / "never")
     run(name, parts, *overrides, *steps, "trainer.max_steps=8", "resume=true")
     want, got = metrics(whole), metrics(parts)

@@ -1,5 +1,5 @@
-"""A chain of runs shares one held-out split by default, and a different split is reported
-truthfully."""
+"""Runs that continue each other share one held-out split by default, and a report says if the split
+changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from headloss.train.task import Task, load
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make runs on 60 problems: a; b with a new seed; c with a new split; d with a's split."""
+    """Train four runs, each from the model of the run before: "b" changes the seed, "c" the
+    held-out split, and "d" goes back to the split of "a"."""
     place = tmp_path_factory.mktemp("chain")
     lines = [json.dumps({"prompt": f"{i} ->", "answer": i}) for i in range(60)]
     (place / "task.jsonl").write_text("\n".join(lines))

@@ -1,5 +1,5 @@
-"""The benchmark's matrix of trainers and wrappers covers all pairs, and unsupported sharding is
-refused."""
+"""The benchmark of trainers and wrappers tests every pair of settings, and an unsupported sharding
+raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from headloss.integrations.trl.common import refuse_common
 
 
 def test_matrix_covers_all_pairs() -> None:
-    """Every pair of values of two fields occurs in a case, except named forbidden pairs."""
+    """Every pair of settings occurs in some benchmark case, except pairs that are excluded by
+    name."""
     cases = pairwise()
     assert len(cases) <= 40 and all(case.allowed for case in cases)
     assert len({case.name for case in cases}) == len(cases)
@@ -73,8 +74,8 @@ def test_sharding_that_is_refused(match: str, parallelism: object) -> None:
 
 
 def test_files_of_the_command(tmp_path: Path) -> None:
-    """The README command's files work: accelerate reads the configuration, and answers are reversed
-    words."""
+    """The files of the README's command are valid: accelerate reads the configuration, and
+    `words.py` writes words with their reversal."""
     examples = Path(__file__).parents[1] / "examples"
     found = load_config_from_file(str(examples / "fsdp2.yaml"))
     assert found.mixed_precision == "bf16" and found.num_processes == 2

@@ -1,5 +1,5 @@
-"""The training studies clip_sides.py, stacks.py and spelling.py have correct losses, clips and
-task."""
+"""The training studies `clip_sides.py`, `stacks.py` and `spelling.py` use correct losses and clip
+bounds, and a correct task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ CPU = torch.device("cpu")
 
 
 def case(work: str) -> tuple[torch.Tensor, torch.Tensor, clip_sides.Sample]:
-    """Return (new, old) log-probs [B, C], some beyond the clip, and a right-padded batch."""
+    """Return new and old log-probs [B, C], of which some ratios are beyond the clip bounds, and a
+    right-padded batch."""
     scale = 0.4 if work == "grpo" else 1e-3
     mask = torch.arange(C) < torch.tensor([5, 1, 3, 4, 2, 5])[:, None]
     old = -torch.rand(B, C, dtype=torch.float64)
@@ -115,8 +116,8 @@ def test_tables_and_figures(tmp_path: Path) -> None:
 
 
 def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
-    """A run over the sets has ratios of 1 up to the sampler's rounding; over the vocabulary, the
-    kept mass."""
+    """With the sampler's kept ids the ratio to the sampler is 1 up to rounding; over the whole
+    vocabulary it is the probability of the kept ids."""
     where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
     command = [*where, "--study", "sampling", "--quick", "--device", "cpu", "--steps", "4"]
     ratios = {}
@@ -130,7 +131,8 @@ def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("study", list(stacks.STUDIES))
 def test_training_runs(study: str, tmp_path: Path) -> None:
-    """Training runs of every stack and loss finish eight steps, and a restart runs nothing."""
+    """Training finishes eight steps with every loss and stack of libraries, and a second start
+    finds the results and trains nothing."""
     where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path / "runs")]
     command = [*where, "--study", study, "--quick", "--device", "cpu", "--logits", "30"]
     for _ in range(2):

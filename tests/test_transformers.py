@@ -304,7 +304,8 @@ def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_an_evaluation_of_losses_makes_no_logits(bf16, tmp_path: Any, monkeypatch: Any) -> None:
-    """An evaluation of losses makes no logits, although Trainer touches all outputs."""
+    """Trainer's evaluation without `compute_metrics` materialises no logits, although Trainer
+    handles all outputs of the model."""
     model = tiny("llama")
     apply(model)
     run = trainer(model, str(tmp_path), bf16=bf16)  # no compute_metrics

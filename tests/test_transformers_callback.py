@@ -19,7 +19,7 @@ from headloss.integrations.transformers import HeadLossCallback, apply, remove  
 def run(folder: Any, callback: HeadLossCallback | None, **settings: Any) -> Any:
     model = tiny("llama")
     made = trainer(model, str(folder), **settings)
-    if callback is not None:  # passed on like a framework does
+    if callback is not None:  # pass `callbacks=` to the constructor, as frameworks do
         made = type(made)(
             model, made.args, made.data_collator, callbacks=[callback],
             train_dataset=made.train_dataset, eval_dataset=made.eval_dataset,

@@ -1,6 +1,7 @@
-"""Calls of an applied model handle per-token fields, and documents of packed rows with padding.
+"""After `apply(model)`, calls accept per-token fields, and detect the documents of packed rows with
+padding.
 
-Results are compared with plain logits and with calls without padding.
+Losses are compared with those of materialised logits, and with calls without padding.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def test_fields_come_as_labels_come(kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("align", ["labels", {"w": "labels", "candidate_ids": "labels"}])
 def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
-    """`apply` and `Batch.from_labels` with equal ids, weights and candidates give the loss of
-    float64 logits.
+    """With equal token ids, weights and candidates, a model after `apply(model)` and
+    `Batch.from_labels` give the loss of float64 logits.
 
     Fields with a different alignment give a different loss.
     """
@@ -83,8 +84,8 @@ def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
 
 
 def test_the_last_field_of_a_shard_counts() -> None:
-    """The last field of a shard counts: the last label of a half row is the next half's first
-    token."""
+    """In a shard of a row with shifted labels, the field of the last position counts, since its
+    label is the next shard's first token."""
     model = tiny("llama")
     labels, weights = shifted(IDS, -100), shifted(WEIGHTS, 0)
     logits = model(IDS[:, :4]).logits.transpose(1, 2)
@@ -105,7 +106,7 @@ def test_a_shard_is_no_sequence(told: dict[str, Tensor], at: int) -> None:
     sequence."""
     model, labels = tiny("llama"), shifted(IDS, -100)
     call: Any = {"labels": labels, "shift_labels": labels, **told}
-    with apply(model):  # a token mean is exact
+    with apply(model):  # a mean over tokens accepts a sequence shard
         model(IDS, **call)
     with apply(model, PER_SEQUENCE, fields=("segments",)):
         with pytest.raises(ValueError, match=f"shift_labels: got them .* at position {at}, as of"):
@@ -152,8 +153,8 @@ TOLD_BY = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 def packed(padding: list[int], told: str, pads: int = 0, same: bool = True) -> dict[str, Any]:
-    """Make a row of two documents and padding with given positions; `pads` numbers padding
-    documents in `told`."""
+    """Make a row of two documents and padding; `told` names the argument that marks documents, and
+    `pads` says how it marks padding."""
     n, after = len(padding), sum(LENGTHS)
     ends, index = [0, 5, 11], [0] * 5 + [1] * 6
     ends += {0: [], 1: [after + n]}.get(pads, [after + i + 1 for i in range(n)])
@@ -212,8 +213,8 @@ def test_padding_at_the_end_of_a_row_is_no_document(told: str) -> None:
 
 
 def test_an_unscored_document_counts() -> None:
-    """An unscored document counts if it has several tokens, is followed by others, or is the only
-    one."""
+    """A packed document without scored tokens counts if it has several tokens, if another document
+    follows, or if there is no other."""
     targets = torch.tensor([[1, 2, -100, -100, -100, -100, 5, -100, -100, -100]])
     tokens = torch.tensor([[3, 4, 5, 3, 4, 7, 9, 8, 6, 5]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 0, 1]])
@@ -225,8 +226,8 @@ def test_an_unscored_document_counts() -> None:
 
 
 def test_ends_tell_more_than_positions() -> None:
-    """Explicit document ends work for positions with three axes or without restarts; repeated ends
-    are no documents."""
+    """`cu_seq_lens_q` marks documents also if position ids have three axes or never restart; a
+    repeated end marks none."""
     targets = torch.arange(8).view(1, 8)
     call = {"position_ids": torch.zeros(3, 1, 8), "cu_seq_lens_q": torch.tensor([0, 3, 3, 8, 8])}
     documents = documents_of(call, targets)
@@ -272,12 +273,13 @@ def test_rows_of_torchtitan() -> None:
         ([0, 2, 5, 6], None, [0, 0, 1, 1, 1, 2]),
         ([0, 2, 6, 6, 6], None, [0, 0, 1, 1, 1, 1]),
         ([0, 2, 2, 6], None, [0, 0, 1, 1, 1, 1]),
-        ([0, 1, 3, 3], [0, 2, 4, 6], [0, 0, 1, 1, 2, 2]),  # the last end is beyond all tokens
+        # padded ends: the third document has no tokens
+        ([0, 1, 3, 3], [0, 2, 4, 6], [0, 0, 1, 1, 2, 2]),
     ],
 )
 def test_ends_of_megatron(ends: list[int], padded: list[int] | None, want: list[int]) -> None:
-    """Megatron's fill-up ends of a fixed-size buffer, and documents of only padding, are no
-    documents."""
+    """Repeated ends, with which Megatron fills a buffer of fixed size, and documents of padding
+    alone count as no documents."""
     told = SimpleNamespace(
         cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
         cu_seqlens_q_padded=None if padded is None else torch.tensor(padded, dtype=torch.int32),
@@ -289,7 +291,8 @@ def test_ends_of_megatron(ends: list[int], padded: list[int] | None, want: list[
 
 
 def test_whole_sequences_by_m_rope() -> None:
-    """Labels that came shifted beside M-RoPE's [4, 1, L]: the text positions tell a shard."""
+    """Under M-RoPE position ids are [4, 1, L], and the text positions in row 0 tell whether a call
+    with shifted labels holds whole documents."""
     model = tiny("llama").train()
     terms = hl.cross_entropy().over("sequence_mean")
     labels, one = torch.arange(11)[None] % 7, torch.arange(11)[None]

@@ -1,7 +1,7 @@
 """Under `apply` a model's own forward runs with its loss function replaced by the objective.
 
-The objective gets the forward's labels, shift and count, and the forward's changes of logits. The
-reference is the stock model with the objective on its logits as loss function.
+The objective gets the labels, shift and token count of that forward, and its changes of the logits.
+The reference is the stock model with the objective on its logits as loss function.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def Twice(self, hidden, labels, **kwargs):
 
 @forward
 def AndAnother(self, hidden, labels, **kwargs):
-    """A forward with a second cross-entropy of other targets after the loss."""
+    """A forward that adds to its loss a second cross-entropy, with different targets."""
     logits = self.lm_head(hidden)
     loss = self.loss_function(logits, labels, 37)
     return loss + CE(logits.view(-1, 37), OTHERS.view(-1)), logits
@@ -231,14 +231,14 @@ FORWARDS = [
     Pads, Clamps, Caps, CapsBackwards, Biased, ReadsTheWeight, ZLoss, EntropyBonus, Teacher,
     Accuracy, Twice, AndAnother,
 ]  # fmt: skip
-# Forwards whose loss needs real logits.
+# Model forwards whose loss can only be computed from materialised logits.
 DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, ReadsTheWeight}
 
 
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)
 def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
-    """A forward's own code is respected under any terms in each call, mostly without real
-    logits."""
+    """What a model's own forward does to logits and loss is kept after `apply(model)`, for any
+    terms, mostly without materialising logits."""
     stock, count = of_class(kind), {"num_items_in_batch": torch.tensor(13)}
     want = [outcome(stock), outcome(stock, **count)]
     stock.loss_function = loss_function_of(TERMS)
@@ -322,7 +322,8 @@ def Sigmoids(self, hidden, labels, **kwargs):
 
 @pytest.mark.parametrize("kind", [Smoothed, Weighed, Sigmoids])
 def test_a_loss_that_is_no_cross_entropy(kind: Any) -> None:
-    """A loss other than cross-entropy runs unchanged with a warning, and raises for other terms."""
+    """A model whose loss is not a cross-entropy keeps its loss with a warning; `apply(model,
+    terms)` raises."""
     want = outcome(of_class(kind))
     with apply(model := of_class(kind)), pytest.warns(UserWarning, match="asks for no loss func"):
         assert_same(outcome(model), want)
@@ -594,7 +595,8 @@ def test_a_gradient_of_logits_is_not_lost() -> None:
 
 
 def test_whatever_is_returned() -> None:
-    """Any return type works: tuples, and a head per row."""
+    """Results are correct if a forward returns a tuple, and if PEFT uses a different head for each
+    row."""
     stock = of_class(Llama)
     want = stock(IDS, labels=LABELS, return_dict=False)
     with apply(model := of_class(Llama)):
@@ -632,8 +634,8 @@ def test_a_copy_runs_its_own_forward(way: Any) -> None:
 
 
 def test_counts_that_differ_are_one_entry_and_one_launch() -> None:
-    """Different token counts share one entry of the reads table, and the adapter adds no
-    operation; the shift of labels is the batch's."""
+    """Calls with different token counts share one cached result of the term's tracing, and `apply`
+    launches no operation of its own."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from headloss.objective import reads

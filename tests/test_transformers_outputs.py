@@ -132,8 +132,8 @@ def test_a_step_of_ddp_computes_no_logits(computed: list[int], tmp_path: Any) ->
             assert not computed, settings
             torch.testing.assert_close(out.logits + 0, stock.logits, rtol=1e-5, atol=1e-5)
             computed.clear()
-            # Deleted early, since DDP's reducer would deadlock with gloo's thread at the group's
-            # end.
+            # Delete the DDP model before the process group ends, since its reducer would deadlock
+            # with gloo's thread.
             del wrapped, out
     finally:
         torch.distributed.destroy_process_group()

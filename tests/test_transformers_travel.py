@@ -1,4 +1,5 @@
-"""An applied model stays applied after saving, pickling, copying, or sending to a process."""
+"""A model after `apply(model)` still computes the objective after saving, pickling, copying, or
+sending to a process."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def test_it_comes_back_applied(way: str, terms: str) -> None:
     with pytest.raises(ValueError, match=r"applied to it already; call remove\(model\) first"):
         apply(twin)
     with torch.no_grad():
-        # The copy has a separate head.
+        # Zeroing the copy's head must not change the original.
         twin.lm_head.weight = torch.nn.Parameter(torch.zeros(37, 16))
     torch.testing.assert_close(call(model, **fields), want, rtol=0, atol=0)
     twin.load_state_dict(model.state_dict())
@@ -84,7 +85,8 @@ def test_it_comes_back_applied(way: str, terms: str) -> None:
 
 
 def test_with_what_wraps_it() -> None:
-    """An applied model travels inside PEFT's model and accelerate's mixed-precision forward."""
+    """After `apply(model)`, a copied or pickled model works inside PEFT's model and with
+    accelerate's mixed-precision forward."""
     peft = pytest.importorskip("peft")
     accelerate = pytest.importorskip("accelerate")
     term = hl.cross_entropy(label_smoothing=0.5)
@@ -104,7 +106,8 @@ def test_with_what_wraps_it() -> None:
     rounded = prepared(input_ids=IDS, labels=IDS).loss
     twin = copy.deepcopy(prepared)
     torch.testing.assert_close(twin(input_ids=IDS, labels=IDS).loss, rounded)
-    twin = pickle.loads(pickle.dumps(prepared))  # loses mixed precision, like a stock model
+    # pickling drops accelerate's mixed precision, with and without headloss
+    twin = pickle.loads(pickle.dumps(prepared))
     torch.testing.assert_close(twin(input_ids=IDS, labels=IDS).loss, want)
     remove(twin)
 

@@ -62,14 +62,15 @@ def test_equality_sees_every_part() -> None:
 
 
 def test_a_function_whose_name_now_belongs_to_another_is_not_mistaken_for_it() -> None:
-    """A function whose name now belongs to another function is not confused with it by pickle."""
+    """Pickling a term raises if its function's name now refers to a different function."""
     with pytest.raises(pickle.PicklingError, match="renamed"):
         pickled(travel.RENAMED)
     assert copy.copy(travel.RENAMED) == travel.RENAMED != travel.renamed()
 
 
 def test_current_is_one() -> None:
-    """CURRENT stays a singleton: a pickled batch still means the call's own log-probs."""
+    """`hl.CURRENT` stays one object: in a pickled batch it still means the log-probs of the call
+    itself."""
     hidden, head, batch = travel.problem(torch.linspace(0.5, 1, travel.T))
     for found in (pickled(batch), copy.deepcopy(batch)):
         assert isinstance(found, hl.Batch) and found.old_logps is hl.CURRENT

@@ -51,7 +51,8 @@ def test_partials_writes_only_what_is_needed():
 
 
 def test_partials_onto_earlier_tiles():
-    """Partials folded tile by tile equal the whole row, with the target in any or no tile."""
+    """Online-softmax states merged tile by tile equal that of the whole row, whether the target is
+    in a given tile or not."""
     n, v, tile_width = 5, 600, 256
     raw, transform = tile(n, v, torch.float32), transforms(n)["rows"]
     targets = torch.tensor([0, 255, 256, 599, 300], device=DEVICE)

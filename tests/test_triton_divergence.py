@@ -52,12 +52,14 @@ def pair(p, q, kind, beta=BETA):
 
 
 def shares(acts, raw, raw_teacher, of):
-    """Return [2, n]: the value of a pair's single measure, and its mean slope."""
+    """Return [2, n]: the only divergence of a teacher-student pair, and the mean of its derivative
+    over the vocabulary."""
     return acts.divergence(raw, raw_teacher, of)[:, 0].t()
 
 
 def one(raw_teacher, of, pivot, weight):
-    """Return the gradient part of a pair's single measure."""
+    """Return the arguments of a gradient kernel for the only divergence of a teacher-student
+    pair."""
     return Divergence(raw_teacher, of, pivot.unsqueeze(1), weight.unsqueeze(1))
 
 
@@ -96,7 +98,8 @@ def in_double(side: Distribution) -> Distribution:
 
 
 def pair_of(n, v, dtype, teacher_dtype=None):
-    """Return tiles inside wider NaN buffers; the teacher is near the student only in some rows."""
+    """Return student and teacher logit tiles, views of wider NaN-filled buffers; in odd rows the
+    teacher is close to the student."""
     raw = tile(n, v, dtype)
     raw_teacher = tile(n, v, teacher_dtype or dtype, seed=1, pad=7)
     raw_teacher[1::2] = (raw[1::2].float() + 0.05 * raw_teacher[1::2].float()).to(raw_teacher.dtype)
@@ -144,7 +147,7 @@ def test_no_divergence_from_oneself(kind):
 
 
 def test_a_small_mixture_divergence_keeps_its_digits():
-    """A small JS (1e-9, from terms of 1e-4) keeps its digits."""
+    """A JS divergence of 1e-9, summed from terms of 1e-4, is accurate."""
     raw = tile(4, 97, torch.float32)
     raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
@@ -181,7 +184,8 @@ def test_ruled_out_tokens(kind):
 
 
 def others_of(n, v, which, transform, dtype=None) -> Backward:
-    """Return the `Backward` of a tile from column 40, at the head's temperature."""
+    """Return the arguments (`Backward`) of other terms' gradient on a tile that begins at column
+    40, with the head's temperature."""
     own = Transform(
         scale=transform.scale,
         softcap=transform.softcap,
@@ -202,7 +206,7 @@ def others_in_double(others: Backward) -> Backward:
 
 
 def references(raw, raw_teacher, p, q, kind, pivot, weight, extra=None, others=None):
-    """Return the reference gradients in float64 and float32."""
+    """Return the reference backend's gradients of a divergence, in float64 and in float32."""
     copy = None if extra is None else extra.clone()
     part = one(raw_teacher.float(), pair(p, q, kind), pivot, weight)
     plain = reference_divergence.part_gradient_(
@@ -228,8 +232,8 @@ def assert_gradient(found, references, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["temperature", "capped"])
 def test_gradient(name, kind, which):
-    """The gradient is correct in separate memory, and together with other terms over the student's
-    tile."""
+    """The divergence's gradient is correct if written to separate memory, and if added to other
+    terms' gradient over the student's logits."""
     n, v = 3, 97
     weight = torch.tensor([0.3, 0.0, -2.0], device=DEVICE)
     dtypes = [torch.float32, torch.bfloat16, torch.float16]
@@ -245,14 +249,14 @@ def test_gradient(name, kind, which):
         in_place = found.data_ptr() == raw.data_ptr()
         assert in_place == (others is not None) and (in_place or torch.equal(raw, before))
         assert torch.equal(raw_teacher, teacher_before)
-        assert raw._base[:, v:].isnan().all()  # the buffer outside the tile
+        assert raw._base[:, v:].isnan().all()  # memory next to the tile is untouched
         assert_gradient(found, both, dtype if in_place else torch.float32)
 
 
 @pytest.mark.parametrize("kind", MORE_KINDS)
 def test_skewed_and_total_variation(kind):
-    """Skewed KL and total variation are correct in value and gradient for near, far and ruled-out
-    teachers."""
+    """Skewed KL and total variation have correct values and gradients, for teachers close to the
+    student, far from it, and with tokens of probability 0."""
     test_divergence(5, 97, torch.float32, torch.bfloat16, "temperature", kind)
     test_ruled_out_tokens(kind)
     test_gradient("capped", kind, None)
@@ -419,8 +423,8 @@ def test_head_loss(schedule, form, kind):
     ("kind", "temperature"), [("forward_kl", 1.0), ("reverse_kl", 1.7), ("js", 1.0)]
 )
 def test_recompute_in_bfloat16_is_one_pass(kind, temperature, mixed):
-    """In bfloat16 recompute equals one pass, with several slabs, parts of the tokens at a time, and
-    rows without gradient."""
+    """In bfloat16 the `recompute` schedule gives the gradients of `one_pass`, with several blocks
+    of vocabulary rows and rows without gradient."""
     count, width, columns = 700, 64, 3000
     hidden, weight, targets = trained_looking(count, width, columns, torch.bfloat16, DEVICE)
     states = torch.randn(count, 72, device=DEVICE).bfloat16()
@@ -490,7 +494,7 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
     term = hl.distillation(teacher_head=hl.Head(torch.randn(V, 4).to(DEVICE))).where("kept")
     options = hl.Options(backend="triton", chunk_tokens=2)
     hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, term, options).loss.backward()
-    assert made == [2] * 6  # student and teacher in three chunks
+    assert made == [2] * 6  # one each for student and teacher, in three chunks
 
 
 TEACHER_LOGITS = {
@@ -503,7 +507,8 @@ TEACHER_LOGITS = {
 
 @pytest.mark.parametrize("name", TEACHER_LOGITS)
 def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
-    """Given teacher logits are read in place; transposed or float64 logits are copied."""
+    """Teacher logits passed in by the caller are read without a copy, except transposed and float64
+    logits."""
     seen = []
     acts = ("divergence", "part_gradient_")
     for act in (getattr(triton_divergence, name) for name in acts):
@@ -526,7 +531,8 @@ def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
 
 
 def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
-    """A gradient that overwrites part of a tensor, like `logits[:, :-1]`, is scaled in place."""
+    """If the gradient overwrites a view such as `logits[:, :-1]`, the backward pass scales it in
+    place."""
     logits, teacher, targets = torch.randn(2, 5, V), torch.randn(2, 4, V), torch.ones(2, 4).long()
     gradients = []
     for inplace in (False, True):

@@ -32,7 +32,8 @@ def same(found: dict, wanted: dict, **tolerance) -> None:
 @pytest.mark.parametrize("needs", SOME, ids=lambda s: "+".join(sorted(s)))
 @pytest.mark.parametrize("n", [1, 18])
 def test_statistics_of_a_product(needs, n):
-    """Statistics of a product equal `stats.finish` of its partials, with equal exp tiles."""
+    """Statistics that the matmul kernel finishes itself equal those finished from its
+    online-softmax state, and the stored exp(z) have the same bits."""
     v = 600
     x, w, targets, _ = head(max(n, 2), 64, v)
     x, targets = x[:n], targets[:n]
@@ -75,8 +76,8 @@ def test_a_tokens_numbers_depend_on_nothing_else():
 
 
 def slices_of(ranks: int, n: int, dtype: torch.dtype, needs=NEEDS) -> torch.Tensor:
-    """Return partials of vocabulary slices, with equal peaks, likely tokens, and slices without
-    mass."""
+    """Return online-softmax states of vocabulary slices, including equal maxima, nearly certain
+    tokens, and slices without probability."""
     generator = torch.Generator().manual_seed(ranks)
     z = torch.randn(ranks, n, 12, generator=generator, dtype=torch.float64) * 4
     z[ranks // 2, ::3, 5] += 30
@@ -102,8 +103,8 @@ def slices_of(ranks: int, n: int, dtype: torch.dtype, needs=NEEDS) -> torch.Tens
 @pytest.mark.parametrize("needs", SOME, ids=lambda s: "+".join(sorted(s)))
 @pytest.mark.parametrize(("ranks", "n"), [(1, 3), (2, 7), (5, 130)])
 def test_statistics_of_slices(needs, ranks, n):
-    """Statistics of slices agree with the twin, with float64, and with `stats.merge` slice by
-    slice."""
+    """Statistics merged from several vocabulary slices agree with the kernel's PyTorch twin, with
+    float64, and with a merge of slice after slice."""
     wide = slices_of(ranks, n, torch.float64, needs)
     exact = reference.finish(wide, needs, 12 * ranks)
     given = wide.float()
@@ -129,7 +130,8 @@ def test_statistics_of_slices(needs, ranks, n):
 
 
 def test_small_rests_and_far_logits_keep_their_digits():
-    """Small remaining masses (log1p) and far logits (exp far below 0) keep their digits."""
+    """The log-sum is accurate if all other exponentials sum to 1e-12, and if the logits of a slice
+    lie far below the maximum."""
     rest = torch.cat([torch.logspace(-12, 30, 200), torch.tensor([0.0, -0.5, -1.0, 1.0])])
     n = len(rest)
     given = torch.zeros(1, 3, n, device=DEVICE)

@@ -1,4 +1,5 @@
-"""The sweeps of a narrow head agree with float64 logits, and with their twins.
+"""The kernels for hidden widths up to 256 agree with float64 logits, and with the same operations
+in plain PyTorch.
 
 n tokens, v columns, H hidden width.
 """
@@ -31,7 +32,8 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize(("n", "h", "v"), [(1, 16, 97), (5, 50, 300), (70, 96, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sweeps(dtype, n, h, v, name):
-    """Sweeps are correct on a slice, for ragged widths and for targets outside the slice."""
+    """The passes over the vocabulary are correct on a vocabulary slice, for any hidden width, and
+    for targets outside of the slice."""
     first, transform = 20, transforms(n)[name]
     if name in ("scaled", "capped rows"):
         transform = replace(transform, bias=(torch.randn(v, device=DEVICE) + 1).to(dtype))
@@ -96,8 +98,8 @@ def test_a_nearly_certain_token_keeps_its_digits():
 
 
 def test_a_tokens_bits_are_its_own():
-    """A token's statistics and sums have identical bits in any batch and at any place, with or
-    without sums."""
+    """Statistics and sums of a token have the same bits in any batch and at any position, and the
+    statistics also without sums."""
     n, h, v = 100, 32, 300
     x, w, targets = head(n, h, v, 0, torch.float32)
     forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)
@@ -121,8 +123,8 @@ def test_no_tokens():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_calls(dtype):
-    """Whole calls are correct in statistics, sums and weight gradient, with an entropy's slope in a
-    third sweep."""
+    """Calls under the `narrow` schedule have correct statistics and gradients; an entropy term
+    needs a third pass over the vocabulary."""
     hidden, weight, targets = trained_looking(40, 24, 150, dtype, DEVICE)
     for objective in (hl.cross_entropy(), hl.cross_entropy() - 0.1 * hl.entropy()):
         x, w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
@@ -138,8 +140,8 @@ def test_whole_calls(dtype):
 
 
 def test_two_ranks():
-    """Two ranks with a vocabulary slice each are correct; a token has its target in one slice and a
-    shift in both."""
+    """Two ranks with a vocabulary slice each give correct results, although a token's target lies
+    in one slice only."""
     with world_of(2, narrow_ranks.interpret) as world:
         for name, softcap in (("sums", None), ("sums", 9.0), ("a third sweep", None)):
             first, second = world.run(narrow_ranks.against_one_head, name, softcap, seconds=200)

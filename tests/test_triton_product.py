@@ -1,4 +1,5 @@
-"""The product that writes exp tiles, and gradients from exp tiles, agree with float64 logits."""
+"""The matmul kernel that stores exp(z) in 16 bits, and gradients computed from these, agree with
+float64 logits."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def test_a_bias_of_any_stride(step):
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("needs", [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"})])
 def test_product_partials(name, needs):
-    """The product's epilogue gives correct statistics over a slice from column 50."""
+    """The statistics that the matmul kernel computes are correct for a vocabulary slice that begins
+    at column 50."""
     n, v, first = 5, 300, 50
     x, w, targets, raw = head(n, 72, v, first=first)
     transform = transforms(n)[name]
@@ -109,7 +111,7 @@ def test_product_of_no_tokens():
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "tpu"])
 def test_held_gradient(which, name):
-    """The gradient from exp tiles is correct up to two roundings, and keeps the digits of 1 - p at
+    """The gradient from stored exp(z) is correct up to two roundings, and as accurate as 1 - p for
     likely targets."""
     n, v, first = 6, 300, 20
     x, w, targets, raw = head(n, 64, v, first=first)
@@ -128,10 +130,11 @@ def test_held_gradient(which, name):
         copy = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift)
         multiple, _ = triton_backend.exp_multiple_(copy, backward)
         got = copy.exp_logits.double() * multiple.double().unsqueeze(1)
-        # Compared row by row, since a likely target's row is small.
+        # Compare row by row: a row with a likely target has a small gradient.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
-        return  # exp z = 0 loses z, so a call with a soft cap keeps logits
+        # not supported: an exp(z) of 0 does not tell z, which the soft cap's derivative needs
+        return
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)
         order = triton_backend.dense_order(torch.tensor(mask, device=DEVICE).bool(), n - 1)
@@ -158,14 +161,15 @@ def test_product_gradient(which, name):
         x, w, Backward(targets, first, transform, single, c, stats.logp.float())
     )
     assert got.shape == (n, v) and got.dtype == x.dtype
-    # Compared row by row, since a likely target's row is small. Float16 loses at most 6e-8.
+    # Compare row by row, since a likely target's row is small. Float16 rounding adds at most 6e-8
+    # to an element.
     off = (got.double() - oracle).norm(dim=1) - 6e-8 * v**0.5 * (x.dtype == torch.float16)
     assert (off / oracle.norm(dim=1).clamp_min(1e-30)).max() <= EPS[x.dtype] + 1e-4
 
 
 def test_tokens_far_above_their_reference_are_done_again():
-    """Tokens far above their shift are recomputed: at target logits of -100, exp(100) overflows
-    bf16."""
+    """A token whose exp(z - z_target) would overflow bf16, as at z - z_target = 100, is recomputed
+    with its maximum subtracted."""
     n, v = 4, 200
     x, w, targets, _ = head(n, 64, v)
     targets[1] = 40  # a target inside the slice
@@ -190,7 +194,8 @@ def test_tokens_far_above_their_reference_are_done_again():
 
 
 def test_rows_without_coefficients_have_no_gradient():
-    """Rows without coefficients have no gradient, and a multiple never divides by c_prob = 0."""
+    """Rows whose gradient coefficients are 0 get a gradient of 0, without a division by the
+    coefficient `c_prob`."""
     n, v = 3, 100
     x, w, targets, raw = head(n, 64, v)
     held = poisoned_held(n, v)
@@ -214,7 +219,7 @@ def test_rows_without_coefficients_have_no_gradient():
 def test_product_keeps_the_digits_of_a_nearly_certain_token():
     x, w = (torch.zeros(k, 64, dtype=SIXTEEN, device=DEVICE) for k in (3, 600))
     x[:, 0], w[:, 0], w[7, 0] = 20, -1, 0
-    w[500, 1], x[1, 1] = 20, 1  # an equal logit in a second block
+    w[500, 1], x[1, 1] = 20, 1  # an equally large logit in another block
     targets = torch.full((3,), 7, device=DEVICE)
     needs = frozenset({"logp", "entropy"})
     found = triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), needs))
@@ -251,8 +256,8 @@ def test_log_probs_of_a_trained_head(h, v):
 def test_log_probs_have_little_bias(h, bound):
     """Log-probs have little bias, although tensor cores round logits up to 45 toward zero.
 
-    Rounding is up to 6e-5 (h = 896) and 26e-5 (h = 4096), with means of 2.4e-5 and 12e-5 for likely
-    logits.
+    For likely tokens, logits are too small by up to 6e-5 (h = 896) or 26e-5 (h = 4096), and by
+    2.4e-5 or 12e-5 in the mean.
     """
     generator = torch.Generator(DEVICE).manual_seed(5)
     x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()
@@ -282,7 +287,7 @@ def test_product_names_what_it_cannot_take():
 
 @pytest.mark.parametrize("case", ["none", "few", "all", "no order"])
 def test_a_multiple_moved_and_with_its_features_in_one_launch(case, fresh_memory_is_nan):
-    """One launch for a moved multiple and its features has the bits of three launches."""
+    """One kernel launch that scales and reorders rows gives the same bits as three launches."""
     n, v, first = 9, 300, 20
     x, w, targets, _ = head(n, 72, v, first=first)
     transform, c = transforms(n)["rows"], coefficients_of(n, "tp")
@@ -322,7 +327,8 @@ def test_multiples_of_no_tokens():
 @pytest.mark.parametrize("backend", [triton_backend, reference])
 @pytest.mark.parametrize("number", [None, 1.0, 2.0**-18])
 def test_gradients_are_scaled_and_rounded_once(backend, number, fresh_memory_is_nan):
-    """Gradients are scaled and rounded once: widened sums, rounded sums, and an empty sum."""
+    """`scaled` multiplies sums by a factor and rounds once, to the same, a wider or a narrower
+    dtype, also for an empty tensor."""
     factor = None if number is None else torch.tensor(number, device=DEVICE)
     values = [torch.randn(shape, device=DEVICE) for shape in ((3, 3000), (40,), (5000,), (0, 7))]
     values.append(values[1].bfloat16())
@@ -377,8 +383,8 @@ def test_capture_in_a_graph_and_the_same_bits_twice():
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_whole_calls_of_a_head_with_a_bias(schedule, softcap):
-    """Whole calls of a head with a bias are correct, with the bias gradient from exp tiles or from
-    slabs."""
+    """Calls with a bias give its gradient correctly, both from stored exp(z) and from blocks of
+    vocabulary rows."""
     hidden, weight, targets = trained_looking(900, 256, 3000, torch.bfloat16, DEVICE)
     bias = torch.randn(3000, device=DEVICE).bfloat16()
     leaves = {"hidden": hidden, "weight": weight, "bias": bias}

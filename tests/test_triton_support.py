@@ -1,4 +1,5 @@
-"""A support's kernels and their plain twins agree with dense float64 products."""
+"""The kernels for `support_ids` and their plain PyTorch versions agree with dense float64
+matmuls."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_acts_against_dense_products(backend, n, most, h, ragged, transposed):
     pairs = pairs_of(n, v, most, ragged)
     support = pairs.window(slice(0, n), first, size)
     tokens = torch.repeat_interleave(torch.arange(n).to(DEVICE), support.offsets.diff())
-    # An empty support has one dummy pair.
+    # If no token has ids, the tensor of ids still has one placeholder element.
     tokens = torch.cat([tokens, tokens.new_zeros(len(support.ids) - len(tokens))])
     there = (support.ids >= first) & (support.ids < first + size)
     mask = torch.zeros(n, size, dtype=torch.bool, device=DEVICE)
@@ -141,13 +142,15 @@ def plain_z(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(support, there, tokens) -> torch.Tensor:
-    """Return the positions of present pairs in row and column order."""
+    """Return the rank of each (token, id) entry inside the vocabulary slice, in order of tokens,
+    then ids."""
     key = tokens[there] * (1 << 20) + support.ids[there]
     return key.argsort().argsort()
 
 
 def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
-    """A column of many tokens is summed in pieces; other columns have few or no tokens."""
+    """A vocabulary column that many tokens allow is summed in several parts; other columns occur in
+    few tokens or none."""
     monkeypatch.setattr(kernels, "PIECE", 16)
     n, v, h = 40, 12, 40
     ids = torch.full((n, 3), -1)
@@ -170,7 +173,7 @@ def test_a_column_of_many_tokens_is_summed_in_pieces(monkeypatch):
     ("kind", "schedule"), [("padded", "one_pass"), ("mixed flat", "recompute")]
 )
 def test_calls(kind, schedule):
-    """Whole calls on the kernels agree with plain masked logits."""
+    """Calls with `support_ids` on Triton's kernels agree with masked logits."""
     inputs = cases.inputs(kind, "everything", torch.float16)
     if DEVICE == "cuda":
         pytest.skip("inputs are on the CPU")

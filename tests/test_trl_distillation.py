@@ -96,7 +96,8 @@ def generalized(beta: float, temperature: float = 1.0, head: hl.Head | None = No
 @pytest.mark.parametrize("shape", LENGTHS)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_generalized_jsd(beta: float, shape: str) -> None:
-    for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):  # scale 400 gives q = 0 or 1
+    # at scale 400 the teacher's probabilities are 0 or 1
+    for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):
         step = Step(shape, scale)
         # TRL's mixture loses digits if one probability underflows.
         tolerance = 1e-10 if scale == 2.0 else 1e-8
@@ -160,8 +161,8 @@ def test_self_distillation_of_the_student_s_likeliest(tail: bool, alpha: float, 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
 def test_sums_over_the_likeliest_alone(kind: str) -> None:
-    """Sums over only the likeliest ids agree; they may be negative, since they are no
-    divergence."""
+    """Sums over the teacher's top k alone agree with TRL; such a sum may be negative, since
+    probabilities do not add up to 1."""
     step = Step("random")
     near = (0.5 if kind == "forward_kl" else 1.6) * step.logits.detach()
     step.teacher_logits = near + 0.1 * step.teacher_logits

@@ -168,8 +168,8 @@ def test_lora() -> None:
 
 
 def test_lora_on_the_head() -> None:
-    """An adapter on the head is trained, with the loss of a merged model, since TRL has no
-    equivalent."""
+    """A LoRA on the head is trained, which TRL's fused path cannot do; the loss equals that of the
+    merged model in TRL."""
     lora = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     ours = make(GRPOTrainer, peft_config=lora, max_steps=1, beta=0.1)
     merged = copy.deepcopy(ours.model).merge_and_unload()

@@ -69,7 +69,8 @@ def numbers(log: dict[str, float]) -> dict[str, float]:
 
 
 def largest_difference(name: str, **options: Any) -> float:
-    """Return the largest difference of all logged numbers, and of gradients through SGD steps."""
+    """Train TRL's trainer and headloss's for two SGD steps; return the largest difference of logged
+    numbers and parameters."""
     theirs, mine = pair(name, **options)
     start = {n: p.detach().clone() for n, p in mine.model.named_parameters()}
     (want, weights), (got, moved) = train(theirs), train(mine)
@@ -105,7 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_same_steps(case: str) -> None:
-    """Loss, metrics and gradients agree on ragged batches."""
+    """Loss, metrics and gradients agree with TRL's trainer on batches of different lengths."""
     name, options = CASES[case]
     found = largest_difference(name, **options)
     assert found < 1e-5

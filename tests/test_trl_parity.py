@@ -1,7 +1,8 @@
 """headloss's losses equal TRL's own loss methods, run on a stub trainer with only tensors.
 
-The stub's model is a small leaf of log-probs (and entropies). TRL's code gives a loss and a
-gradient of the leaf, which are compared with headloss's on packed tokens.
+The stub trainer's model returns a small tensor of log-probs (and entropies) that requires
+gradients. TRL's code gives a loss and a gradient of the leaf, which are compared with headloss's on
+packed tokens.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def ours(objective: Term | Objective, step: dict[str, Tensor], **more: Tensor) -
 def our_term(loss_type: str, level: str, **options: Any) -> Term:
     if loss_type == "vespo":
         return h.vespo()
-    if loss_type == "cispo":  # TRL's epsilon_high is the cap itself
+    # TRL's CISPO takes epsilon_high as the cap of the ratio, not as its distance from 1
+    if loss_type == "cispo":
         return h.cispo(epsilon_high=0.3, importance_sampling_level=level)
     if loss_type == "dr_grpo":
         options["max_completion_length"] = MAX_LENGTH
@@ -240,7 +242,7 @@ def test_off_policy_mask(loss_type: str, per_token: bool) -> None:
     assert_same(ours(term, step), theirs(without, **options)[0], tolerance(loss_type))
     unmasked = ours(our_term(loss_type, "token"), step)[1]
     assert not torch.equal(ours(term, step)[1], unmasked)
-    if loss_type != "vespo":  # headloss's phi would include the sampler
+    if loss_type != "vespo":  # headloss's VESPO weight would also read the sampler's log-probs
         sampling = step["sampling_per_token_logps"]
         got = ours(term, step, sampling_logps=sampling)
         assert_same(got, theirs(step, **options)[0], tolerance(loss_type))
@@ -357,7 +359,7 @@ def test_clip_metrics(level: str) -> None:
 
 
 def test_gmpo() -> None:
-    # Without scored tokens a sequence has loss 0 in headloss, ratio 1 times advantage in TRL.
+    # No sequence may be empty: headloss gives it loss 0, but TRL ratio 1 times its advantage.
     step = inputs(empty=False, seed=10)
     loss, want = theirs(step, GMPOTrainer, epsilon_low=0.4, epsilon_high=0.4)
     assert_same(ours(h.gmpo(), step), loss)

@@ -79,7 +79,8 @@ class Step:
 
 
 def _reduced(objective: Term | Objective, stats: Statistics, batch: Any) -> Tensor:
-    """Return `reduced`, with a mean over kept tokens for terms on chosen segments only."""
+    """Return the reduced objective; a term restricted by a mask is a mean over the mask's
+    tokens."""
     total = torch.zeros((), dtype=torch.float64)
     for coefficient, term in Objective.of(objective).parts:
         if term.kept_field is None:
@@ -91,8 +92,8 @@ def _reduced(objective: Term | Objective, stats: Statistics, batch: Any) -> Tens
 
 
 def row_order(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return TRL's order of rows (all chosen, then all rejected), and the mask with a prompt
-    column."""
+    """Return TRL's order of rows (all chosen, then all rejected), and the completion mask in that
+    order with a column for the prompt."""
     order = torch.cat([torch.arange(0, B, 2), torch.arange(1, B, 2)])
     return order, torch.cat([torch.zeros(B, 1, dtype=torch.int64), mask[order].long()], 1)
 
@@ -198,7 +199,7 @@ F_LOSSES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "di
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("loss_type", F_LOSSES)
 def test_f_divergences(loss_type: str, divergence: str) -> None:
-    # TRL's alpha divergence has no float64 version.
+    # TRL computes the alpha divergence in float32 only.
     single = divergence == "alpha_divergence"
     step = Step(dtype=torch.float32 if single else torch.float64)
     smoothing = SMOOTHING.get(loss_type, 0.0)
@@ -374,7 +375,8 @@ def test_triple(loss_type: str) -> None:
     `cross_entropy().where(...)`."""
     step = Step()
     order, with_prompt = row_order(step.mask)
-    # Two-token logits with the leaf as log-softmax at token 0 or 1.
+    # Logits of a two-token vocabulary whose log-softmax at the target is the log-prob tensor
+    # `step.leaf`.
     other = torch.log1p(-step.leaf.exp())
     logits = torch.stack([other, step.leaf], 2)[order]
     logits = torch.cat([logits, logits[:, :1]], 1)

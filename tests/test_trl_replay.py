@@ -1,4 +1,4 @@
-"""TRL trainers replay a sampler's kept id sets, from a plain configuration to the logged ratios.
+"""TRL trainers replay the ids that a top-p or top-k sampler kept, and log the ratio to the sampler.
 
 Transformers generates; the sampling distribution is recomputed from the model's logits.
 """
@@ -64,7 +64,7 @@ def logits_of(trainer: Any, inputs: dict[str, Any], temperature: float = 0.8) ->
 
 
 def masked_logps(trainer: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return log-probs [B, C] over the sets, from masked logits."""
+    """Return [B, C] log-probs from logits masked to the recorded `support_ids`."""
     z, support = logits_of(trainer, inputs), support_of(inputs)
     inside = torch.zeros_like(z).scatter_add_(2, support.clamp_min(0), (support >= 0).float()) > 0
     inside |= (support < 0).all(2, keepdim=True)
@@ -102,8 +102,8 @@ def check_first_step(trainer: Any) -> None:
 
 
 def test_a_plain_configuration_replays() -> None:
-    """A plain configuration replays: stock TRL's ratio to the sampler is far from 1, headloss's is
-    1."""
+    """With default settings headloss replays the sampler's kept ids, and its ratio to the sampler
+    is 1, where stock TRL's is below 0.75."""
     trainer = make(GRPOTrainer, beta=0.1, num_iterations=2)
     inputs = generated(trainer)
     scored = scored_of(inputs)
@@ -157,8 +157,8 @@ def test_lora(targets: list[str]) -> None:
 
 
 def test_losses_are_those_of_masked_logits() -> None:
-    """Losses equal those of masked logits, even after weights change with fixed sets, old and
-    reference log-probs."""
+    """Losses equal those of logits masked to the recorded ids, also after weight updates, while
+    recorded ids, old and reference log-probs stay fixed."""
     trainer = make(beta=0.3, num_iterations=2, use_bias_correction_kl=False)
     inputs = generated(trainer)
     with torch.no_grad():
@@ -201,7 +201,8 @@ def test_sampled_log_probs_that_are_missing_are_left_out() -> None:
 
 
 def test_off_is_trl() -> None:
-    """Disabled replay keeps no id sets or sampler log-probs, and losses equal stock TRL's."""
+    """With `sampling_support=False` no kept ids and no sampler log-probs are stored, and losses
+    equal stock TRL's."""
     trainer = make(rl.GRPO, sampling_support=False)
     inputs = generated(trainer)
     assert "support_ids" not in inputs and "sampling_per_token_logps" not in inputs
@@ -281,8 +282,8 @@ def test_none_warns_once_by_name(option: str) -> None:
 
 
 def test_other_numbers_than_those_of_trl_are_announced_once(caplog: Any) -> None:
-    """A trainer that replays by default announces differing numbers once, with the switch;
-    requested replay does not."""
+    """A trainer that replays kept ids by default logs once that its numbers differ from TRL's, and
+    how to switch replay off; an explicit choice logs nothing."""
     for choice, lines in ((None, 1), (True, 0), (False, 0)):
         caplog.clear()
         trainer = make(rl.GRPO, sampling_support=choice)
@@ -388,7 +389,8 @@ def test_a_token_whose_set_is_missing_is_an_error_that_names_the_sequence() -> N
 
 
 def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Id sets of all turns are in place with tools, tool tokens have none, and ratios are 1."""
+    """With tool calls, each generated token has its recorded ids, tool tokens have none, and ratios
+    to the sampler are 1."""
 
     def parse(tokenizer: Any, ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
         message = {"role": "assistant", "content": "x"}
@@ -416,7 +418,7 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     mask, scored, support = inputs["tool_mask"], scored_of(inputs), support_of(inputs)
     tool = (mask == 0) & inputs["completion_mask"].bool()
     turns = (mask.diff(dim=1) == 1).sum(1)
-    assert tool.any() and int(turns.max()) >= 2  # some row calls tools more than once
+    assert tool.any() and int(turns.max()) >= 2  # at least one row calls tools twice
     assert (support[tool] == -1).all()
     hit = (support == inputs["completion_ids"].unsqueeze(2)).any(2)
     assert hit[scored].all()
@@ -433,9 +435,8 @@ def test_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide id sets cost only their
-    ids: 64 x 4096 tokens of 8 ids plus one set of 2,000 stay under 16
-    MB uncut."""
+    """Recorded ids need memory for their number, not for padding: 64 x 4096 tokens with 8 ids each
+    and one token with 2000 ids stay below 16 MB."""
     rows, columns, device = 64, 4096, torch.device("cpu")
     recorder = SupportRecorder()
     counts = torch.full((rows,), 8, dtype=torch.int32)
@@ -473,7 +474,7 @@ def test_wide_sets_cost_their_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def size_of(entries: Any) -> int:
-    """Return the bytes of all memory of the entries."""
+    """Return the bytes of all tensors, counting shared memory once."""
     storages = {t.untyped_storage() for row in entries for t in row}
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 

@@ -1,6 +1,7 @@
 """Two steps of further TRL trainers give equal numbers with and without `install()`.
 
-Losses, metrics and parameters are compared; with SGD parameter changes equal gradients.
+Losses, metrics and parameters after SGD are compared, so that equal parameters mean equal
+gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def afterwards() -> Iterator[None]:
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, run: Callable[[], Run]) -> None:
-    """Compare `run()` without and with `install()`, and check that headloss was called."""
+    """Run a trainer without and with `install()`, compare the results, and check that the second
+    run called headloss."""
     calls, module = [], sys.modules[install.__module__]
     for name in ("head_stats", "head_loss"):
         own = getattr(module, name)
@@ -129,13 +131,15 @@ def test_distillation(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, beta: floa
 def test_async_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Async GRPO's loss on packed rows agrees.
 
-    The trainer needs a vLLM server and GPU attention, so its `compute_loss` runs on a stub.
+    TRL's trainer needs a vLLM server and GPU attention, so its `compute_loss` runs on a stub
+    trainer.
     """
     trainers = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
 
     def run() -> Run:
         model: Any = trl_case.load(trl_case.llama())
-        own = model.base_model.forward  # eager attention ignores tree indices
+        # remove TRL's tree indices, which eager attention does not accept
+        own = model.base_model.forward
         model.base_model.forward = lambda *args, **kwargs: own(
             *args, **{k: v for k, v in kwargs.items() if not k.startswith("tree_")}
         )

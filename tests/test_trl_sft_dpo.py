@@ -78,7 +78,8 @@ def test_sft(options: dict[str, Any]) -> None:
     if "path" in options:
         options = {**options, "path": saved(options["path"])}
     got = same_sft(**options)
-    if "gradient_accumulation_steps" not in options:  # TRL averages this metric over micro-batches
+    # over several micro-batches, TRL averages this metric differently
+    if "gradient_accumulation_steps" not in options:
         assert got[0]["headloss/cross_entropy/top1"] == pytest.approx(
             got[0]["mean_token_accuracy"], abs=1e-6
         )
@@ -122,8 +123,8 @@ def test_a_copy_of_a_trainers_model_runs_its_own_weights() -> None:
 
 
 def test_packed_documents_are_sequences() -> None:
-    """Packed documents are sequences: a sequence mean is equal for rows and for documents in one
-    padded row."""
+    """A mean per sequence is the same, whether documents are rows or are packed into one row, with
+    and without padding."""
 
     class PerSequence(SFTTrainer):
         def objective(self, inputs):

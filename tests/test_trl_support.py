@@ -35,7 +35,7 @@ def make(kind: type = rl.GRPO, rollout_func: Any = None, **options: Any) -> Any:
 
 
 def generated(trainer: Any) -> dict[str, Any]:
-    """Return the inputs from one generation, before any step."""
+    """Return the trainer's inputs after one generation, before any training step."""
     return trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
 
 
@@ -63,7 +63,8 @@ def sampler_logps(trainer: Any, inputs: dict[str, Any], support: Tensor) -> Tens
     left = torch.full_like(z, -torch.inf)
     left.scatter_(2, support.clamp_min(0), z.gather(2, support.clamp_min(0)))
     empty = (support < 0).any(2) & (support != 0).all(2)
-    left[..., 0] = torch.where(empty, -torch.inf, left[..., 0])  # undoes the write at index -1
+    # remove id 0 again, to which clamping has moved the padding id -1
+    left[..., 0] = torch.where(empty, -torch.inf, left[..., 0])
     return left.log_softmax(2).gather(2, inputs["completion_ids"].unsqueeze(2)).squeeze(2)
 
 
@@ -112,7 +113,8 @@ def test_every_pass_has_the_support(kind: type) -> None:
 
 
 def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Return two tokens per prompt: the first with kept ids, the second unfiltered."""
+    """Return a rollout of two tokens per prompt: the first with the sampler's kept ids, the second
+    sampled without a filter."""
     ids = [[10 + i, 20 + i] for i in range(len(prompts))]
     prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
     support = [[[3, first, 50], None] for first, _ in ids]
@@ -151,7 +153,7 @@ def test_what_was_kept_may_be_an_array() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        torch.tensor([[3, 5], [7, 2]]),  # [tokens, K] of a completion
+        torch.tensor([[3, 5], [7, 2]]),  # one [tokens, K] tensor per completion is expected
         [[3, 5], [7]],
         [[[3.5]], [[7]]],
         [torch.tensor([[3.5]]), None],

@@ -21,7 +21,8 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def colocated(monkeypatch: pytest.MonkeyPatch, engine: Any = None, **options: Any) -> Any:
-    """Return (trainer, list of built engines)."""
+    """Return a GRPO trainer with a colocated stand-in for vLLM, and the list of vLLM engines that
+    it has built."""
     built = vllm_engine.install(monkeypatch, load(llama()), **(engine or {}))
     return make(rl.GRPO, use_vllm=True, **options), built
 
@@ -53,7 +54,8 @@ def test_sets_come_from_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ratios_are_one_on_the_first_step(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """Ratios to vLLM are 1 on the first step, by TRL's and by headloss's measure."""
+    """On the first step, the ratio between policy and vLLM's log-probs is 1, in TRL's metric and in
+    headloss's."""
     trainer, _ = colocated(monkeypatch, **options)
     trainer.train()
     log = next(row for row in trainer.state.log_history if "loss" in row)
@@ -66,7 +68,8 @@ def test_ratios_are_one_on_the_first_step(
 
 
 def test_off_is_trl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disabled replay builds the engine as in stock TRL, and the log shows the ratio mismatch."""
+    """With `sampling_support=False` vLLM is built as in stock TRL, and the logged ratio to the
+    sampler is not 1."""
     trainer, (engine,) = colocated(
         monkeypatch, sampling_support=False, vllm_importance_sampling_mode="token_truncate"
     )
@@ -110,7 +113,7 @@ ON = ("repetition_penalty", "presence_penalty")
 @pytest.mark.parametrize("option", [*OBSTACLES, "use_vllm"])
 def test_true_refuses_by_name(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     monkeypatch.setattr("headloss.integrations.trl.replay._version", lambda: "0.27.1")
-    if option == "vllm_mode":  # TRL would search for the server
+    if option == "vllm_mode":  # replace TRL's client, which would look for a vLLM server
         monkeypatch.setattr(vllm_engine.grpo_trainer, "VLLMGeneration", lambda **options: None)
         more = {"vllm_importance_sampling_correction": False}
     else:

@@ -1,6 +1,6 @@
 """All trainers under DeepSpeed's ZeRO-3 agree with DDP step by step, in two processes.
 
-The tests use CPUs and gloo. DeepSpeed is an optional extra that installs without a toolchain:
+The tests run on CPUs, with gloo. DeepSpeed is an optional extra that installs without a toolchain:
 DS_BUILD_OPS=0 pip install --no-build-isolation '.[zero3]'
 """
 
@@ -52,7 +52,8 @@ def test_as_under_ddp(cases: list[str], tmp_path: Path) -> None:
 
 
 def test_a_head_that_is_read_outside() -> None:
-    """A ZeRO-3 head read outside has no shape, and the error explains how to read it."""
+    """A head whose weight ZeRO-3 has partitioned has no shape, and the error says how to gather
+    it."""
     layer = torch.nn.Linear(4, 6, bias=False)
     layer.weight = torch.nn.Parameter(torch.empty(0))
     layer.weight.ds_id = 0  # type: ignore[attr-defined]

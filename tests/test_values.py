@@ -24,8 +24,8 @@ def normal(*shape: int) -> Tensor:
 
 
 def layouts(**fields: Tensor) -> list[tuple[hl.Batch, Callable[[Tensor], Tensor]]]:
-    """Return the batch in rows (NaN at unscored positions) and packed, each with a layout function
-    for values."""
+    """Return the batch in padded rows (NaN at unscored positions) and packed, each with a function
+    that brings values into its layout."""
     poisoned = {
         n: t.masked_fill(~MASK, math.nan) if t.shape == MASK.shape and t.is_floating_point() else t
         for n, t in fields.items()
@@ -173,7 +173,8 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
     term = hl.dppo(delta_low=1.0, delta_high=1.0, surrogate="ratio", ratio_max=None)
     term = hl.kl_shaped(term, beta=0.5, estimator="k3", **flags)
     got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
-    if not through:  # the loop treats advantages and r as constants
+    # only compared without `through`: the loop gives shaped advantages and ratios no gradient
+    if not through:
         assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
     clipped = hl.kl_shaped(
         hl.grpo(epsilon_low=0.999, epsilon_high=1e6).over("token_mean"),
@@ -207,8 +208,8 @@ def test_a_term_without_advantages_cannot_be_shaped(name: str) -> None:
 
 
 def test_kl_shaped_lets_a_term_read_as_ever() -> None:
-    """A term under `kl_shaped` reads fields by name, optional fields, and advantages by `get` as
-    usual."""
+    """A term inside `kl_shaped` still reads fields as attributes, optional fields with a default,
+    and advantages by `batch.get`."""
 
     @hl.term
     def scaled(stats, batch):
@@ -225,7 +226,8 @@ def test_kl_shaped_lets_a_term_read_as_ever() -> None:
 
 
 def test_staleness_weights() -> None:
-    """Staleness weights are a field, with an unchanged denominator."""
+    """Weights by the age of a sample are passed as a batch field, and do not change the denominator
+    of the mean."""
     case = make()
     age = torch.tensor([0, 1, 2, 0, 3, 1])
     weights = 0.9**age.double()

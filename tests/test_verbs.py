@@ -249,7 +249,7 @@ def test_head_stats_in_any_shape_with_a_temperature_per_token():
 
 @pytest.mark.parametrize("name", ["logp", "lse", "entropy"])
 def test_each_statistic_alone(name):
-    """A loss of one statistic gives no gradient to the other two."""
+    """A loss of one of log-prob, log-sum-exp and entropy has the gradient of autograd."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
     found = hl.head_stats(hidden, hl.Head(weight), batch.targets)
@@ -263,8 +263,8 @@ def test_each_statistic_alone(name):
 
 @pytest.mark.parametrize("trained", ["hidden", "weight", "bias"])
 def test_head_stats_of_one_trained_part(trained):
-    """`head_stats` with one trained part gives only its gradient, equal to that of full
-    training."""
+    """If only hidden states, weight or bias requires a gradient, `head_stats` gives the gradient
+    that it gives when all do."""
     hidden, weight, batch = problem()
     parts = {"hidden": hidden, "weight": weight, "bias": torch.randn(V, dtype=torch.float64)}
     u = torch.randn(T, dtype=torch.float64)
@@ -321,7 +321,7 @@ def test_head_topk(dtype, k):
     torch.testing.assert_close(
         found.logps.view(24, k), want.values.to(found.logps.dtype), rtol=1e-5, atol=1e-5
     )
-    # Ids may differ only for equal values, so reported log-probs are checked by id.
+    # Equal logits may be ranked differently, so check each reported log-prob by its id.
     own = head.logits(hidden).log_softmax(-1).gather(1, found.ids.view(24, k))
     torch.testing.assert_close(own, want.values, rtol=1e-5, atol=1e-5)
     assert all(len(set(row)) == k for row in found.ids.view(24, k).tolist())
@@ -337,7 +337,8 @@ def test_head_topk_in_tiles(chunk):
 
 
 def test_head_topk_ranks_the_transformed_logits():
-    """`head_topk` ranks transformed logits; a negative scale reverses the order."""
+    """`head_topk` ranks logits after scale and temperature, so that a negative scale reverses the
+    order."""
     hidden, weight, _ = trained_looking(9, H, V, torch.float64)
     temperature = torch.linspace(0.5, 2, 9, dtype=torch.float64)
     head = hl.Head(weight, logit_scale=-1.0, temperature=temperature, vocab_size=30)
@@ -359,7 +360,8 @@ def test_head_topk_with_an_adapter_has_no_gradient():
 
 
 def test_head_topk_feeds_distillation():
-    """`head_topk` feeds distillation: a model's divergence from its own top k is 0."""
+    """The results of `head_topk` can be stored as a teacher: the divergence of a model from its own
+    top k is 0."""
     hidden, weight, batch = problem()
     top = hl.head_topk(hidden, hl.Head(weight), 5)
     data = hl.Batch(batch.targets, teacher_topk_ids=top.ids, teacher_topk_logps=top.logps)
@@ -529,8 +531,8 @@ def test_main_grad(schedule, upstream, dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute"])
 def test_main_grad_is_written_when_it_should_be(schedule):
-    """`main_grad` is written in the backward pass, or in the forward pass of one pass with declared
-    upstream."""
+    """`main_grad` is filled in the backward pass, or already in the forward pass if `one_pass`
+    knows the upstream gradient."""
     hidden, weight, batch = problem(torch.float32)
     hidden.requires_grad_(), weight.requires_grad_()
     for upstream in (None, 1.0, 2.0):
@@ -574,7 +576,8 @@ def test_micro_batches_add_up_in_main_grad():
 
 @pytest.mark.parametrize("static", [False, True])
 def test_one_temperature_for_all_tokens_may_be_a_tensor(static):
-    """A tensor temperature for all tokens equals a number in every function, even compiled."""
+    """A temperature passed as a 0-dim tensor gives the results of the same number in every public
+    function, also compiled."""
     hidden, weight, batch = problem()
     hidden, weight, targets = hidden.detach(), weight.detach(), batch.targets
     number, tensor = 0.75, torch.tensor(0.75)

@@ -13,7 +13,7 @@ CHOSEN = torch.tensor([[V - 3, 5], [V - 1, (1 << 24) + 1], [0, V - 1]])  # in ad
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     hidden, weight = torch.randn(3, H), 0.1 * torch.randn(V, H)
-    weight[CHOSEN[:, 1]] += 2 * hidden.sign()  # the likeliest columns are last
+    weight[CHOSEN[:, 1]] += 2 * hidden.sign()  # make the last vocabulary columns the likeliest
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
@@ -31,7 +31,8 @@ def test_targets_and_candidates_at_the_end() -> None:
     want = torch.autograd.grad(-(logp.sum() + 0.5 * candidates.sum()), (hidden, weight))
     for mine, exact in zip(got, want, strict=True):
         assert (mine - exact).norm() <= 1e-5 * exact.norm()
-    last = torch.cat([TARGETS, CHOSEN[:, 1]])  # rows at exact, unrounded ids
+    # gradient rows at ids near the end, which a float32 id could not represent
+    last = torch.cat([TARGETS, CHOSEN[:, 1]])
     assert torch.allclose(got[1][last], want[1][last], atol=1e-6)
 
 

@@ -354,8 +354,8 @@ def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["frozen", "one_pass"])
 def test_candidates_of_a_frozen_head_may_not_change_in_between(schedule: str) -> None:
-    """Candidates of a frozen head may not change before the backward pass, which adds their part of
-    dX."""
+    """Changing `candidate_ids` between forward and backward raises for a frozen head, whose
+    backward pass reads them."""
     chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
     ids, frozen = torch.arange(T)[:, None] + 1, hl.Head(head().weight.detach())
     options = hl.Options(schedule=schedule)
@@ -376,7 +376,8 @@ def test_integers_of_numpy_are_integers():
 
 @pytest.mark.parametrize("name", ["teacher_topk", "candidate"])
 def test_logits_in_the_place_of_probabilities(name: str) -> None:
-    """Sums above 1.01 at a scored position; poison in empty slots and unscored places is fine."""
+    """Teacher or candidate probabilities that sum to more than 1.01 at a scored token raise; unused
+    entries and unscored positions may hold anything."""
     fields = {"teacher_topk": "teacher_topk_logps", "candidate": "candidate_probs"}
     field, term = fields[name], hl.distillation() if name == "teacher_topk" else CE
     ids = torch.tensor([0, 1, -1]).expand(T, 3)
