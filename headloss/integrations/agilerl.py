@@ -1,7 +1,7 @@
 """AgileRL's log-probs of language models by headloss, for GRPO, GSPO, CISPO, PPO and REINFORCE.
 
-    install()       with `use_liger_loss=False`; the losses stay AgileRL's
-    uninstall()     restores AgileRL's functions
+`install()` replaces AgileRL's functions where `use_liger_loss=False` is set, while AgileRL still
+computes the losses. `uninstall()` restores AgileRL's functions.
 
 LoRA on `lm_head` is part of the log-probs, and is trained. B rows of T positions, H hidden width, V
 vocabulary.
@@ -48,8 +48,8 @@ class LogProbs:
 
     @staticmethod
     def apply(
-        hidden: Tensor,  # [B, T, H]
-        head_w: Tensor,  # Shape [V, H], whole or sharded by FSDP2.
+        hidden: Tensor,  # Hidden states [B, T, H].
+        head_w: Tensor,  # The weight [V, H], either whole or sharded by FSDP2.
         head_b: Tensor | None,
         target_ids: Tensor,  # [B, T]
         temperature: float,
@@ -69,7 +69,7 @@ def log_probs(
     lora: tuple[Lora, ...] = (),
 ) -> Tensor:
     weight, bias = gathered(head_w), gathered(head_b)
-    # AgileRL also multiplies in the wider dtype of hidden and weight.
+    # If hidden states and weight differ in dtype, AgileRL multiplies them in the wider dtype.
     if weight.dtype != hidden.dtype:
         wide = torch.promote_types(weight.dtype, hidden.dtype)
         hidden, weight = hidden.to(wide), weight.to(wide)

@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 
 def gather_logprobs_entropy(
-    hidden: Tensor,  # [N, H]
-    weight: Tensor,  # Shape [V, H], the weight inside the head's forward.
-    labels: Tensor,  # [N], shifted
+    hidden: Tensor,  # The hidden states [N, H].
+    weight: Tensor,  # The weight [V, H], as seen inside the head's forward.
+    labels: Tensor,  # The labels [N], already shifted.
     temperature: float = 1.0,
     tp_group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies, [N] float32, like AReaL's `gather_logprobs_entropy(logits,
-    ...)`."""
+    """Return log-probs and entropies, [N] float32, as AReaL's `gather_logprobs_entropy` does."""
     refuse("AReaL's own", tensor_parallel=tp_group is not None and tp_group.size() > 1)
     head = Head(weight, temperature=temperature)
     stats = head_stats(hidden, head, labels, gradients=("logp", "entropy"))
@@ -34,8 +33,8 @@ def gather_logprobs_entropy(
 
 
 def check() -> str:
-    """Return a description of the check that passed. RuntimeError if AReaL's function accepts other
-    arguments."""
+    """Return "the signature of gather_logprobs_entropy", AReaL's function; RuntimeError if the
+    function accepts other arguments than headloss's replacement."""
     name = "gather_logprobs_entropy"
     theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
     require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")

@@ -40,8 +40,8 @@ class Shards:
 
     @classmethod
     def of(cls, batch: Batch, group: Any) -> Shards:
-        """Return a micro-batch's tensors to shard; ValueError for `support_ids`, which have no
-        column."""
+        """Return the tensors of a micro-batch that are sharded; ValueError for `support_ids`, since
+        a list of allowed ids cannot be sharded by sequence position."""
         if batch.support is not None:
             raise ValueError(
                 "support_ids: got them under context parallelism, want [B, L, K] ids that the call "

@@ -67,9 +67,9 @@ def as_documents(
 ) -> Segments:
     """Return the documents of tokens [B, L]: each begins where positions stop increasing by 1.
 
-    The positions are [B, L], [1, L], or the first of M-RoPE's four position tensors [4, B, L].
-    Padding begins no document; `attended` is a padding mask [B, L] (0 at padding), and `targets`
-    and `tokens` [B, L] show padding at a row's end.
+    The positions are [B, L], [1, L], or the first of M-RoPE's four position tensors [4, B, L]. No
+    document begins in padding: neither at a 0 of the mask `attended` [B, L], nor in the run of
+    equal tokens without a target that ends a row of `targets` and `tokens`, both [B, L].
     """
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
 
@@ -93,7 +93,7 @@ def starts_of(positions: Tensor, shape: torch.Size, attended: Any = None) -> Ten
     if isinstance(attended, Tensor) and attended.shape == shape:
         real = attended.to(starts.device) != 0
         places = torch.arange(shape[1], device=starts.device).where(real, -1)
-        # Column of the latest token that is not padding, up to each column; -1: no such token.
+        # The column of the latest non-padding token at or before each column; -1 if none exists.
         last = places.cummax(1).values[:, :-1]
         goes_on = positions[:, 1:] - positions.gather(1, last.clamp_min(0)) == 1
         starts = real[:, 1:] & (last >= 0) & ~goes_on
@@ -123,7 +123,8 @@ def _numbered(starts: Tensor, targets: Tensor | None, tokens: Any) -> Segments:
     end."""
     starts, column = starts.clone(), torch.arange(starts.shape[1], device=starts.device)
     if targets is not None:
-        data = ~starts  # True at tokens that rule out padding.
+        # True at positions that cannot be padding: a target, or a token unlike its predecessor.
+        data = ~starts
         if isinstance(tokens, Tensor) and tokens.shape == starts.shape:
             differs = tokens.diff(dim=1).to(starts.device) != 0
             data = data & nn.functional.pad(differs, (1, 0))

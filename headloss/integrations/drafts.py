@@ -1,4 +1,4 @@
-"""Per-row losses of draft models from hidden states, with heads that return their inputs.
+"""Losses of draft models per row, computed from hidden states that the heads return as "logits".
 
 n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
 """
@@ -75,16 +75,15 @@ class DraftHeads:
         return states[..., : self.width], replace(draft, beside=(features,))
 
     def likeliest(self, states: Tensor) -> HeadTopk:
-        """Return the verifier's likeliest token for each of the verifier's states [.., H]."""
+        """Return the verifier's likeliest token for the verifier's hidden states [.., H]."""
         return head_topk(states, self.heads(states.dtype)[1], 1)
 
     @contextmanager
     def returning_states(self) -> Iterator[None]:
         """Make the heads return their inputs inside the context.
 
-        The draft's head returns [h | 0] and a Markov head [0 | u], both [.., H + r]; the sum of
-        both outputs is [h | u]. The verifier's head returns [.., H], or [h | 0] if draft and
-        verifier share one head.
+        The draft's head returns its input h as [h | 0], and a Markov head its input u as [0 | u],
+        both [.., H + r]; the sum of verifier share one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -96,14 +95,14 @@ class DraftHeads:
     def losses(
         self,
         states: Tensor,  # The draft's states [.., H + r].
-        targets: Tensor,  # Shape [..], -100 in rows that neither a loss nor a metric reads.
-        slopes: dict[str, Tensor],  # Weight [..] of each row, by names of `VALUES`.
+        targets: Tensor,  # Shape [..]; -100 in rows that no loss and no metric reads.
+        slopes: dict[str, Tensor],  # The weight [..] of each row's loss, by the name of the loss.
         # States [.., H]; with `teacher_index` in `fields`, a table of rows.
         verifier: Tensor | None = None,
         acceptance: bool = False,
         **fields: Any,
     ) -> Output:
-        """Return the sum over rows t and losses k of slope_kt times loss_kt.
+        """Return the sum over rows and losses of weight times loss, `slopes` being the weights.
 
         The output's `per_token` has "ce/value" (and likewise for each loss), "top1", and with
         `acceptance` the first loss's acceptance, for example "ce/acceptance".
@@ -125,7 +124,7 @@ class DraftHeads:
 
 @functools.cache
 def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
-    """Return a head's replacement forward: its input padded with zeros, in the product's dtype.
+    """Return a forward that pads its input with zeros, in the dtype that a head would multiply in.
 
     The forward is cached for each pair `before`, `after`, so that torch.compile does not recompile.
     """
@@ -154,8 +153,9 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
 class Parts(torch.autograd.Function):
     """Values whose sum with weights `shares` equals `total`, and passes its gradient to `total`.
 
-    A framework that computes the weighted sum itself needs no second pass over the head.
-    RuntimeError in the backward pass if the framework's weights are not multiples of `shares`.
+    A framework adds up the values itself, and gets the gradient of `total` without a second pass
+    over the head. The backward pass raises RuntimeError if the framework's weights of the values
+    are not proportional to `shares`.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""Followed logits: a tensor without storage that knows its head, hidden states and formula.
+"""Tensors in place of logits (*followed logits*) that store their formula instead of the values.
 
-B rows, L positions, H hidden width, V vocabulary. The head's module returns `Followed` [.., V] in
-place of logits. Row selection, a cast, a factor, one tanh and a constant bias return new followed
-logits. An operation not named here runs on real logits, computed by the head's own forward.
-`Recipe.hidden` and `Recipe.head_of` are the arguments of `head_loss` for followed logits.
+B rows, L positions, H hidden width, V vocabulary. A head's module returns `Followed` [.., V], which
+knows the head and its hidden states. Row selection, casts, factors, one tanh and a constant bias of
+`Followed` logits return `Followed` logits; any further operation first computes the values.
+`Recipe.hidden` and `Recipe.head_of` give `head_loss` its arguments for `Followed` logits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STALE = (
 
 
 class Steps:
-    """Number of optimizer steps so far; fused optimizers leave tensor versions unchanged."""
+    """Number of optimizer steps so far, as fused optimizers leave a weight's `_version` as is."""
 
     count = 0
 
@@ -55,11 +55,11 @@ class HeadCall:
     """One call of the model's head with hidden states [.., H].
 
     Args:
-        seam: the `FollowedHead` whose module was called.
+        seam: the `FollowedHead` that replaces the forward of the called module.
 
     Attributes:
-        closed: as in `FollowedHead`, for this call.
-        written: whether an in-place operation changed real logits, so that their aliases are void.
+        closed: reason why this call's logits can no longer be computed; "" if they can be.
+        written: whether an in-place operation changed computed logits, so that views are invalid.
     """
 
     def __init__(self, seam: Any, hidden: Tensor) -> None:
@@ -95,7 +95,7 @@ class HeadCall:
             self.closed = self.closed or "dropout of the head's adapter has been drawn"
 
     def raw(self) -> Tensor:
-        """Return real logits, computed by the module's own forward."""
+        """Return the values of the logits, computed by the head module's own forward."""
         stepped = "optimizer.step() has run" if self.steps != Steps.count else ""
         if why := self.closed or self.seam.closed or stepped:
             raise RuntimeError(STALE.format(why))
@@ -115,12 +115,12 @@ class HeadCall:
 
 @dataclass(eq=False)
 class Recipe:
-    """The formula of logits: scale * raw or factor * tanh(scale * raw), raw = head(hidden) + bias.
+    """Formula of logits: with raw = head(hidden) + bias, scale raw, or factor tanh(scale raw).
 
     Attributes:
         hidden: hidden states [.., H] of the logits' rows.
-        parent, step: real logits are `step` of the parent's real logits.
-        real: the real logits, once made.
+        parent, step: the logits are `step(logits of parent)`; without parent, the head's output.
+        real: the values of the logits, after their first computation.
     """
 
     call: HeadCall
@@ -145,7 +145,7 @@ class Recipe:
         return self.real
 
     def head_of(self, head: Head) -> Head:
-        """Return `head` with the bias, scale and soft cap of the followed logits."""
+        """Return `head` with the bias, scale and soft cap of the formula, for `head_loss`."""
         if self.scale == 1 and self.factor is None and self.bias is None:
             return head
         bias, scale = head.bias, self.scale * (self.factor or 1)
@@ -163,7 +163,7 @@ class Followed(Tensor):
 
     @property
     def node(self) -> Any:
-        """The autograd node of followed logits, below DeepSpeed's hooks, which detach copies."""
+        """The autograd node of this tensor, below DeepSpeed's hooks, which detach copies."""
         node: Any = self.grad_fn
         while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
             node = node.next_functions[0][0]
@@ -180,9 +180,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Return the tensors of `act(hidden, head)` for followed logits, with a gradient. `act`
-        runs under the autocast of the head's call, with gathered weights in forward and
-        backward."""
+        """Return the tensors `act(hidden, head)` of this tensor's hidden states and head, with a
+        gradient. `act` runs under the autocast of the head's call; the head's weights are gathered
+        in forward and backward."""
         recipe, call = self.recipe, self.recipe.call
         seam, exact = call.seam, list[Tensor]()
 
@@ -198,7 +198,7 @@ class Followed(Tensor):
             torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()),
             torch.autocast(**call.autocast),
         ):
-            if seam.unit:  # The logits have FSDP2's hook that gathers weights.
+            if seam.unit:  # The output gets FSDP2's backward hook, which gathers the weights.
                 return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
             if not seam.external:
                 return of_hidden(recipe.hidden)
@@ -233,7 +233,7 @@ class Followed(Tensor):
 
 
 def is_followed(logits: object) -> TypeGuard[Followed]:
-    """Return whether a recipe gives value and gradient of the logits."""
+    """Return whether `logits` are `Followed`, and their stored formula gives value and gradient."""
     if not isinstance(logits, Followed):
         return False
     call = logits.recipe.call
@@ -242,13 +242,13 @@ def is_followed(logits: object) -> TypeGuard[Followed]:
 
 
 def real(value: Any) -> Any:
-    """Return real logits for followed logits; return any other value unchanged."""
+    """Return the values of `Followed` logits as a plain tensor; other arguments unchanged."""
     return value.make() if isinstance(value, Followed) else value
 
 
 class _Node(torch.autograd.Function):
-    """Autograd node of followed logits, with hidden states and head as inputs. The node's backward
-    serves autograd functions, which see followed logits as a plain tensor."""
+    """Autograd node of a `Followed` tensor, whose inputs are hidden states and head parameters. The
+    `backward` serves autograd functions that use the `Followed` tensor like a usual tensor."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
@@ -267,7 +267,7 @@ class _Node(torch.autograd.Function):
         if gradients[0] is None:
             return (None,) * len(needed)
         tensors = ctx.recipe.call.tensors(ctx.recipe.call.head)
-        before = len(needed) - len(tensors)  # Number of inputs that precede the head's tensors.
+        before = len(needed) - len(tensors)  # The inputs before the head's parameters.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
@@ -277,7 +277,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Bridge(torch.autograd.Function):
-    """Real logits that pass their gradient to followed logits returned by an autograd function."""
+    """Values of the `Followed` logits that an autograd function returned, with their gradient."""
 
     @staticmethod
     def forward(ctx: Any, passed: Followed, logits: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
 
 
 def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
-    """Return followed logits after a cast or a copy."""
+    """Return `Followed` logits after a cast or a copy; None if the result is a plain tensor."""
     like = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **options)
     if not isinstance(like, Tensor) or not like.is_floating_point() or like.device != x.device:
         return None

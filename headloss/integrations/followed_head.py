@@ -21,22 +21,23 @@ eager: Any = torch.compiler.disable  # typed
 
 
 class FollowedHead:
-    """Context in which a model's head returns followed logits, a tensor subclass without storage.
+    """Context in which a model's head returns `Followed`, a tensor that stores the logits' formula.
 
     Args:
         model: a model with output embeddings.
 
     Attributes:
-        module: the output embeddings.
+        module: the module of the model's output embeddings.
         external: whether ZeRO-3 gathers the module's weights only around the module's forward.
         unit: whether FSDP2 shards the module as a unit, alone or in a group.
-        hidden: [.., H], hidden states of the head's last call; None before.
-        closed: reason why real logits can no longer be made; "" if possible.
+        hidden: [.., H], hidden states of the module's last call; None before the first call.
+        closed: reason why the logits' values can no longer be computed; "" if they can be.
     """
 
     hidden: Tensor | None = None
     closed = ""
-    # Replaces `torch.nn.functional.cross_entropy` of the logits; None uses real logits.
+    # Called in place of `torch.nn.functional.cross_entropy` if the input is `Followed` logits;
+    # None: `torch.nn.functional.cross_entropy` runs on the logits' values.
     cross_entropy: Callable[..., Any] | None = None
 
     def __init__(self, model: Any) -> None:

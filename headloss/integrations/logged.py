@@ -16,7 +16,7 @@ from torch import Tensor
 from ..statistics.metrics import Max, Mean, Measurement, Metrics, Min, Sum
 
 PROBE = "probe"  # A term of value 0 that an adapter added; left out of the log.
-# Names and types of the measurements, in the order of the vector on the device.
+# The name and type of each logged value, in the order in which device vectors store the values.
 Kinds = tuple[tuple[str, type[Measurement]], ...]
 
 
@@ -45,11 +45,11 @@ class Logged:
         """Add the terms and metrics of one call, without reading from the device.
 
         Args:
-            terms: [] each; a metric with the name of a term is left out.
+            terms: each a [] tensor; a metric with the name of a term is left out.
             metrics: metrics of the call; empty if nothing was measured.
             parts: number of micro-batches in a step.
-            ranks: number of ranks whose shares of a term add up to its value; None: `take` supplies
-                it.
+            ranks: number of ranks whose values of a term add up to the term's value; None: given to
+                `take` instead.
         """
         values = {name: Sum(v.detach()) for name, v in terms.items() if name != PROBE}
         measured = {**metrics, **values}
@@ -69,8 +69,8 @@ class Logged:
     ) -> dict[str, float]:
         """Return the finite values by name, in one read of the device, and reset all sums.
 
-        All `processes` of the default group must call `take`. `steps` and `ranks`, if given,
-        replace the numbers from the calls of `add`.
+        `take` must be called in all `processes` of the default group. Its arguments `steps` and
+        `ranks`, if not None, replace the numbers counted by `add`.
         """
         metrics = Metrics()
         for kinds, packed in self._packed.items():
@@ -104,7 +104,7 @@ def in_log(args: Any, state: Any) -> bool:
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
-    """Yield the values of minima (negated) and maxima if `ends` is set, else of sums and means."""
+    """Yield the numbers of minima (negated) and maxima with `ends`; without, of sums and means."""
     for m in measured.values():
         if isinstance(m, Max | Min) is ends:
             yield from (x if m.sign > 0 else -x for x in vars(m).values())
@@ -115,7 +115,7 @@ def _vector(numbers: list[Tensor]) -> Tensor:
 
 
 def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:
-    """Return the measurements whose values are stored in the two device vectors."""
+    """Return the measurements from a vector of sums and means and a vector of minima and maxima."""
     vectors, metrics = (iter(sums.unbind()), iter(extremes.unbind())), Metrics()
     for name, kind in kinds:
         numbers = vectors[issubclass(kind, Max | Min)]

@@ -1,11 +1,11 @@
 """Megatron-Core's `GPTModel` with headloss in place of its output layer and cross-entropy.
 
-    losses = TokenLosses()    # once; then, in each forward step of the last stage:
+    losses = TokenLosses()    # once. In each forward step of the last stage, a loss per token:
     model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=losses)
-                              # [b, s], like Megatron's own: keep the loss function
+                              # returns [b, s] like Megatron, for the usual loss function.
     policy = HeadLoss(hl.gspo())
     model(..., output_processor=policy, output_processor_context={"advantages": ..., ...})
-                              # headloss's Output, with .loss; one pass
+                              # Or an objective in one pass: returns headloss's Output, with .loss
 
 b sequences of s positions (this rank's, under context parallelism), H hidden width, V vocabulary.
 Megatron's hidden states are [s, b, H], or [s / tp, b, H] under sequence parallelism; its labels and
@@ -74,9 +74,9 @@ class Processor:
         *,
         hidden_states: Tensor,  # Shape [s, b, H] or [s / tp, b, H].
         output_layer: Any,
-        output_weight: Tensor | None = None,  # Weight of tied embeddings.
-        labels: Tensor | None = None,  # [b, s], shifted
-        loss_mask: Tensor | None = None,  # [b, s]
+        output_weight: Tensor | None = None,  # The shared weight of tied embeddings.
+        labels: Tensor | None = None,  # The labels [b, s], already shifted.
+        loss_mask: Tensor | None = None,  # The loss mask [b, s].
         packed_seq_params: Any = None,
         inference_context: Any = None,
         context: Mapping[str, Any] | None = None,

@@ -77,19 +77,20 @@ def check_layer(
     tied: Tensor | None = None,
     handed_on: bool = False,
 ) -> None:
-    """Check that `head_of` can read the layer.
+    """Check that `head_of` can read an output layer.
 
     A layer of a class other than Megatron's is called once without labels, on one row of each rank.
     The called layer's logits are compared with the product of hidden states and weight.
 
     Args:
         hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
-        tied: as in `head_of`.
+        tied: [V, H], the embeddings' weight that replaces the layer's weight; or None.
         handed_on: whether the layer has already been called, so that its forward pre-hooks have
             run.
 
     Raises:
-        TypeError: the layer's logits differ from the product, or its adapter is unknown.
+        TypeError: the layer's logits differ from hidden states times weight, or the layer's adapter
+            is unknown.
         ValueError: an unsupported setting is on; the message names the setting.
     """
     linear = linear_of(layer)
@@ -129,7 +130,7 @@ LARGEST = 100.0  # Scale of the test logits, large enough to reveal any common s
 
 
 def _is_known(linear: Any) -> bool:
-    """Return whether the layer's forward is Megatron's, or another forward that `head_of` knows."""
+    """Return whether an output layer's forward is Megatron's, or a forward known to `head_of`."""
     plain = import_module("megatron.core.tensor_parallel").ColumnParallelLinear
     replaced = vars(linear).get("forward")
     if replaced is not None and not hasattr(replaced, HANDS_ON):
@@ -237,9 +238,9 @@ def _lora(adapter: Any, group: Any) -> Lora:
     """Return the adapter, with its A gathered from the tensor-parallel ranks.
 
     Each rank gets the whole gradient of LoRA's A from `head_loss`, and keeps its rows of the
-    gradient. Gathering through the wrapper's `weight` would lose the gradient.
+    gradient. A gather through the adapter wrapper's `weight` attribute would lose the gradient.
     """
-    a = adapter.linear_in.weight  # Shape [r / tp, H].
+    a = adapter.linear_in.weight  # LoRA's A, a shard [r / tp, H].
     if group.size() > 1:
         gather = import_module("megatron.core.tensor_parallel").gather_from_sequence_parallel_region
         a = gather(a, tensor_parallel_output_grad=False, group=group)

@@ -36,7 +36,7 @@ MODULE = "megatron.core.models.common.language_module.language_module:LanguageMo
 
 
 def check() -> str:
-    """Return a description of the checks that passed.
+    """Return a description of the checked functions of Megatron.
 
     RuntimeError if Megatron's output layer or loss accepts other arguments.
     """
@@ -56,7 +56,7 @@ def hand_on(model: Any, options: Options | None = None) -> Door | None:
     Args:
         model: Megatron's model, also inside wrappers (`module`) and vision models
             (`language_model`).
-        options: memory and schedule; the door sets `sequence_parallel` and `main_grad`.
+        options: memory and schedule; `hand_on` sets `sequence_parallel` and `main_grad` itself.
 
     Returns:
         the model's `Door`; None if the model has no output layer, as on all stages but the last.
@@ -78,8 +78,8 @@ LATEST: ContextVar[Door | None] = ContextVar("latest", default=None)
 
 
 def latest() -> Door:
-    """Return the `Door` (replaced output layer) whose layer was called last. RuntimeError if no
-    layer was called."""
+    """Return the `Door` (replacement of an output layer) that was called last; RuntimeError if no
+    `Door` has been called."""
     if (door := LATEST.get()) is None:
         raise misfit(PACKAGE, "output_layer: was not called, so that it handed on no hidden states")
     return door
@@ -89,9 +89,8 @@ class Door:
     """An output layer that returns hidden states, with the head (weight, bias, scale) to apply to
     them.
 
-    Three kinds of calls still run Megatron's forward of the layer: calls that gather logits
-    (inference), calls with labels, and calls with a detached weight (multi-token prediction in
-    forks).
+    In three cases a call computes logits by Megatron's code: if it gathers logits (inference), if
+    it has labels, and if it has a detached weight (multi-token prediction in forks).
 
     Attributes:
         options: options of `head_stats`.
@@ -161,7 +160,7 @@ class Door:
             statistics and divergences [b, s]; log-probs of candidates [b, s, K].
 
         Raises:
-            ValueError: `hidden` is not a tensor that the layer returned.
+            ValueError: `hidden` differs in shape from the output layer's last hidden states.
         """
         want = None if self._shape is None else (self._shape[1], self._shape[0], self._shape[2])
         if tuple(hidden.shape) != want and not (gathered and want and hidden.shape[2] == want[2]):

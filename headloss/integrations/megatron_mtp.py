@@ -1,16 +1,17 @@
 """Megatron-Core's multi-token prediction (MTP) without the logits of MTP's depths.
 
-    install()       in each process; loss, scale and Megatron's log stay equal
-    uninstall()     restores Megatron-Core's functions
+Call `install()` in each process; the loss, its scale and Megatron's log stay unchanged.
+`uninstall()` restores Megatron-Core's functions.
 
-    scale / D * sum_k 1 / n_k * sum_t m_kt CE(head(hidden_k)_t, label_kt)
+    scale / D * sum_k 1 / n_k * sum_t m_kt CE(head(hidden_k)_t, label_kt),
+    for D depths k, tokens t, loss mask m_kt and n_k = sum_t m_kt
 
-D depths; depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted
-like the labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the
-sum of the unshifted mask). One `head_loss` call with a weight per row computes all depths' losses.
-Megatron's `MTPLossAutoScaler` adds the MTP loss's gradient; no other loss includes its value. The
-processor `HeadLoss` computes the model's main prediction in the same call if its terms are means of
-tokens.
+Depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted like the
+labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the sum of the
+unshifted mask). One `head_loss` call with a weight per row computes all depths' losses. Megatron's
+`MTPLossAutoScaler` adds the MTP loss's gradient; no other loss includes its value. The processor
+`HeadLoss` computes the main prediction and the MTP losses in one call if the objective's terms are
+means over tokens.
 
 b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or [(1 + D) s / tp,
 b, H] under sequence parallelism; the rows of the main prediction come first.
@@ -76,8 +77,8 @@ INSTALLED: list[Seams] = []
 def _seams(options: Options) -> Seams:
     def process(
         hidden_states: Tensor,
-        labels: Tensor | None,  # Shape [b, s], shifted.
-        loss_mask: Tensor | None,  # [b, s]
+        labels: Tensor | None,  # The labels [b, s], already shifted.
+        loss_mask: Tensor | None,  # The loss mask [b, s].
         output_layer: Any,
         output_weight: Tensor | None,
         runtime_gather_output: bool | None,
@@ -200,8 +201,8 @@ def _rolled(
 
 
 def _tied(main: Tensor, depths: Depths, head: Head, options: Options) -> Tensor:
-    """Return the main prediction's hidden states, tied in the autograd graph to the MTP depths'
-    loss."""
+    """Return the main prediction's hidden states; their backward also adds the MTP loss's
+    gradient."""
     out, _ = _run(depths, depths.hidden[len(main) :], head, options)
     return part(PACKAGE, HOME, "MTPLossAutoScaler").apply(main, out.loss[None])
 
@@ -214,7 +215,7 @@ def _run(
     main: Batch | None = None,
     objective: Objective | None = None,
 ) -> tuple[Output, list[str]]:
-    """Run one `head_loss` of the MTP depths' rows and, if given, of `objective` on the main rows.
+    """Run one `head_loss` for all MTP depths; with `objective`, also for the main prediction.
 
     Returns:
         the output, with log-probs [blocks, s, b]; the names of the depths' terms.
@@ -226,8 +227,8 @@ def _run(
     ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
 
     def rows(values: Tensor, at: int) -> Tensor:
-        """Return values [n, s, b, ..] of n blocks in the order of hidden rows, and 0 in further
-        blocks."""
+        """Return a tensor of one value per row of the hidden states: `values` [n, s, b, ..] for n
+        blocks (main prediction or depths) from block `at`, and 0 in the blocks left over."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -274,8 +275,8 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return the main prediction's totals for terms restricted to its block. The terms of the MTP
-    depths need no totals."""
+    """Return the main prediction's totals, repeated for the mask of each block, as `Term.where`
+    needs the totals of its mask. The terms of the MTP depths need no totals."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
@@ -291,7 +292,8 @@ def _log(depths: Depths, out: Output, names: list[str]) -> None:
     losses = sums / depths.tokens.clamp(min=1)
     collects = getattr(helper, "should_collect_acceptance", lambda: True)()
     save = getattr(helper, "save_loss_to_tracker", None)
-    of_sums = save is not None and "num_tokens" in called(save)  # Megatron's dev branch logs sums.
+    # In Megatron's dev branch, the log takes the sum of losses and the number of tokens.
+    of_sums = save is not None and "num_tokens" in called(save)
     for k, name in enumerate(names):
         top1: Any = out.metrics[f"{name}/top1"]
         hits = top1.sum.float(), depths.mask[k].bool().sum().float()
@@ -334,8 +336,8 @@ def handed_on() -> Depths | None:
 
 
 def _is_alike(config: Any) -> bool:
-    """Return whether a step scales the depths' loss like the main loss, so that one gradient serves
-    both.
+    """Return whether one gradient pass serves the main loss and the MTP losses, because a step
+    scales both alike.
 
     A detached head always needs two gradient passes.
     """
@@ -362,7 +364,7 @@ def with_depths(
     out, names = _run(depths, depths.hidden, head, options, batch, objective)
     terms = {name: value for name, value in out.terms.items() if name not in names}
     value: Any = sum(c * terms[name] for name, c, _ in objective.named())
-    # The value is the main loss; the gradient is of all rows, main prediction and MTP depths.
+    # `loss` has the value of the main loss, and the gradient of main loss plus MTP losses.
     loss = value + (out.loss - out.loss.detach())
     entropies = None if out.entropies is None else out.entropies[0]
     result = replace(out, loss=loss, terms=terms)

@@ -62,9 +62,9 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
 
     def forward(
         self,
-        hidden_states: Tensor,  # [B, L, H]
-        labels: Tensor,  # [B, L], shifted
-        lm_weight: Tensor,  # Shape [V, H], whole or sharded by FSDP2.
+        hidden_states: Tensor,  # The hidden states [B, L, H].
+        labels: Tensor,  # The labels [B, L], already shifted.
+        lm_weight: Tensor,  # The weight [V, H], either whole or sharded by FSDP2.
         num_label_tokens: int | None = None,
         grad_reduce_group: Any = None,
         loss_weights: Tensor | None = None,  # [B, L]

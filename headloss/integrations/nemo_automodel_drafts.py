@@ -1,7 +1,7 @@
 """Losses and metrics of NeMo Automodel's DSpark and DFlash drafts from hidden states.
 
-    install()       DSparkTrainerModule and DFlashTrainerModule
-    uninstall()     restores Automodel
+`install()` replaces the losses of DSparkTrainerModule and DFlashTrainerModule. `uninstall()`
+restores Automodel's losses.
 
 During a training forward the heads of the draft model return their inputs in place of logits.
 Automodel still computes sums, denominators over ranks, and metrics. One headloss call computes the
@@ -159,7 +159,7 @@ def _collect_local_terms(
 
 
 class Blocks:
-    """State of one DFlash forward: the head, and the rows whose likeliest token is the target."""
+    """State of one DFlash forward: the head, and for each row whether the draft is right."""
 
     def __init__(self, trainer: Any) -> None:
         head = Head.of(_whole(trainer.lm_head, "target_lm_head"))
@@ -168,7 +168,8 @@ class Blocks:
         scale, cap = self.draft.output_multiplier, self.draft.final_logit_softcapping
         head = Head(head.weight, head.bias, logit_scale=scale, softcap=cap)
         self.heads = DraftHeads(head, head)
-        self.agreed: Tensor | None = None  # Shape [B, N (K - 1)].
+        # True where the likeliest token is the target: N blocks of K - 1 drafted tokens, flattened.
+        self.agreed: Tensor | None = None
 
 
 BLOCKS: ContextVar[Blocks | None] = ContextVar("headloss_automodel_dflash", default=None)
@@ -193,7 +194,7 @@ def _dflash_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _decay_loss(
     self: Any,
-    logits: Tensor,  # States [B, N (K - 1), H].
+    logits: Tensor,  # Hidden states of the N blocks' K - 1 drafted tokens, [B, N (K - 1), H].
     target_ids: Tensor,
     block_mask: Tensor,
     num_tokens: int | None = None,

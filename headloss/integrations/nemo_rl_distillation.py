@@ -34,12 +34,12 @@ FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logpro
 INPUTS, FULL = "nemo_rl.algorithms.loss.loss_input", "_prepare_opd_full_loss_input"
 # NeMo-RL's module that names the batch columns with a teacher's data.
 FIELDS = "nemo_rl.algorithms.opd"
-KINDS = ("DISTILLATION", "OPD_FULL")  # NeMo-RL's `LossInputType` of the replaced losses.
+KINDS = ("DISTILLATION", "OPD_FULL")  # Names in NeMo-RL's enum `LossInputType`.
 
 
 def install() -> None:
-    """Replace the student's top-k log-probs and, if NeMo-RL has `opd_full`, the divergence over the
-    whole vocabulary by headloss in this process.
+    """Let headloss compute the student's top-k log-probs in this process, and also the divergence
+    over the whole vocabulary if NeMo-RL has `opd_full`.
 
     Raises:
         RuntimeError: a replaced function is missing, or accepts other arguments.
@@ -123,7 +123,7 @@ def _ranks(group: Any) -> int:
 def _here(value: Tensor, length: int, group: Any, fill: float) -> Tensor:
     """Return this rank's part [B, S, ..] of a value [B, L, ..], under context parallelism.
 
-    The value is first padded by `fill` to the S = `length` positions of every rank.
+    First pad the value by `fill` to `length` positions on each of the group's ranks.
     """
     ranks = _ranks(group)
     missing = length * ranks - value.shape[1]
@@ -147,9 +147,9 @@ def _everywhere(value: Tensor, width: int, group: Any) -> Tensor:
 
 
 def topk_logprobs(
-    student_logits: Tensor,  # Hidden states [B, S, H], possibly of one packed sequence.
-    teacher_topk_logits: Tensor,  # [B, L, K]
-    teacher_topk_indices: Tensor,  # [B, L, K]
+    student_logits: Tensor,  # Hidden states [B, S, H]; under packing one row of all sequences.
+    teacher_topk_logits: Tensor,  # The teacher's logits [B, L, K].
+    teacher_topk_indices: Tensor,  # The teacher's ids [B, L, K].
     zero_outside_topk: bool,
     calculate_entropy: bool,
     vocab_parallel_rank: int | None = None,
@@ -200,10 +200,10 @@ def full_divergence(
 ) -> dict[str, Tensor | None]:
     """Return KL(student || teacher), [B, L - 1], of the tokens in NeMo-RL's mask, and 0 elsewhere.
 
-    Replaces `_prepare_opd_full_loss_input`. Entropies and cross-entropies are added for
-    `validate_decomposition`, log-probs for `reference_policy_kl_penalty`. The cross-entropy is
-    computed as divergence plus entropy, so NeMo-RL's `opd_full_decomposition_error` is 0 up to
-    rounding.
+    Replaces `_prepare_opd_full_loss_input`. The result also has entropies and cross-entropies if
+    `validate_decomposition` is set, and log-probs for `reference_policy_kl_penalty`. The
+    cross-entropy is computed as divergence plus entropy, so NeMo-RL's
+    `opd_full_decomposition_error` is 0 up to rounding.
 
     Raises:
         ValueError: `data` has no payload, or a row names a head that was not passed.

@@ -1,8 +1,8 @@
 """prime-rl's chunked output layer with headloss: log-probs and entropies, both with a gradient, or
 the one-pass loss of SFT.
 
-    install()       with `model.fused_lm_head_token_chunk_size` set; the losses stay prime-rl's
-    uninstall()     restores prime-rl's layers
+`install()` replaces the layers used where `model.fused_lm_head_token_chunk_size` is set; prime-rl
+still computes the losses. `uninstall()` restores prime-rl's layers.
 
 B rows of L positions, H hidden width. Only the forward of prime-rl's layer is replaced, so FSDP2's
 hooks stay on prime-rl's module.
@@ -43,11 +43,11 @@ def uninstall() -> None:
 
 
 def forward(
-    self: Any,  # prime-rl's layer: a weight [V, H], and a soft cap for Gemma.
-    hidden_states: Tensor,  # [B, L, H]
-    labels: Tensor | None,  # [B, L], shifted
-    temperature: Tensor | None = None,  # [B, L]
-    # Shape [B, L, K], the ids that the sampler kept; -1: empty slot.
+    self: Any,  # The layer of prime-rl, which has a weight [V, H], and for Gemma a soft cap.
+    hidden_states: Tensor,  # The hidden states [B, L, H].
+    labels: Tensor | None,  # The labels [B, L], already shifted.
+    temperature: Tensor | None = None,  # Temperatures of the tokens, [B, L].
+    # Ids that the sampler kept for each token, [B, L, K]; -1 marks an unused entry.
     sampling_mask: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return `logprobs` and `entropy`, [B, L] float32.
@@ -58,9 +58,9 @@ def forward(
     If the K ids that the sampler kept for a token include the token's label, log-prob and entropy
     are over the K ids. In prime-rl the entropy is over the whole vocabulary. As in prime-rl, the
     softmax is over the whole vocabulary for a token without ids, or with ids that miss the label.
-    If the layer's `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] are the ids' log-probs,
-    with a gradient. `mask_logprobs` is 0 where an id is -1, and for tokens whose softmax is over
-    the whole vocabulary.
+    If the layer's `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] has the K ids'
+    log-probs, with a gradient. `mask_logprobs` is 0 where an id is -1, and for tokens whose softmax
+    is over the whole vocabulary.
 
     Raises:
         ValueError: no labels, a sampling mask of another shape, or a mask with ids but no

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-# Maps distributions to the adapters that serve them.
+# For each distribution on PyPI, the module in headloss.integrations that adapts it.
 ADAPTERS = {
     "transformers": "transformers",
     "trl": "trl",
@@ -81,8 +81,8 @@ def _tested(package: str) -> str:
 
 
 def part(package: str, place: str, name: str = "") -> Any:
-    """Return attribute `name` of `place`, which is "module" or "module:Class"; without a name, the
-    place.
+    """Return the attribute `name` of `place`, a "module" or "module:Class"; if `name` is empty, the
+    module or class itself.
 
     Raises:
         RuntimeError: the package lacks the module, class or attribute.
@@ -110,14 +110,15 @@ def check_signature(
     package: str = "",
     by_name: bool = False,
 ) -> None:
-    """Raise RuntimeError if a call valid for `theirs` would bind other arguments of `ours`.
+    """Check that a call written for `theirs`, a framework's function, binds the arguments of `ours`
+    as intended, else raise RuntimeError; `ours` is the replacement of `theirs`.
 
-    An argument that only `theirs` has is allowed if the argument has a default; a call that passes
-    the argument is refused.
+    An argument that `theirs` has and `ours` lacks is allowed if the argument has a default; a call
+    that passes the argument is refused.
 
     Args:
-        package: the distribution, for the error.
-        by_name: whether `ours` is called only by name, so that the order does not matter.
+        package: the distribution that has the replaced function, for the error.
+        by_name: whether callers pass all arguments by keyword, so that their order does not matter.
     """
     want, got = called(ours), called(theirs)
     new = unknown(theirs, ours)
@@ -161,8 +162,8 @@ def _signature(function: Any) -> inspect.Signature:
 def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     """Return the arguments of `theirs` that `ours` does not accept.
 
-    If `ours` has `**kwargs`, `ours` accepts keyword-only arguments; with `*args` also, all
-    arguments.
+    A function `ours` with `**kwargs` accepts every keyword-only argument; a function `ours` with
+    `*args` and `**kwargs` accepts every argument.
     """
     kinds = {p.kind for p in _signature(ours).parameters.values()}
     any_name = inspect.Parameter.VAR_KEYWORD in kinds
@@ -175,11 +176,12 @@ def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
 
 
 def fitted(theirs: Any, ours: Any, seam: str, package: str = "") -> Any:
-    """Return `ours` for calls written for `theirs`.
+    """Return the replacement `ours` in a form that accepts calls written for the function `theirs`.
 
     Returns:
-        `ours` itself if all arguments have equal positions. Otherwise a function that calls `ours`
-        by name, and raises TypeError if a call passes an argument that `ours` does not accept.
+        the function `ours` itself if its arguments have the positions of those of `theirs`; else a
+        function that calls `ours` by keyword, and raises TypeError if a call passes an argument
+        that `ours` does not accept.
 
     Raises:
         RuntimeError: as from `check_signature`.
@@ -233,7 +235,7 @@ class Watch:
     installed but the framework has called none of the adapter's functions.
 
     Attributes:
-        called: whether the adapter was called since `start()`.
+        called: whether the adapter has been called since the last call of `start()`.
     """
 
     def __init__(self, package: str) -> None:
@@ -252,7 +254,7 @@ class Watch:
             self._hook = None
 
     def counting(self, ours: Any) -> Any:
-        """Return a function, or a class with `apply`, that notes its calls and calls `ours`."""
+        """Return a function (or a class with `apply`) that sets `called` and calls `ours`."""
         if isinstance(ours, type) and "apply" not in dir(ours):
             return ours
         function = ours.apply if isinstance(ours, type) else ours
@@ -287,11 +289,11 @@ class Seams:
     """Table of a framework's functions and classes, and of headloss's replacements.
 
     Args:
-        ours: replacements by ("module" or "module:Class", attribute). A replacement is called by
-            name if the replaced function has its arguments in another order.
-        package: the distribution; an untested release is announced.
-        optional: keys that are skipped if the framework lacks the attribute.
-        arguments: names of arguments that a replaced function must have, by key.
+        ours: maps ("module" or "module:Class", attribute) to the replacement. A replacement is
+            called by keyword if the replaced function has its arguments in another order.
+        package: the distribution; `install` warns of an untested release.
+        optional: keys of `ours` that are skipped if the framework lacks the attribute.
+        arguments: for each key of `ours`, argument names that the replaced function must have.
     """
 
     def __init__(
@@ -306,7 +308,7 @@ class Seams:
         self.theirs: dict[tuple[str, str], Any] = {}
 
     def check(self) -> str:
-        """Return a description of the checked signatures.
+        """Return a description of the framework's functions whose signatures were checked.
 
         RuntimeError if an attribute is missing, or accepts other arguments.
         """
@@ -359,7 +361,7 @@ def fits() -> dict[str, str]:
 
 
 def _fit(package: str, installed: str) -> str:
-    # A tested release is known to fit without importing the framework.
+    # An adapter fits every tested release, so that the framework need not be imported.
     if installed in TESTED[package]:
         return f"{installed}, tested"
     try:
@@ -369,7 +371,7 @@ def _fit(package: str, installed: str) -> str:
             if not hasattr(adapter, "check"):
                 return f"{installed}, not tested (tested: {_tested(package)})"
             return f"{installed}, not tested; {adapter.check()} was checked and holds"
-    # The error comes from a signature check, or from the framework's imports.
+    # Signature checks and imports of the framework may raise any exception.
     except Exception as error:
         if isinstance(error, RuntimeError) and str(error).startswith(package):
             return str(error).removeprefix(f"{package} ")

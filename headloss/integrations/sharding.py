@@ -45,8 +45,8 @@ def gathered(tensor: Any) -> Any:
 
 
 def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> T:
-    """Return `act(hidden)` with the parameters of an FSDP2 unit gathered, without running FSDP2's
-    hooks."""
+    """Return the result of the function `act` at `hidden`, with the parameters of an FSDP2 unit
+    gathered, without running FSDP2's hooks."""
 
     class Holder(nn.Module):
         def __init__(self) -> None:
@@ -81,7 +81,7 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
     parameters."""
 
     def forward(hidden: Tensor) -> T:
-        with in_place_of(module):  # Code inside `act` finds the module's original forward.
+        with in_place_of(module):  # While `act` runs, the module has its original forward.
             return act(hidden)
 
     with in_place_of(module, forward):
@@ -89,11 +89,11 @@ def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:
 
 
 def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
-    """Return the tensor `exact`, tied by autograd to `passed`, so that a wrapper's backward hooks
-    run.
+    """Return a tensor with the values of `exact`, tied by autograd to the tensor `passed`, so that
+    a wrapper's backward hooks on `passed` run.
 
-    `passed` is the wrapper's rounded copy of `exact`. In the backward pass `passed` gets a gradient
-    of zeros, or None if `zeros` is False.
+    The tensor `passed` is a rounded copy of `exact` made by a wrapper such as FSDP2. The backward
+    pass gives `passed` a gradient of zeros, or None if `zeros` is False.
     """
     if passed is exact or not exact.requires_grad:
         return exact
@@ -125,8 +125,8 @@ def externals(module: nn.Module) -> bool:
 
 
 def whole_head(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which a head sharded by ZeRO-3 can be read. All ranks must enter the
-    context."""
+    """Return a context in which a head sharded by ZeRO-3 has gathered weights; all ranks must enter
+    the context."""
     parts = _zero3(getattr(model, "get_output_embeddings", lambda: None)())
     return _deepspeed().GatheredParameters(parts) if parts else contextlib.nullcontext()
 
@@ -149,8 +149,8 @@ def is_unit(module: Any) -> bool:
 
 
 def is_fsdp2(model: nn.Module) -> bool:
-    """Return whether FSDP2 shards any module of the model; the FSDP2 root may be PEFT's outer
-    model."""
+    """Return whether FSDP2 shards any module of the model; under PEFT, FSDP2's root module may be
+    the model that contains the given model."""
     return any(is_unit(module) for module in model.modules())
 
 
@@ -159,7 +159,7 @@ def in_step(model: Any) -> Iterator[None]:
     """Let `generate` run equally many forwards on all ranks, if FSDP2 shards the model.
 
     transformers synchronises `generate` only for models sharded by transformers, not by accelerate.
-    Without the context, a rank whose completions end early would leave the remaining ranks waiting.
+    Without `in_step`, a rank whose completions end early would leave the remaining ranks waiting.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     mark = "_is_fsdp_managed_module"

@@ -18,8 +18,8 @@ from ..losses import Objective, Term, cispo
 
 
 def refuse(instead: str, **asked: bool) -> None:
-    """Raise ValueError for the first option in `asked` that is on; the error also names
-    `instead`."""
+    """Raise ValueError for the first option of `asked` that is True; the error names the software
+    `instead` that supports the option."""
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")
@@ -71,10 +71,9 @@ def over_count(
 ) -> Objective:
     """Return `objective` with means of all scored tokens divided by `count`, the tokens of a step.
 
-    A `count` of 0 is treated as 1. A `count` of None means that the step's number of tokens is
-    unknown, and is treated as 1. A reduction that is not a mean of all tokens reads its weights
-    from the batch if the batch is the whole step (has `count` tokens). Constant denominators, and
-    the batch's own totals, are kept.
+    A `count` of 0, or of None (unknown number of tokens), is treated as 1. A reduction that is not
+    a mean of all tokens reads its weights from the batch if the batch is the whole step (has
+    `count` tokens). Constant denominators and the batch's own totals are not replaced by `count`.
 
     Args:
         name: name of the count, for the error.

@@ -40,7 +40,7 @@ def uninstall() -> None:
 def logprobs(
     backend: str,
     hidden: Tensor,  # Shape [B, L, H], equal on all ranks.
-    weight: Tensor,  # Shape [V / R, H], divided by the temperature.
+    weight: Tensor,  # A vocabulary shard [V / R, H] for R ranks, divided by the temperature.
     target: Tensor,  # Shape [B, L], shifted.
     vocab_start_index: int,
     vocab_end_index: int,

@@ -94,7 +94,7 @@ def _seams(package: str) -> Seams:
     @functools.wraps(theirs, assigned=("__doc__",))
     def log_probs_and_entropy(logits: Tensor, **settings: Any) -> Any:
         values = _values(module, responses, logits, **settings)
-        # slime returns an empty tensor and the values, miles the values alone.
+        # In slime the function returns (empty tensor, values), in miles only the values.
         if "top_p_token_ids" in inspect.signature(theirs).parameters:
             return torch.empty(0, device=logits.device), values
         return values
@@ -153,8 +153,8 @@ def _values(
 ) -> dict[str, list[Tensor]]:
     """Return log-probs and entropies [R] of each sample's response tokens on this rank.
 
-    The framework's own `get_responses` is called with row numbers in place of logits, so that rows
-    and tokens are chosen exactly as the framework chooses them.
+    To choose rows and tokens exactly as slime or miles does, its function `get_responses` is called
+    with row numbers in place of logits.
     """
     door, device = latest(), logits.device
     shape = (logits.shape[0], logits.shape[1] * door.ranks)
@@ -197,7 +197,8 @@ def _redistribute(
     module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
 ) -> None:
     """Exchange values from contiguous parts to zigzag parts, by the framework's own function."""
-    if hasattr(module, "_allgather_cp_redistribute"):  # Only slime has this function.
+    # slime's function has an underscore and other arguments; miles's function has none.
+    if hasattr(module, "_allgather_cp_redistribute"):
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
     else:
         module.allgather_cp_redistribute(values, logits=rows, args=args, **lengths)
@@ -212,8 +213,9 @@ def _support(
     softmax of a token without recorded ids is over the whole vocabulary.
 
     Args:
-        pairs: each sample's rows, and the numbers of the rows' tokens among all samples' tokens.
-        sets: each sample's number of the first response token, recorded ids, and offsets.
+        pairs: for each sample, the rows of its tokens, and the tokens' index among all samples'.
+        sets: for each sample, the index of its first response token, the ids recorded for all its
+            response tokens, and the offsets of each token's ids.
     """
     keys, labels = [], targets.cpu()
     for (row, number), (first, ids, offsets) in zip(pairs, sets, strict=True):

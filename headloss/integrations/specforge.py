@@ -1,7 +1,7 @@
 """Losses and metrics of SpecForge's draft models, computed from hidden states without logits.
 
-    install()       DFlash, D-PACE, Domino, DSpark; EAGLE-3 offline with a compact teacher
-    uninstall()     restores SpecForge
+`install()` replaces the losses of DFlash, D-PACE, Domino, DSpark and offline EAGLE-3 with a compact
+teacher. `uninstall()` restores SpecForge's losses.
 
 Sums over a block's rows and means over an unrolled step follow SpecForge's formulas. One headloss
 call computes the values and gradient of all sums and means, with SpecForge's row weights.
@@ -38,8 +38,8 @@ def install(ploss_decay: float = 0.8) -> None:
     """Replace SpecForge's losses by headloss's in this process, until `uninstall()`.
 
     Args:
-        ploss_decay: decay of the trainer's sum over EAGLE-3's steps. If the trainer uses another
-            decay, the backward pass raises RuntimeError.
+        ploss_decay: decay by which the trainer sums EAGLE-3's steps. If the trainer's decay differs
+            from `ploss_decay`, the backward pass raises RuntimeError.
 
     Raises:
         RuntimeError: a replaced class or function is missing, or accepts other arguments.
@@ -66,8 +66,8 @@ def _once(function: Any, *tensors: Any, chunk_size: int, dim: int = 0) -> Any:
 
 
 def _dflash(self: Any, hidden: Tensor, target_ids: Tensor, weight_mask: Tensor) -> tuple[Any, ...]:
-    """Return the loss, its denominator, and counts of agreeing rows and of rows, for hidden [B, N,
-    K, H]."""
+    """Return the sum of losses, its denominator, the number of rows with a correct draft, and the
+    number of all rows, for hidden states [B, N, K, H]."""
     heads = DraftHeads(self.lm_head, self.lm_head)
     targets = torch.where(weight_mask > 0, target_ids, -100)
     weights, gamma = weight_mask, self.loss_decay_gamma
@@ -97,15 +97,15 @@ def _domino_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _domino(
     self: Any,
-    hidden: Tensor,  # Shape [B, N, K, H].
+    hidden: Tensor,  # Hidden states [B, N, K, H].
     prev_ids: Tensor,
     target_ids: Tensor,
     weight_mask: Tensor,
     eval_weight_mask: Tensor,
 ) -> tuple[Any, ...]:
-    """Return Domino's loss sums, from two rows per place: with and without Domino's correction.
+    """Return Domino's loss sums, with each drafted token's loss with and without the correction.
 
-    The correction enters as extra columns next to the hidden states.
+    Domino's low-rank correction of the logits becomes extra columns of the hidden states.
     """
     share, last = SHARE.get(), self.draft_model.embed_proj[-1]
     heads = DraftHeads(self.lm_head, self.lm_head, last)
@@ -254,14 +254,15 @@ def _step(self: Any, **arguments: Any) -> Any:
     call = CURRENT.get()
     if call is None:
         return SEAMS.theirs[f"{EAGLE}:OnlineEagle3Model", "_acc_and_loss"](self, **arguments)
-    call.steps.append(arguments)  # Stored until one headloss call computes all steps.
+    # Only store the arguments: one headloss call after the last step computes all EAGLE-3 steps.
+    call.steps.append(arguments)
     return (call.lse.new_zeros(()),) * 7
 
 
 def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     """Return SpecForge's seven lists, each with one value per unrolled step.
 
-    Row t of a step is aligned with the verifier's row t + step.
+    Token t of unrolled step i predicts what the verifier predicts at token t + i.
     """
     steps, (rows, length) = call.steps, call.ids.shape
     count = len(steps)
@@ -295,7 +296,8 @@ def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     slopes = {"kl_div": of_kl}
     if self.lk_loss_type == "alpha":
         slopes = {"nla": decay * mask / total}
-    elif self.lk_loss_type == "lambda":  # "lambda" weights depend on each step's acceptance.
+    # The loss type "lambda" weighs KL divergence and total variation by each step's acceptance.
+    elif self.lk_loss_type == "lambda":
         with torch.no_grad():
             acceptance = mean(losses(slopes).per_token["kl_div/acceptance"])
         share = self.kl_scale * torch.exp(-self.kl_decay * acceptance)

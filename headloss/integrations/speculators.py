@@ -1,13 +1,14 @@
 """Losses and metrics of speculators' draft models, computed from hidden states without logits.
 
-    install()       EAGLE-3, P-EAGLE, DFlash and DSpark; reductions and metrics stay speculators'
-    uninstall()     restores speculators
+`install()` replaces the losses of EAGLE-3, P-EAGLE, DFlash and DSpark, while speculators still
+reduces the losses and computes metrics. `uninstall()` restores speculators' losses.
 
 During a training forward the heads of draft and verifier return their inputs. speculators'
-`compute_metrics` is called twice. The first `compute_metrics` call gives the derivative of
-speculators' reduction by each row's loss. One headloss call computes the row losses, weighted by
-the derivatives of speculators' reduction. The second `compute_metrics` call computes the metrics
-from headloss's row losses. All steps of EAGLE-3 share one headloss call, after the last step.
+`compute_metrics`, which reduces row losses to one loss, is called twice. The first
+`compute_metrics` call gives the derivative of the reduced loss with respect to each row's loss. One
+headloss call computes the row losses, weighted by these derivatives of the reduced loss. The second
+`compute_metrics` call computes the metrics from headloss's row losses. All steps of EAGLE-3 share
+one headloss call, after the last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -66,7 +67,7 @@ class Forward(DraftHeads):
         markov = getattr(model, "markov_head", None)
         of_markov = None if markov is None else markov.markov_w2
         super().__init__(model.lm_head, model.verifier_lm_head, of_markov)
-        # The verifier's states, and the likeliest ids of these states.
+        # The verifier's hidden states, and the likeliest ids at the verifier's hidden states.
         self._targets: tuple[Tensor, Tensor] | None = None
         # Arguments of `compute_metrics` for each EAGLE-3 step, with states as logits.
         self.steps: list[dict[str, Any]] = []
@@ -130,7 +131,7 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 
     def compute_metrics(*args: Any, **kwargs: Any) -> Any:
         theirs, forward = SEAMS.theirs[at], CURRENT.get()
-        if forward is None:  # The caller is not a draft model's forward.
+        if forward is None:  # `compute_metrics` was called outside a draft model's forward.
             return theirs(*args, **kwargs)
         arguments = _bound(theirs, args, kwargs)
         if kind == "eagle3":  # All EAGLE-3 steps are computed after the last step.
@@ -145,14 +146,14 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 class Rows:
     """The rows of a loss: states of draft and verifier, and a mask of the rows that are read."""
 
-    hidden: Tensor  # Shape [1, n, H + r], or [1, T, S, H] for all steps.
-    verifier: Tensor  # Shape [1, n, H], or [T, H].
+    hidden: Tensor  # Draft states [1, n, H + r]; for all S steps at once [1, T, S, H].
+    verifier: Tensor  # Verifier states [1, n, H]; for all S steps at once [T, H].
     targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
     read: Tensor  # Bool mask in the shape of `targets`.
     # Index of the verifier's row for each draft row, in the shape of `targets`; None: the same
     # index.
     index: Tensor | None = None
-    parts: tuple[Any, ...] = (...,)  # Rows of each `compute_metrics` call.
+    parts: tuple[Any, ...] = (...,)  # For each `compute_metrics` call, an index of its rows.
 
 
 def _unrolled(forward: Forward) -> Rows:
@@ -168,7 +169,8 @@ def _unrolled(forward: Forward) -> Rows:
         hidden.append(F.pad(arguments["logits"][:, :kept], (0, 0, step, 0)))
         mask, before = arguments["loss_mask"], arguments["prev_correct"]
         alive = torch.ones(1, kept, dtype=torch.bool, device=states.device)
-        if mask is not None:  # `before` is 0 where an earlier step's draft was wrong.
+        # `prev_correct` is 0 where the draft of a step before was wrong.
+        if mask is not None:
             alive = (mask[:, step:] > 0) | (False if before is None else before[:, :kept] > 0)
         read.append(F.pad(alive, (step, 0)))
     targets = forward.targets(states)[..., None].expand(-1, -1, count)
@@ -236,7 +238,7 @@ def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _loss(rows: Rows, forward: Forward, slopes: dict[str, Tensor], acceptance: bool) -> Output:
-    """Return the sum over losses k and rows t of slope_kt times loss_kt."""
+    """Return the sum over losses and rows of weight times loss, `slopes` being the weights."""
     targets = rows.targets.masked_fill(~rows.read, -100)
     fields = {} if rows.index is None else {"teacher_index": rows.index}
     return forward.losses(rows.hidden, targets, slopes, rows.verifier, acceptance, **fields)
@@ -248,8 +250,8 @@ def _slopes(
     config: dict[str, Any],
     values: dict[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return derivatives [1, n] of speculators' reduction with respect to each row's loss, by
-    name."""
+    """Return, for each loss by name, the derivative of speculators' reduced loss with respect to
+    each row's loss, [1, n]."""
     leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
     alone: dict[str, Any] = dict(arguments)
     if "confidence_logits" in alone:
@@ -272,9 +274,8 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    speculators' `compute_metrics` is passed two columns in place of logits. The verifier's
-    likeliest column is always the first; the draft's likeliest column is the first only in rows
-    where both models agree.
+    `compute_metrics` is passed logits of two columns. likeliest column is always the first; the
+    draft's likeliest column is the first only in rows where both models agree.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -20,7 +20,7 @@ class CountsSteps:
     of an optimizer step before the step's first forward.
 
     The step's totals are over all ranks, unless `average_tokens_across_devices` is off. Attributes
-    not defined by the mixin belong to the `Trainer`.
+    not defined in `CountsSteps` belong to the `Trainer`.
 
     Attributes:
         step_totals: totals of the current step; None before the first step, or without labels.
@@ -43,7 +43,7 @@ class CountsSteps:
         return samples, count
 
     def _prepare_context_parallel_inputs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Add the loss's tensors to the buffers that `Trainer` shards in place."""
+        """Add labels and batch fields to the buffers that `Trainer` shards in place."""
         trainer: Any = super()
         prepare, batch = trainer._prepare_context_parallel_inputs, None
         if (group := group_of(self)) is not None:
@@ -64,7 +64,7 @@ class CountsSteps:
         """Return batch and totals of a call of `compute_loss`.
 
         Under context parallelism the batch has this rank's tokens; otherwise the batch is None. In
-        training the totals are of the optimizer step, in an evaluation of the call.
+        training the totals count the optimizer step; in an evaluation the totals count the call.
         """
         shards, self.shards = self.shards, None
         batch = None if shards is None else shards.batch(self.accelerator.device)
@@ -122,7 +122,7 @@ class CountsSteps:
         `Trainer` divides a loss that is not scaled by a count of tokens.
         """
         trainer: Any = self
-        # False in Transformers releases that do not read the attribute.
+        # `loss_is_scaled_for_ga` is False in Transformers releases that ignore the attribute.
         heeded = hasattr(super(), "loss_is_scaled_for_ga")
         scaled = trainer.loss_is_scaled_for_ga if heeded else None
         if scaled is None:

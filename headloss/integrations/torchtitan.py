@@ -41,8 +41,8 @@ DATA = ("dp", "dp_replicate", "dp_shard")
 
 
 class HeadLossWrapper(ChunkedLossWrapper):
-    """The callable `(hidden, labels, global_valid_tokens, **loss_inputs)`, which returns a loss and
-    {}.
+    """Loss called as `(hidden, labels, global_valid_tokens, **loss_inputs)`, which returns the loss
+    and an empty dict.
 
     `hidden` is [B, L, H] or [T, H]. For multi-token prediction, `hidden` is a tuple as accepted by
     `MTPLoss._build_loss_terms`, or a list of the main hidden states and D depths [B, L, H] together
@@ -50,9 +50,9 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
     Terms over the mean of tokens are divided by `global_valid_tokens`, as in torchtitan's losses;
     the default divisor is 1. A term whose reduction is not the mean of tokens needs an optimizer
-    step of one call. `loss_inputs` become fields of the batch: `generator_logprobs` becomes
-    `old_logps`, and `loss_mask` chooses positions. Where `positions` restart at 0, a new document
-    begins; documents are the segments of terms.
+    step that makes one loss call. `loss_inputs` become fields of the batch: `generator_logprobs`
+    becomes `old_logps`, and `loss_mask` chooses positions. Where `positions` restart at 0, a new
+    document begins; documents are the segments of terms.
 
     A one-pass call holds the weight's gradient until the call's backward. While a call holds a
     weight gradient, later calls use the schedule "recompute" if `options.schedule` is "auto". A
@@ -67,8 +67,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
         TypeError: the class of `lm_head` is unknown.
         ValueError: an unsupported setting: a `loss_fn` other than `CrossEntropyLoss` and `MTPLoss`
             without an objective, several predictions with an objective, segments under context
-            parallelism, a weight sharded other than by rows over "tp", or a reduction that cannot
-            use the count of tokens.
+            parallelism, a weight whose shards are not blocks of rows over "tp", or a reduction that
+            cannot use the count of tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
             raise ValueError(f"loss_fn: got {got}, want it as objective, a sum of headloss's terms")
         objective = cross_entropy() if config.objective is None else config.objective
         self.objective, self.options = Objective.of(objective), config.options
-        # Whether a call has several predictions.
+        # Whether a call has the main prediction and those of multi-token prediction's depths.
         self.several = of_depths and config.objective is None
         self.output: Output | None = None
         self.held: WeakSet[_Held] = WeakSet()
@@ -100,8 +100,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
     def __call__(
         self,
-        pred: Any,  # Shape [B, L, H] or [T, H], or several predictions.
-        labels: Tensor,  # Shape [B, L] or [T], shifted.
+        pred: Any,  # Hidden states [B, L, H] or [T, H], or several predictions' hidden states.
+        labels: Tensor,  # The labels [B, L] or [T], already shifted.
         global_valid_tokens: Tensor | None = None,
         **loss_inputs: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -170,7 +170,8 @@ class HeadLossWrapper(ChunkedLossWrapper):
     def _of_several(
         self, pred: Any, labels: Any, count: Any, inputs: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Batch, Objective]:
-        """Return the rows of all predictions concatenated, with a weight for each row."""
+        """Return the concatenated rows of the main prediction and of the depths of multi-token
+        prediction, with a weight for each row."""
         if hasattr(self.loss_fn, "_build_loss_terms"):
             terms = self.loss_fn._build_loss_terms(pred, labels, **inputs)
             parts = [(term.pred, term.labels, term.weight) for term in terms]
@@ -189,13 +190,13 @@ class HeadLossWrapper(ChunkedLossWrapper):
 
 
 class _Held:
-    """Marker of a weight gradient that is held in memory until the loss's backward."""
+    """Marker object that exists while a weight gradient waits in memory for the loss's backward."""
 
 
 def _releasing(held: WeakSet[_Held]) -> Any:
-    """Return a backward hook for a loss that removes the loss's marker from `held`.
+    """Return a backward hook that removes a new `_Held` marker from the weak set `held`.
 
-    The marker is also removed when autograd frees the loss's graph, since `held` is a weak set.
+    The `_Held` marker also leaves the weak set `held` when autograd frees the loss's graph.
     """
     gradient = _Held()
     held.add(gradient)
@@ -278,7 +279,7 @@ def _replicated(hidden: Tensor) -> Tensor:
 class _Shared(torch.autograd.Function):
     """Replicated hidden states under spmd_types, whose backward divides the gradient by the ranks.
 
-    Each rank has the whole gradient, but torchtitan later adds the gradients of all ranks.
+    Each rank computes the whole gradient, but torchtitan sums the gradients over all ranks.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
     from headloss.integrations.liger import LigerFusedLinearCrossEntropyLoss
 
-Import these classes in place of liger_kernel's; liger_kernel need not be installed. B rows, T
+Import headloss's classes in place of liger_kernel's; liger_kernel need not be installed. B rows, T
 positions, H hidden width, V vocabulary. Arguments that choose among Liger's implementations, such
 as `compiled` and `chunk_size`, are accepted and have no effect. The losses return the values of
 Liger 0.8; gradients reach hidden states, weight and bias.

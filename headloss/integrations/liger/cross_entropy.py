@@ -29,9 +29,9 @@ class CrossEntropyOutput(NamedTuple):
 
 
 def liger_fused_linear_cross_entropy(
-    input: Tensor,  # [N, H]
-    weight: Tensor,  # [V, H]
-    target: Tensor,  # [N]
+    input: Tensor,  # The hidden states [N, H].
+    weight: Tensor,  # The head's weight [V, H].
+    target: Tensor,  # The class ids [N].
     bias: Tensor | None = None,
     ce_weight: Tensor | None = None,
     ignore_index: int = -100,

@@ -67,11 +67,11 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     def forward(
         self,
-        _input: Tensor,  # [B, T, H]
-        lin_weight: Tensor,  # [V, H]
-        selected_token_ids: Tensor,  # [B, T]
-        attention_mask: Tensor,  # [B, T]
-        advantages: Tensor,  # [B]
+        _input: Tensor,  # The hidden states [B, T, H].
+        lin_weight: Tensor,  # The head's weight [V, H].
+        selected_token_ids: Tensor,  # The sampled ids [B, T].
+        attention_mask: Tensor,  # The scored positions [B, T].
+        advantages: Tensor,  # The advantages, of shape [B].
         bias: Tensor | None = None,
         ref_per_token_logps: Tensor | None = None,
         old_per_token_logps: Tensor | None = None,

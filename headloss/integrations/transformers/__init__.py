@@ -1,16 +1,17 @@
 """Causal language models of Hugging Face Transformers whose loss comes from headloss.
 
-    apply(model)                        model(input_ids, labels=...) has a loss without logits
+    apply(model)             # model(input_ids, labels=...) now computes its loss without logits.
     apply(model, hl.cross_entropy(label_smoothing=0.1) + 1e-4 * hl.z_loss())
-    remove(model)                       restores the model
-    HeadLossCallback()                  applies headloss in a Trainer built by other code
-    Trainer(model, ...)                 divides each term by the totals of the optimizer step
-    record_support(model)               records the ids that `generate` drew its tokens from
+    remove(model)            # Restores the model.
+    HeadLossCallback()       # Calls apply(model) in a Trainer built by code of another package.
+    Trainer(model, ...)      # Divides each term by the totals of the optimizer step.
+    record_support(model)    # Records the ids from which `generate` draws its tokens.
 
-The model's own forward runs. In a call with labels, the model's head returns *followed logits*, a
-tensor subclass without memory that remembers its formula. The model's loss function, or a
-cross-entropy of the followed logits, is replaced by the objective. Operations that followed logits
-do not support run on real logits. Calls without labels, such as generation, are unchanged.
+`apply` keeps the forward of the model. In a call with labels, the model's head returns *followed
+logits*, a tensor subclass without memory that remembers its formula. The model's loss function, or
+a cross-entropy of the followed logits, is replaced by the objective. Operations that the tensor
+subclass does not support run on the logits' values. Calls without labels, such as generation, are
+unchanged.
 """
 
 from .apply import Applied, apply, remove

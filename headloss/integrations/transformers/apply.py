@@ -43,12 +43,12 @@ def apply(
     unwrapped.
 
     A call with labels returns the loss, logits and gradients of the model's own code with its loss
-    function replaced by the objective. If the model calls no loss function, a cross-entropy of the
-    logits is replaced instead. Labels, the labels' shift and the token count are read from the loss
-    function's arguments. Terms over the mean of tokens are divided by `num_items_in_batch`, if the
-    call has that argument. A term that is not a mean of tokens needs a step of one call; in a
-    `Trainer`, `TotalsMixin` supports all reductions. Documents that `position_ids` mark in packed
-    rows are the segments of terms.
+    function replaced by the objective. In a model without a loss function, headloss replaces
+    `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the token count
+    are read from the loss function's arguments. Terms over the mean of tokens are divided by
+    `num_items_in_batch`, if the call has that argument. A term that is not a mean of tokens needs a
+    step of one call; in a `Trainer`, `TotalsMixin` supports all reductions. Documents that
+    `position_ids` mark in packed rows are the segments of terms.
 
     Args:
         model: a language model with output embeddings that `Head.of` can read.
@@ -136,9 +136,9 @@ class Applied:
     Attributes:
         objective, options, fields: arguments of `apply`; may be changed between calls.
         output: output of `head_loss` in the last call, its loss without a gradient; None before.
-        log_terms: whether a `Trainer` logs each term and metric, as "headloss/NAME".
-        logged: sums since the last log entry, of training and of evaluation; None without
-            `Trainer`.
+        log_terms: whether a `Trainer` logs each term and metric, under the key "headloss/NAME".
+        logged: sums of terms and metrics since the last log entry, for training (key True) and
+            evaluation; None without `Trainer`.
         in_log: whether the current step is logged, so that its metrics are measured.
     """
 
@@ -147,7 +147,7 @@ class Applied:
     ) -> None:
         self.model, self.objective, self.options, self.fields = model, objective, options, fields
         self.is_shifted_mean = _replaced(model)
-        # The loss function that the objective replaces.
+        # The model's own loss function, in whose place the objective is computed.
         self.loss_function = getattr(model, "loss_function", None)
         self.output: Output | None = None
         self.log_terms = True
@@ -156,7 +156,7 @@ class Applied:
         # The optimizer step that the next calls of the model are part of.
         self.step: Step | None = None
         self.call: Call | None = None
-        # Number of running forwards of the model, during which its backbone may run.
+        # Forwards of the model that have begun and not ended; only inside one may the backbone run.
         self.running = 0
         self.said: set[str] = set()
         # A forward that code outside headloss has set on the instance.
@@ -262,7 +262,7 @@ class Applied:
             self._unreached("its backbone runs by itself, as under TRL's trainers")
 
     def _unreached(self, why: str) -> None:
-        """Warn of a training call that does not reach the objective.
+        """Warn that a training call of the model did not compute the objective.
 
         RuntimeError if the objective is more than cross-entropy.
         """

@@ -1,4 +1,4 @@
-"""A call of a model with labels: the head returns followed logits, and the loss is the objective.
+"""A model's call with labels: the head returns `Followed`, and the loss function is the objective.
 
 The objective replaces the model's loss function, or a `torch.nn.functional.cross_entropy` of the
 followed logits (logits without memory that remember their formula).
@@ -29,7 +29,7 @@ class Call(FollowedHead):
     """Context in which the model's forward runs in a call with labels.
 
     Args:
-        applied: the model's `Applied`.
+        applied: the `Applied` that `apply` stored on the model.
         model: the model whose forward runs.
         arguments: arguments of the call, by name.
         fields: arguments to put into the batch.
@@ -138,7 +138,7 @@ class Call(FollowedHead):
         return loss if self.model.training else nan_where_nothing(loss, batch, count)
 
     def batch_of(self, labels: Tensor, shifted: bool, ignore_index: int) -> Batch:
-        """Return the batch of the labels that the model passes to its loss."""
+        """Return the `Batch` whose targets are the labels that the model passes to its loss."""
         if ignore_index != IGNORE:
             labels = labels.masked_fill(labels == ignore_index, IGNORE)
         beside = [
@@ -179,10 +179,10 @@ class Call(FollowedHead):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """Return the objective in place of a cross-entropy of the followed logits that is the
-        model's loss.
+        """Return the objective's value for a `cross_entropy` call on the followed logits that
+        computes the model's loss.
 
-        None lets `torch.nn.functional.cross_entropy` run on real logits.
+        Return None to let `torch.nn.functional.cross_entropy` run on the logits' values.
         """
         rows = target.shape == logits.shape[:-1]
         usual = weight is None and size_average is None and reduce is None and not label_smoothing

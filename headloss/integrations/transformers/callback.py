@@ -30,8 +30,8 @@ class HeadLossCallback(TrainerCallback):
     Raises:
         ValueError, TypeError, RuntimeError: from `apply`, when the `Trainer` is built; ValueError
             for `label_smoothing_factor`. RuntimeError before the optimizer's first step if the loss
-            did not come from headloss, because the trainer computes the loss or trains a different
-            model.
+            did not come from headloss, which means that the trainer computes the loss itself or
+            trains a different model.
     """
 
     def __init__(

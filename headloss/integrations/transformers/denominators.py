@@ -35,7 +35,7 @@ def over_step(
 ) -> Objective:
     """Return `objective` with the step's denominators; totals are stored in `batch`.
 
-    Without a `Step` the denominator is `count` tokens, or the batch's own totals if `count` is
+    If `step` is None, the denominator is `count` tokens, or the batch's own totals if `count` is
     None.
 
     Raises:

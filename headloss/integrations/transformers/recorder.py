@@ -42,7 +42,7 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
     Raises:
         TypeError: the model cannot generate.
         ValueError: from `generate`, for beam search and assisted decoding, which do not draw each
-            token from one softmax, and for `generate_batch`, which has no steps of whole rows.
+            token from one softmax, and for `generate_batch`, which generates rows independently.
     """
     recorder = SupportRecorder()
     with recorder.attached(model):
@@ -51,7 +51,7 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
 
 @dataclass(frozen=True, eq=False)
 class SampledSets:
-    """The ids that B rows of C tokens were drawn from.
+    """For each of B rows of C tokens, the ids that the sampler kept when it drew the token.
 
     Attributes:
         ids: [P] int32, ascending within each token; tokens are ordered row by row.
@@ -63,7 +63,7 @@ class SampledSets:
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """End of each token's ids in `ids`, a list of B C numbers on the host."""
+        """For each of the B C tokens, the index in `ids` at which its ids end, in CPU memory."""
         return self.counts.flatten().cumsum(0).tolist()
 
     def tokens(self, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class SupportRecorder:
             record; None: always.
 
     Attributes:
-        sets: sets of the last `generate`; None before a `generate` has ended.
+        sets: ids that the sampler kept in the last `generate`; None before a `generate` has ended.
         drawn_logps: [B, C] float32, the result of `logps`.
     """
 
@@ -177,8 +177,9 @@ class SupportRecorder:
         # For each step, the kept ids and each row's number of kept ids.
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._step_logps: list[Tensor] = []
-        self._scores: Tensor | None = None  # Scores of a step whose tokens are not drawn yet.
-        self._first = 0  # Number of columns of the prompt.
+        # Logits of the last sampler step, until the tokens drawn from them are known.
+        self._scores: Tensor | None = None
+        self._first = 0  # Length of the prompt in tokens.
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self._steps:
@@ -200,7 +201,7 @@ class SupportRecorder:
         return scores
 
     def _look_up(self, sequences: Tensor) -> None:
-        """Record the log-probs of the tokens drawn from the last scores."""
+        """Record the log-probs of the tokens in the last column of `sequences`."""
         if self._scores is not None:
             drawn = self._scores.gather(1, sequences[:, -1:].to(self._scores.device))
             self._step_logps.append((drawn.squeeze(1) - self._scores.logsumexp(1)).float())

@@ -1,4 +1,4 @@
-"""Recognition of Transformers' loss function by its numbers: the shifted mean cross-entropy."""
+"""Check by example that a Transformers loss function is the shifted mean cross-entropy."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def check() -> str:
     """Check Transformers' loss function without a model, and return its description.
 
     Raises:
-        RuntimeError: the loss function is missing or gives other numbers.
+        RuntimeError: the loss function is missing, or its value at an example differs from the
+            shifted mean cross-entropy.
     """
     check_loss_function(part("transformers", "transformers.loss.loss_utils", "ForCausalLMLoss"))
     return "its loss function"
 
 
 def check_loss_function(stock: Any) -> None:
-    """Raise RuntimeError if a function is not the shifted mean on logits [1, 5, 7]."""
+    """Raise RuntimeError if a loss of logits [1, 5, 7] is not the shifted mean cross-entropy."""
     check_signature(stock, loss_function, "ForCausalLMLoss", "transformers")
     generator = torch.Generator("cpu").manual_seed(0)
     logits = torch.randn(1, 5, 7, generator=generator, dtype=torch.float32, device="cpu")

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..followed_head import eager
 
-STATE = "_headloss"  # Attribute of the model; its `run` replaces the forward.
-BASE = "_headloss_base"  # Attribute of the subclass: the model's own class.
+STATE = "_headloss"  # Name of the model's attribute that holds its `Applied`.
+BASE = "_headloss_base"  # Name of the subclass's attribute that holds the model's original class.
 
 
 @functools.cache
@@ -45,12 +45,13 @@ def _new(base: Any) -> Any:
 
 
 def enter(model: Any) -> Any:
-    """Give the model its subclass, also in forwards that wrappers have stored.
+    """Give the model the class `applied_class(type(model))`, also in forwards that wrappers stored.
 
-    A forward set on the instance is removed and returned, unless it calls a stored forward.
+    A forward set on the instance is removed and returned, except a wrapper's forward (the wrapper
+    calls the stored forward).
 
     Raises:
-        ValueError: accelerate has already wrapped the forward, and would restore it later.
+        ValueError: accelerate has wrapped the forward, and would later restore the old forward.
     """
     base, own = type(model), vars(model).get("forward")
     if "_original_forward" in vars(model):

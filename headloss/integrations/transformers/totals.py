@@ -34,9 +34,9 @@ class TotalsMixin(CountsSteps):
     over the context-parallel group.
 
     Raises:
-        ValueError: in the first step, for a model without `apply`; for `label_smoothing_factor` and
-            `compute_loss_func`, which need logits; and for sequence parallelism (DeepSpeed), whose
-            data loader shards rows before they are counted.
+        ValueError: in the first step, for a model to which `apply` was not applied; for
+            `label_smoothing_factor` and `compute_loss_func`, which need logits; and for sequence
+            parallelism (DeepSpeed), whose data loader shards rows before they are counted.
     """
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch | None:

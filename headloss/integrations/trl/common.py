@@ -18,7 +18,7 @@ CHECKED = "each function of it that headloss takes the place of"
 
 
 def require(owner: Any, *names: str, ours: Any = None) -> None:
-    """Raise RuntimeError if TRL lacks a name, or has a method with other arguments than `ours`.
+    """Raise RuntimeError if TRL lacks a name, or if its method and `ours` differ in arguments.
 
     With a missing or different TRL method, headloss's override would not run, or would get wrong
     arguments.
@@ -77,7 +77,7 @@ def record(
     Args:
         parts: number of micro-batches in a step.
         ranks: number of ranks whose shares of a term add up to its value.
-        further: returns metrics in addition to the request's.
+        further: returns metrics in addition to the metrics of the `Request`.
     """
     assert request.result is not None, "there has been no forward"
     if getattr(trainer, "log_terms", True):
@@ -115,7 +115,7 @@ class Logs:
 def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
     """A term of value 0 without a gradient, which requests statistics for TRL's metrics.
 
-    `of_probe` reads the requested statistics from the result.
+    The function `of_probe` reads the requested statistics from the `Output`.
     """
     for name in names:
         getattr(stats, name)
@@ -123,7 +123,7 @@ def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
 
 
 def of_probe(result: Output | None, name: str) -> Tensor:
-    """Return a statistic [..] of a result whose objective contains `probe`; 0 at unscored
+    """Return a statistic [..] that the term `probe` has requested in an objective; 0 at unscored
     positions."""
     assert result is not None, "there has been no forward"
     return result._scatter(getattr(result._stats, name))

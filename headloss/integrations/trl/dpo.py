@@ -101,10 +101,11 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         return Batch(*answers({name: inputs[name].to(device) for name in names}))
 
     def _begin(self, model: Any, inputs: dict[str, Any]) -> None:
-        """Run one token through an FSDP2 model before the reference pass.
+        """Run one token through an FSDP2 model before the reference model's log-probs are computed.
 
         FSDP2 fixes the dtypes of gradients at its first forward, from the parameters trainable in
-        that forward. In the reference pass adapters are frozen, so FSDP2 must not fix dtypes there.
+        that forward. Reference log-probs are computed with frozen adapters, and must therefore not
+        be the first forward.
         """
         if not self._begun and is_fsdp2(model):
             with torch.no_grad():
@@ -146,9 +147,9 @@ def preference_batch(inputs: dict[str, Any]) -> Batch:
 
 
 def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
-    """Return the loss [] of the pairs without a token, which TRL adds: the loss of two scores of 0.
+    """Return the loss [] of preference pairs without any token: the loss of two scores of 0.
 
-    A term has a value only at tokens, so a pair without tokens is added here.
+    TRL's loss includes pairs without tokens, but a headloss term has a value only at tokens.
     """
     scored = (batch.targets != IGNORE).any(1)
     empty = ~scored.view(2, -1).any(0)

@@ -47,15 +47,15 @@ require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
 
 class Request:
-    """A computation at the last C predicting positions of a forward, and its results.
+    """A loss or log-probs to compute for the last C tokens of a forward's rows, and the results.
 
     A `Request` must not become a dataclass or a container: wrappers would cast the batch's fields.
 
     Args:
         batch: targets [B, C]; column c of a row is predicted at position L - C - 1 + c, or for
-            shifted labels (C = L) at c. Default: the forward's labels [B, C + 1] without the first
-            column.
-        objective: the loss. Default: the entropy, for a pass without gradient.
+            shifted labels (C = L) at c. None: the targets are the forward's labels [B, C + 1]
+            without the first column.
+        objective: the loss; None: the entropy, which serves passes without gradient.
         options: options of `head_loss`.
 
     Attributes:
@@ -113,7 +113,7 @@ def add_head(
 ) -> None:
     """Let the forward of `model` compute a passed `Request`, with logits divided by `temperature`.
 
-    The model's `Paths` are appended to `resolved`.
+    The list `resolved` gets the `Paths` (ways to compute log-probs) chosen for the model.
 
     Raises:
         ValueError, TypeError: as from `Head.of`, if the head cannot be read.
@@ -178,7 +178,7 @@ class Path:
     Attributes:
         fused: whether the logits are never made.
         exact: whether logits are float32; else logits have the model's compute dtype.
-        findable: whether the head can be read.
+        findable: whether headloss can read the model's head (its weight and formula).
         required: name of the user's option that asks for `fused`; "" if no option does.
     """
 
@@ -190,8 +190,7 @@ class Path:
     def of(
         self, logits: Tensor, model: Any, temperature: float, batch: Batch, request: Request
     ) -> HeadOutput:
-        """Return the output for logits [B, C, V], which are followed logits if the head can be
-        read.
+        """Return the output for logits [B, C, V], which must be `Followed` if the head can be read.
 
         Raises:
             ValueError: an option asks for `fused`, but a head's formula cannot express the logits.
@@ -256,12 +255,13 @@ class Paths:
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """User options that choose fused or dense passes, and the precision of log-probs.
+    """User options: whether losses and log-probs are computed without logits, and their precision.
 
     Attributes:
-        use_fused_loss: None: on if the head can be read; False: the logits are made.
-        use_fused_linear_logprobs: fused old and reference passes, which have no gradient; None
-            follows `use_fused_loss`.
+        use_fused_loss: False: the loss is computed from logits; None: without logits if the head
+            can be read.
+        use_fused_linear_logprobs: compute old and reference log-probs without logits; None follows
+            `use_fused_loss`.
         cast_logprobs_to_fp32: True: log-probs come from float32 logits; False: from logits in the
             model's compute dtype; None follows `use_fused_loss`.
     """
@@ -271,7 +271,7 @@ class Switches:
     cast_logprobs_to_fp32: bool | None = None
 
     def resolve(self, model: PreTrainedModel) -> Paths:
-        """Return the paths for a model.
+        """Return the ways to compute loss and log-probs that the options choose for a model.
 
         Raises:
             ValueError, TypeError: as from `Head.of`, if an option set to True needs the head.
@@ -358,7 +358,7 @@ class Unrounded:
 
     Args:
         support: for each row, the ids that its last C tokens were drawn from.
-        columns: C.
+        columns: the number C of completion tokens.
     """
 
     def __init__(self, model: Any, support: list[Row] | None = None, columns: int = 0) -> None:
@@ -376,8 +376,8 @@ class Unrounded:
 
 
 class Measured:
-    """Stand-in for the model that returns a finished pass's results, for TRL's loss method to
-    log."""
+    """Callable passed to TRL's loss method as the model: returns a finished forward's output, so
+    that TRL logs its metrics."""
 
     def __init__(self, output: HeadOutput) -> None:
         self.output = output
@@ -387,8 +387,8 @@ class Measured:
 
 
 class Asked(Measured):
-    """Stand-in for a model that runs the pass inside TRL's loss method, which prepares the inputs.
-    The pass records a gradient if gradients were on when the stand-in was built."""
+    """Callable passed to TRL's loss method as the model: runs the model with a `Request`, on inputs
+    that TRL's method prepares. Gradients are on if they were on when `Asked` was built."""
 
     def __init__(self, model: Any, request: Request) -> None:
         self.model, self.request, self.gradient = model, request, torch.is_grad_enabled()

@@ -36,8 +36,9 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     - LoRA on the head;
     - headloss's own metrics, as "headloss/...";
     - `sampling_support`: log-probs and entropies of all passes over the ids that top-k, top-p or
-      min-p sampling kept. True: kept ids are used, and any obstacle raises ValueError. False: kept
-      ids are not used, as in TRL. None, the default: kept ids are used if the sampler removes ids;
+      min-p sampling kept. `sampling_support=True`: kept ids are used, and any obstacle raises
+      ValueError. `sampling_support=False`: kept ids are not used, as in TRL.
+      `sampling_support=None`, the default: kept ids are used if the sampler removes ids;
       if the kept ids cannot be recorded, TRL's log-probs are used, with a warning. A `rollout_func`
       returns the kept ids as "support_ids" next to its "completion_ids": for each completion [C, K]
       integers with -1 in empty slots, or a list with each token's ids (an empty list means the
@@ -54,7 +55,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     # True if the reference's KL shapes the advantages and is not a term of the loss.
     kl_in_reward = False
     sampling_support: bool | None = None
-    without_sets: str | None = None  # Reason why the generating engine returns no sets of ids.
+    # Reason why the engine that generates completions does not return the ids its sampler kept.
+    without_sets: str | None = None
     _rows: list[Row] | None = None  # Kept ids of the current generation.
     # Whether the tokens have kept ids; None: tokens were not drawn by this trainer.
     _replayed: bool | None = None

@@ -22,7 +22,7 @@ from .support import pairs
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo", "vespo")
-# Loss types divided by the optimizer step's number of tokens.
+# Loss types whose sum over tokens is divided by the number of tokens in the optimizer step.
 OVER_THE_STEP = ("cispo", "dapo", "vespo")
 
 
@@ -144,7 +144,7 @@ def _group(trainer: Any) -> Any:
 def tokens_of_the_step(trainer: Any, inputs: dict[str, Any]) -> Tensor:
     """Return a rank's share [] of the tokens of an optimizer step.
 
-    TRL's count covers all completions of one generation, over all ranks.
+    `num_items_in_batch` of TRL counts the tokens of a whole generation, on all ranks.
     """
     count = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
     if not trainer.model.training:
@@ -160,7 +160,8 @@ def _parts(trainer: Any) -> int:
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
     """Return a rank's share of the step's totals, also for a user's own terms.
 
-    All micro-batches of TRL have an equal size. None in an evaluation, which has no optimizer step.
+    All micro-batches of TRL have an equal size. In an evaluation the function returns None, as an
+    evaluation has no optimizer step.
     """
     if not trainer.model.training:
         return None

@@ -34,12 +34,13 @@ _replaced: list[tuple[Any, Any]] = []  # Pairs of a TRL function and headloss's 
 def install() -> None:
     """Replace TRL's chunked log-probs and chunked divergence in this process, until `uninstall()`.
 
-    Each function is replaced in every TRL module that has imported the function. Before the
-    replacement, TRL's functions are called with three rows, seven columns, a soft cap, a scale and
-    a temperature, and their results compared with headloss's formula.
+    Each function is replaced in every TRL module that has imported the function. First, TRL's
+    functions are called with three rows, seven columns, a soft cap, a scale and a temperature, and
+    their results compared with headloss's formula.
 
     Raises:
-        RuntimeError: a function is missing, accepts other arguments or returns other numbers.
+        RuntimeError: a TRL function is missing, accepts other arguments or returns other numbers
+            than headloss's formula.
     """
     if _replaced:
         return
@@ -83,10 +84,11 @@ def _sharded(*weights: Tensor) -> bool:
 
 
 class Regathered(torch.autograd.Function):
-    """`act(hidden, weight, bias)` of a head sharded by ZeRO-3, which TRL has gathered for the
-    forward.
+    """Apply the function `act` to hidden states, weight and bias of a head sharded by ZeRO-3, which
+    TRL has gathered for the forward.
 
-    The backward pass gathers the head again by TRL's own function, and computes `act` once more.
+    The backward pass gathers the head again by TRL's own function, and runs the function `act` once
+    more.
     """
 
     @staticmethod
@@ -161,11 +163,11 @@ class LogProbs:
 
 
 def divergence_loss(
-    student_hidden_states: Tensor,  # [B, K, H]
-    teacher_hidden_states: Tensor,  # [B, K, H']
-    student_lm_head_weight: Tensor,  # [V, H]
-    teacher_lm_head_weight: Tensor,  # [V, H']
-    completion_mask: Tensor,  # [B, K]
+    student_hidden_states: Tensor,  # The student's hidden states [B, K, H].
+    teacher_hidden_states: Tensor,  # The teacher's hidden states [B, K, H'].
+    student_lm_head_weight: Tensor,  # The student's head, a weight [V, H].
+    teacher_lm_head_weight: Tensor,  # The teacher's head, a weight [V, H'].
+    completion_mask: Tensor,  # The completion mask [B, K].
     beta: float,
     num_items_in_batch: Tensor | int | None = None,
     student_lm_head_bias: Tensor | None = None,

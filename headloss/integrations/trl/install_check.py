@@ -1,4 +1,4 @@
-"""Checks of TRL's two replaced functions: the order of their arguments, and their numbers."""
+"""Checks of TRL's two replaced functions: argument order, and results at an example."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_log_probs(theirs: Any, ours: Callable[..., Any]) -> None:
     The order of arguments matters, since TRL passes them by position.
     """
     seam = "trainer.utils._ChunkedLogProbFunction"
-    # Without the first parameter, autograd's context.
+    # partial(.., None) removes `ctx`, the first parameter of an autograd function's forward.
     forward = functools.partial(theirs.forward, None)
     got, want = (list(inspect.signature(f).parameters) for f in (forward, ours))
     if len(got) != len(want):

@@ -90,10 +90,10 @@ class WithoutLogits:
     ) -> tuple[Tensor, ...]:
         """Return the values of TRL's `concatenated_forward`.
 
-        The values are sums or averages of log-probs [B] of chosen and of rejected answers; mean
-        logits [B] over `positions`, in place of logits; the mean negative log-likelihood [] of
-        chosen answers, with their `prompts` or without, or 0; and, if on, the routers' auxiliary
-        loss [].
+        The values are: [B] sums or averages of log-probs of chosen and of rejected answers; [B]
+        mean logits over `positions`, in place of logits; the [] mean negative log-likelihood of
+        chosen answers, with their `prompts` or without, or 0; and, if the model has an auxiliary
+        loss of its routers, that loss [].
         """
         device = self.accelerator.device
         rows = self.concatenated_inputs(batch, padding_value=padding, device=device)

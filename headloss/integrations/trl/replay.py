@@ -69,17 +69,17 @@ OPTIONS = {
 
 
 class Obstacle(NamedTuple):
-    """An obstacle: an option with which log-probs over kept ids are unavailable, or differ from the
-    sampler's."""
+    """An option under which log-probs over the ids that the sampler kept are unavailable, or differ
+    from the sampler's log-probs."""
 
     option: str
     problem: str
-    replayed: bool = False  # Whether the kept ids are used despite the obstacle.
+    replayed: bool = False  # Whether the ids that the sampler kept are used all the same.
 
 
 def wanted(trainer: Any) -> bool:
-    """Return whether to use kept ids, judged by the trainer's options; raise or warn as
-    `settle`."""
+    """Return whether the trainer's options ask for log-probs over the ids that the sampler kept; an
+    option that prevents them raises ValueError or gives a warning."""
     asked = trainer.sampling_support
     if asked is False or (asked is None and not _truncates(_options(trainer))):
         return False
@@ -89,7 +89,7 @@ def wanted(trainer: Any) -> bool:
 def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
     """Return whether to use kept ids, judged by the logits processors that Transformers built.
 
-    A model's own generation config may add processors.
+    Transformers also builds logits processors from the model's own generation config.
     """
     processors = list(processors)
     if trainer.sampling_support is None and not any(map(_removes, processors)):
@@ -98,10 +98,11 @@ def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -
 
 
 def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
-    """Return whether the kept ids are used, and warn once of each obstacle.
+    """Return whether log-probs are over the ids that the sampler kept, and warn once of each of the
+    `obstacles` (options that prevent or disturb this).
 
     Raises:
-        ValueError: there is an obstacle, and `sampling_support` is True.
+        ValueError: `obstacles` is not empty, and `sampling_support` is True.
     """
     replayed = True
     for option, problem, all_the_same in obstacles:
@@ -151,7 +152,7 @@ def obstacles(trainer: Any) -> Iterator[Obstacle]:
 
 
 def _of_generation(trainer: Any) -> Iterator[Obstacle]:
-    """Yield the obstacles to the use of kept ids in the trainer's way to generate tokens."""
+    """Yield options of the trainer's token generation that prevent recording the sampler's ids."""
     if trainer.rollout_func is not None and trainer.sampling_support:
         yield Obstacle("rollout_func", "its sets are not recorded; let it return support_ids")
     if trainer.use_vllm and trainer.vllm_mode != "colocate":

@@ -31,8 +31,8 @@ ENGINE = "trl.generation.vllm_generation"
 class Drawn(float):
     """The log-prob of a token, with its index in the sampled sets of a generation.
 
-    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` number keeps a
-    set of ids together with the set's token.
+    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` number keeps the
+    reference to the ids from which the token was drawn.
     """
 
     __slots__ = ("at", "sets")
@@ -88,7 +88,7 @@ def _nothing(tokens: int) -> Row:
     return empty[:0], empty
 
 
-# For each completion, kept ids as [C, K] integers or as a list for each token.
+# The ids that the sampler kept, per completion: [C, K] integers, or a list of ids for each token.
 Given = Sequence[Any] | Tensor
 
 
@@ -99,7 +99,7 @@ def rows_given(
 
     Raises:
         ValueError: the number of entries differs from the number of completions.
-        TypeError: ids are not integers, or have another number of dimensions.
+        TypeError: ids are not integers, or a completion's ids are not a [C, K] tensor or a list.
     """
     if len(given) != len(completion_ids):
         raise ValueError(
@@ -151,8 +151,8 @@ def sampling_metrics(new_logps: Tensor, scored: Tensor, inputs: dict[str, Any]) 
     """Return how far the trainer's log-probs [B, C] are from the sampler's, and the sizes of the
     sets.
 
-    With d = trainer's - sampler's log-prob: the mean of exp(d) - 1 - d, and extremes and mean of
-    exp(d).
+    For d = (trainer's log-prob) - (sampler's log-prob), the metrics are the mean of exp(d) - 1 - d,
+    and minimum, maximum and mean of exp(d).
     """
     metrics = Metrics()
     sampling = inputs.get("sampling_per_token_logps")
@@ -200,8 +200,8 @@ def sets_of_outputs() -> Iterator[None]:
 
 
 def _attach(logprobs: list[list[list[float | None]]], completions: list[Any]) -> None:
-    """Replace log-probs in place by `Drawn` numbers; log-probs of tokens without ids stay as they
-    are."""
+    """Replace log-probs in place by `Drawn` numbers, which also hold the sampler's ids; a log-prob
+    of a token without such ids stays."""
     masks = [getattr(one, "sampling_mask", None) for one in completions]
     lists = [getattr(mask, "token_ids", None) for mask in masks]
     columns = max((len(row) for row in logprobs), default=0)

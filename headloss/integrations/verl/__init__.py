@@ -8,14 +8,14 @@ the variable VERL_USE_EXTERNAL_MODULES=headloss.integrations.verl. The module ca
 when a model's configuration names headloss: verl hides errors raised while a plugin is imported,
 and importing the engines takes seconds.
 
-    fused      replaces `FusedLinearForPPO` under FSDP
-    engine     the FSDP engine: a temperature per sample, and losses in one pass
-    megatron   the Megatron engine: hidden states in place of logits
-    losses     policy losses by name: `loss_mode=headloss_gspo`
-    scored     scored positions of a micro-batch, and the ids that samplers drew from
-    teacher    distillation from a teacher's top k
-    whole      distillation over the whole vocabulary: `loss_mode=headloss_reverse_kl`
-    seams      installs these modules in verl
+    fused      replaces verl's `FusedLinearForPPO` under FSDP;
+    engine     extends the FSDP engine: a temperature per sample, and losses in one pass;
+    megatron   extends the Megatron engine: hidden states in place of logits;
+    losses     registers policy losses by name: `loss_mode=headloss_gspo`;
+    scored     finds scored positions of a micro-batch, and the ids that samplers kept;
+    teacher    computes distillation from a teacher's top k;
+    whole      computes distillation over the vocabulary: `loss_mode=headloss_reverse_kl`;
+    seams      replaces verl's functions by those of the modules above.
 """
 
 # pyright: reportMissingImports=false
@@ -81,8 +81,8 @@ def register_teacher(factory: Callable[[torch.device], Head]) -> None:
     teacher's head.
 
     Args:
-        factory: maps a device to the teacher's head on that device. The teacher's head has a weight
-            [V, H'] for the batch's `teacher_hidden` [.., H']. `factory` is called once, in the
+        factory: function of a device that returns the teacher's head on the device, with a weight
+            [V, H'] for the batch's `teacher_hidden` [.., H']. The function is called once, in the
             first micro-batch.
     """
     from . import whole

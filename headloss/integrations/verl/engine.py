@@ -105,7 +105,7 @@ class Engine(FSDPEngineWithLMHead):
     ) -> dict[str, Any]:
         """Return verl's outputs, with distillation losses added for padded rows.
 
-        verl reads the distillation losses of a model's output for packed batches only.
+        For padded rows, verl itself does not read the distillation losses of a model's output.
         """
         given = output, output_args, micro_batch, logits_processor_func
         outputs = super().prepare_model_outputs(*given)
@@ -189,7 +189,7 @@ class Request:
     A `Request` must not become a dataclass or a container: FSDP would cast the fields.
 
     Args:
-        objective: the objective, and the number of its parts that are the policy loss.
+        objective: the objective, and how many of its first terms make up the policy loss.
         places: [T] indices of the positions that predict scored tokens, in the flattened batch.
         segments: the sequences of the scored tokens.
         fields: fields [T] of the batch, and the batch's totals.

@@ -38,7 +38,8 @@ class Fused:
         model: the model whose head is read, with bias, soft cap, scale and adapters; with None, the
             head is the weight passed to `forward`.
         temperature: a tensor in the shape of the labels that overrides `forward`'s number.
-        request: the engine's loss to compute, in place of the log-probs of all positions.
+        request: the loss that `forward` computes in place of the log-probs of all positions, or
+            None.
         support: `support_ids` of the labels' positions; None: every label has the whole vocabulary.
         options: options of `head_stats` and `head_loss`.
     """
@@ -118,7 +119,7 @@ def patch_forward(
 
     @functools.wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Read from `self`, since a copy of the model has a separate `Fused`.
+        # Read `Fused` from `self`, since `self` may be a copy of the model with another `Fused`.
         output, request = function(self, *args, **kwargs), getattr(self, BACKEND).request
         return output if request is None else request.put(output)
 
@@ -126,7 +127,7 @@ def patch_forward(
 
 
 def fused_of(module: Any) -> Fused:
-    """Return the `Fused` of a model, also of a model wrapped by FSDP or PEFT.
+    """Return the `Fused` that replaces `FusedLinearForPPO` in a model, also under FSDP or PEFT.
 
     Raises:
         ValueError: verl has not replaced the model's forward by a fused forward.

@@ -49,8 +49,7 @@ KL: dict[str, dict[str, Any]] = {
 }
 ALSO = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _factories: dict[str, tuple[Factory, str | None]] = {}
-# Stack of `Request`s; verl's loss function reads log-probs of the last `Request` to compute
-# metrics.
+# `Request`s of loss functions that are running; verl's metrics read log-probs of the last one.
 measured: list[Any] = []
 
 
@@ -70,7 +69,8 @@ def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
     """Register a policy loss for the package's `register`.
 
     Args:
-        of_verl: verl's name of an equal loss, whose metrics are also reported; None: no metrics.
+        of_verl: name of the verl loss with equal values, whose metrics are also reported; None: no
+            metrics.
     """
     _factories[name] = factory, of_verl
 

@@ -107,10 +107,10 @@ def _values(
 
 
 def _forward_kl(log_q: Any, log_p: Tensor, floor: float | None) -> dict[str, Tensor]:
-    """Return verl's top-k forward KL and both masses, [b, s] each.
+    """Return verl's top-k forward KL and the two models' masses of the top k, [b, s] each.
 
     The loss is sum p (log p - log q) over the teacher's k ids. As in `compute_forward_kl_topk`
-    under Megatron, the masses are sums of the clamped probabilities.
+    under Megatron, each mass is a sum of clamped probabilities.
     """
     log_p = log_p.float()
     if floor is not None:

@@ -55,7 +55,7 @@ class Scored:
         kept. An empty list means that the sampler kept the whole vocabulary.
 
         Raises:
-            ValueError: a scored token has no list.
+            ValueError: `support_ids` has no list for a scored token.
         """
         lists = tu.get(data, "support_ids")
         if lists is None or all(row is None for row in lists):

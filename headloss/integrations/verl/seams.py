@@ -36,7 +36,7 @@ def check() -> str:
 
 
 def uninstall() -> None:
-    """Remove the replacements, for the package's `uninstall`."""
+    """Restore verl's classes and functions, for `headloss.integrations.verl.uninstall`."""
     SEAMS.uninstall()
     for seams in under_megatron:
         seams.uninstall()
@@ -66,7 +66,7 @@ def _new(theirs: Any) -> Any:
 
 def _under_megatron() -> None:
     """Let Megatron models return hidden states in place of logits, whether or not verl's fused
-    kernels would serve the model. Multi-token prediction is replaced separately."""
+    kernels would serve the model. Also install the replacement of multi-token prediction."""
     from . import megatron  # Imported on demand, since the FSDP engine does not need Megatron-Core.
 
     # `install()` has already warned of an untested verl release.

@@ -24,8 +24,8 @@ from .scored import Scored
 
 @dataclass
 class TopK(ModelOutput):
-    """Distillation losses and masses [..] in the labels' shape, 0 at unscored positions. Only the
-    distillation losses have a gradient; the masses have none."""
+    """Distillation losses, and the student's and the teacher's mass of the top k, each [..] in the
+    labels' shape, 0 at unscored positions. Only the distillation losses have a gradient."""
 
     distillation_losses: Tensor
     student_mass: Any = None  # A `ModelOutput` dataclass allows one field without a default.
@@ -38,7 +38,8 @@ class Teacher:
         sum over the teacher's k likeliest of p (log p - log q)
 
     log p is the teacher's log-prob and log q the student's over the whole vocabulary, both clamped
-    from below. The masses are the sums of p and of q over the k ids, before the clamp.
+    from below. The student's and the teacher's mass are the sums of q and of p over the k ids,
+    before the clamp from below.
 
     A `Teacher` must not become a dataclass or a container: FSDP would cast the fields.
 
@@ -52,7 +53,7 @@ class Teacher:
         self.at, self.floor, self.alone = scored.at, floor, alone
         names = "teacher_ids", "teacher_logprobs"
         self.ids, logps = (no_padding_2_padding(data[name], data)[scored.here] for name in names)
-        self.logps = logps.float()  # Shape [T, K], like the ids.
+        self.logps = logps.float()  # Shape [T, K], the shape of `self.ids`.
         self.topk: TopK | None = None
 
     def run(
@@ -89,7 +90,8 @@ class Teacher:
 def spread(values: Tensor, at: Tensor, labels: Tensor) -> Tensor:
     """Return values [T] placed at positions `at` of the labels' shape [..], with 0 elsewhere."""
     flat = values.new_zeros(labels.numel()).index_copy(0, at, values)
-    return flat.view(labels.shape).clone()  # FSDP2 puts a hook on the tensor, and warns of views.
+    # Clone: FSDP2 puts a hook on each output tensor, and warns if the tensor is a view.
+    return flat.view(labels.shape).clone()
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """verl's on-policy distillation over the whole vocabulary, from a teacher's hidden states.
 
-    distillation.distillation_loss.loss_mode=headloss_reverse_kl      # or another kind of KINDS
+    distillation.distillation_loss.loss_mode=headloss_reverse_kl   # or headloss_forward_kl, ..
 
 T scored tokens of this rank, B sequences of L tokens, H' width of the teacher's hidden states.
 """
