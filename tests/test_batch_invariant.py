@@ -1,7 +1,7 @@
 """A token's statistics have identical bits in any batch: only its hidden state and the head matter.
 
-n tokens, H hidden width, V vocabulary. Without a GPU the kernels run in the interpreter, at small
-sizes; the sweep over sizes and the whole calls need a GPU.
+n tokens, H hidden width, V vocabulary. Without a GPU the kernels run in Triton's interpreter at
+small sizes; tests over many sizes and of whole calls need a GPU.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def test_every_number_of_tokens() -> None:
 
 @pytest.mark.parametrize("more", ["top1", "mean_logit"])
 def test_whatever_else_is_asked_for_and_held(more: str) -> None:
-    """A token's bits in a training pass, with kept tiles and more statistics, equal those of a
-    scoring pass."""
+    """A token's statistics have the same bits in training, where exp(z) is stored and more
+    statistics are computed, as in scoring."""
     x, w, targets = inputs(9, H, V)
     alone = measure(x, w, targets)
     assert_same(measure(x, w, targets, keep=True), alone, slice(None))

@@ -47,7 +47,7 @@ def test_oracle_of_a_bias_and_an_adapter(name: str, monkeypatch: pytest.MonkeyPa
     for key, value in found.gradients.items():
         want = true[key][found.places(key)]
         torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
-    # The old log-probs were computed with this head, so the current policy's are near.
+    # The old log-probs were computed with the same head, so they are close to the current ones.
     assert float((found.values["logps"] - inputs.old).abs().max()) < 0.5
 
 
@@ -96,8 +96,8 @@ def test_each_call_has_its_own_number_of_tokens() -> None:
 
 
 def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of changing sizes covers both token counts, and a timed case uses each token count
-    once."""
+    """In the benchmark with changing sizes, the accuracy check covers both token counts, and a
+    timed run uses each token count once."""
     seen: list[int] = []
 
     def make(work: works.Work, setting: works.Setting) -> contestants.Run:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton_cases import DEVICE  # first, to turn on the interpreter
+from triton_cases import DEVICE  # import this first: it turns on Triton's interpreter
 
 from headloss import kernels
 from headloss.kernels.triton import given, tiles, versions

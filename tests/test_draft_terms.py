@@ -503,8 +503,8 @@ def test_fields_of_a_teacher_are_refused():
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_columns_beside_a_head(schedule, backend):
-    """Additional columns of a head (`Head(beside=...)`) give logits of concatenated factors, with
-    both gradients."""
+    """Extra low-rank columns of a head (`Head(beside=...)`) give the logits and gradients of a head
+    with concatenated factors."""
     dtype, rank = (torch.float64 if backend == "reference" else torch.float32), 3
     torch.manual_seed(0)
     s = Setting(dtype)

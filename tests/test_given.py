@@ -627,7 +627,7 @@ def test_many_rows_in_turn():
     assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
     stats, normalizer = exactly(named, of_some, 0, transform)
-    # `own`: the kernel got the coefficients of all tokens, the reference needs those of `some`
+    # the kernel got coefficients of all tokens; the reference needs those of the tokens in `some`
     own = c.map(lambda t: t[some])
     own = own._replace(prob=own.prob + own.entropy * stats.entropy)
     oracle = oracle_gradient(named, of_some, 0, transform, normalizer, own)

@@ -109,8 +109,8 @@ def with_mean_logit(stats, batch):
 
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_under_a_soft_cap_logits_are_kept_for_the_gradient_of_their_mean(softcap):
-    """With a soft cap, a gradient of the mean logit keeps raw logits, since an exp(z) that
-    underflows to 0 no longer tells z."""
+    """With a soft cap and a loss on the mean logit, raw logits are stored instead of exp(z): an
+    exp(z) that underflowed to 0 does not determine z."""
     hidden, weight, batch = setting()
     head = hl.Head(weight.requires_grad_(), softcap=softcap)
     options, objective = hl.Options(backend="triton"), with_mean_logit()

@@ -425,7 +425,7 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
-        # without the entropy's contribution to `prob`, which the twin itself adds
+        # leave out the entropy's contribution to `prob`, which the PyTorch twin adds itself
         at_zero = c._replace(prob=-g)
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)

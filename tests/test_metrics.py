@@ -237,7 +237,8 @@ def test_figures_of_a_segment_scoped_term_are_per_segment():
         )
     ]
     ratios = torch.stack([m for m in means if not m.isnan()]).exp()
-    assert len(ratios) == 4  # 4 of 6: one segment is empty and one has no scored token
+    # 4 of the 6 segments count: one segment is empty, one has no scored token
+    assert len(ratios) == 4
     assert float(out.metrics["gspo/ratio"]) == pytest.approx(float(ratios.mean()))
     assert float(out.metrics["gspo/ratio_max"]) == pytest.approx(float(ratios.max()))
     assert out.metrics.compute()["segments"] == 6

@@ -80,8 +80,8 @@ OF_PROBS = ", _bad lt, _bad masked_fill"
     ids=["none", "ids", "probabilities", "log-probs"],
 )
 def test_operations_of_stored_ids(fields: dict[str, Tensor], more: str) -> None:
-    """A field of ids adds nine operations to a survey, its probabilities two and log-probs three:
-    eleven, the checks of ids with an operation for each step, and one more; other batches none."""
+    """Making a `Batch` costs nine more operations for a field of ids, eleven with probabilities,
+    and twelve with log-probs of the ids."""
 
     def surveyed(**fields: Tensor) -> list[str]:
         with Operations() as found:

@@ -159,8 +159,8 @@ def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
     """Return the partitioned cases for worlds of `size` ranks.
 
     Every objective runs with its tokens split over two ranks or, if it does not support this, with
-    its vocabulary split over two, three and four ranks. The other combinations of world size with
-    or without sequence parallelism take turns over the objectives.
+    its vocabulary split over two, three and four ranks. Combinations of world size with or without
+    sequence parallelism take turns over the objectives.
     """
     cuttable = {row[0] for row, _ in rows_of(Cut(data=2), 0)}
     chosen = []

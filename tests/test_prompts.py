@@ -15,8 +15,10 @@ import headloss as hl
 from headloss.batch.segments import numbered
 from headloss.testing import trained_looking
 
-LENGTHS = (3, 1, 4, 0, 2, 5)  # The second answer is unscored, the fourth has no tokens.
-PROMPTS = (9, -7, 9, 2**62, -7, 2**62)  # Answers to 2**62 include the one without tokens.
+# Tokens of each answer: the second answer's token is unscored, the fourth answer has no tokens.
+LENGTHS = (3, 1, 4, 0, 2, 5)
+# Prompt of each answer: the third prompt, 2**62, also has the answer without tokens.
+PROMPTS = (9, -7, 9, 2**62, -7, 2**62)
 T, H, V = sum(LENGTHS), 6, 17
 TRAINED = [name for name in SCHEDULES if name != "frozen"]  # schedules with a weight gradient
 

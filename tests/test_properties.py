@@ -1,4 +1,4 @@
-"""Law 3: loss, gradients and metrics do not depend on the partition of tokens into calls.
+"""Loss, gradients and metrics do not depend on how tokens are split into calls.
 
 N positions, S segments. A `Base` describes a batch token by token; a `Piece` lists which tokens one
 call gets, in which shape and order. Calls are in float64, so that only rounding of 1e-11 is
@@ -212,7 +212,7 @@ def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
 
 
 def interleaved(base: Base, seed: int) -> Piece:
-    """Return a piece with interleaved segments; each segment's tokens stay in order."""
+    """Return a piece whose segments are interleaved, while each segment's tokens stay in order."""
     ids = torch.arange(len(base.lengths)).repeat_interleave(torch.tensor(base.lengths))
     shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     places = shuffled.argsort(stable=True).argsort()

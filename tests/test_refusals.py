@@ -313,7 +313,7 @@ def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
         if out is None:
             assert re.search(rf"static: got True with term {term.name}", error)
             assert make is centred
-            # `logits_loss` refuses it too, also in a second call
+            # `logits_loss` refuses `static` for this term too, also when called again
             with pytest.raises(ValueError, match="static"):
                 hl.logits_loss(torch.randn(N, V), data, term, options=hl.Options(static=True))
             continue

@@ -60,10 +60,11 @@ def test_edges_of_the_mask() -> None:
 
     assert kept([]) == []
     assert kept([9.0]) == [True]  # The smallest moment is always kept.
-    assert kept([0.0625, 0.4]) == [True, True]  # The mean is below the threshold.
-    assert kept([0.25, 0.25]).count(True) == 1  # Means of 0.25 are not strictly below.
+    assert kept([0.0625, 0.4]) == [True, True]  # The mean second moment is below 0.25.
+    assert kept([0.25, 0.25]).count(True) == 1  # A mean of 0.25 is not below the threshold 0.25.
     assert kept([4.0, 4.0, 4.0]).count(True) == 1  # Any one of three equal moments is kept.
-    assert kept([0.0625, 0.4375]) == [True, False]  # A mean equal to the threshold is not enough.
+    # A mean of 0.25 is not below the threshold 0.25.
+    assert kept([0.0625, 0.4375]) == [True, False]
     assert kept([math.inf, 0.0, 0.0625]) == [False, True, True]
     assert kept([math.nan, 1.0]) == [True, False]  # NaN counts as a second moment of 0
     assert kept([0.0, 0.0]) == [True, True]

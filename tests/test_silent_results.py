@@ -284,7 +284,8 @@ def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     """Return hidden, weight, float64 log-probs and a batch, in which one token's log-prob is `by`
     above its old log-prob.
 
-    The other tokens' log-ratios cancel the outlier, so that the sequence's mean log-ratio is small.
+    The log-ratios of the sequence's other nine tokens cancel `by`, so that the mean log-ratio is
+    small.
     """
     hidden, weight, fields, segments, targets = problem(dtype)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)

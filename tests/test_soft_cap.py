@@ -1,4 +1,5 @@
-"""A saturated soft cap's slope 1 - tanh(x)^2 is accurate in every gradient kernel, against float64.
+"""The derivative 1 - tanh(x)^2 of a saturated soft cap is accurate in every gradient kernel,
+compared with float64.
 
 n tokens, v columns; x is the logit times scale / softcap.
 """
@@ -132,8 +133,8 @@ def test_divergences(kind, name, between):
 
 
 def test_a_slab(name, between):
-    """A 16-bit slab of gradients is accurate, including the target's element, for exactly computed
-    logits."""
+    """The 16-bit logit gradient of a block of vocabulary rows is accurate, also at the target, for
+    exactly computed logits."""
     transform = TRANSFORMS[name]
     x, w = exact_operands(between, transform)
     raw = x.float() @ w.float().t()

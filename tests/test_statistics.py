@@ -77,7 +77,8 @@ def empty_slice(n: int, dtype: torch.dtype = torch.float64) -> SoftmaxState:
 
 
 def sliced(z: Tensor, targets: Tensor, borders: list[int]) -> list[SoftmaxState]:
-    """Return partials of consecutive vocabulary slices, some possibly empty."""
+    """Return the online-softmax states of consecutive vocabulary slices, some of which may be
+    empty."""
     edges = [0, *sorted(borders), z.shape[1]]
     return [
         partials(z[:, a:b], targets, a, PLAIN, ALL) if b > a else empty_slice(len(z), z.dtype)
@@ -201,7 +202,8 @@ CERTAIN = [(1e-2, 14.22), (1e-5, 21.52), (1e-8, 28.72)]
 
 
 def nearly_certain(gap: float) -> Tensor:
-    """Return [1, 1001] float32 logits: token 7 at 75, all others `gap` below, so lse = 75."""
+    """Return [1, 1001] float32 logits: 75 for token 7 and 75 - `gap` for all other tokens, so that
+    the log-sum-exp is 75."""
     z = torch.full((1, 1001), 75 - gap)
     z[0, 7] = 75
     return z
@@ -287,7 +289,7 @@ def test_one_token_with_all_the_mass(dtype):
     coefficients = vjp({"logp": one, "entropy": one}, found, 40)
     got = logit_gradient_(z, targets, 0, PLAIN, normalizer, coefficients)
     want = torch.zeros(2, 40, dtype=dtype)
-    # +1 for the unlikely target, -1 for the token that has all probability
+    # the log-prob's gradient: +1 at the unlikely target, -1 at the token that has all probability
     want[1, 4], want[1, 3] = 1, -1
     assert got.equal(want)
 

@@ -281,8 +281,8 @@ def test_what_the_mixin_refuses() -> None:
 def test_an_evaluation_leaves_out_what_has_nothing_scored(kind: type) -> None:
     """An evaluation leaves out batches without scored tokens, like stock Trainer.
 
-    A loss of 0 for such a batch would lower the mean. Older Trainer releases average over all
-    batches.
+    Counting a batch without scored tokens as loss 0 would lower the mean evaluation loss. Older
+    Trainer releases count batches without scored tokens in the mean.
     """
     data = [
         {"input_ids": row.tolist(), "labels": [-100] * 7 if i % 2 else row.tolist()}

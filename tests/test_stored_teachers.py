@@ -20,8 +20,8 @@ KINDS = ("reverse_kl", "forward_kl", "js")
 
 
 def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
-    """Return a problem with the k likeliest tokens of a teacher at a temperature, and empty
-    slots."""
+    """Return a problem with a stored teacher's k likeliest tokens at a temperature, some of them
+    replaced by unused entries."""
     case = Problem({}, seed=seed)
     generator = torch.Generator().manual_seed(40 + seed)
     z = 2 * torch.randn(N, V, generator=generator, dtype=torch.float64)

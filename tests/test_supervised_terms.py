@@ -269,8 +269,8 @@ def several(z: Tensor, ids: Tensor) -> Statistics:
 
 
 def test_several_targets() -> None:
-    """Several soft targets agree with PyTorch's probabilities of all columns; empty slots count
-    nothing."""
+    """Soft targets on several tokens agree with PyTorch's cross-entropy on class probabilities;
+    unused entries count nothing."""
     z, _ = logits()
     ids = torch.arange(V).expand(T, V).clone()
     probs = torch.rand(T, V, dtype=torch.float64)

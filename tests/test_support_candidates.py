@@ -26,7 +26,8 @@ def probe(stats, batch):
 
 
 def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
-    """Return inputs with candidates inside and outside the support, the target, and empty slots."""
+    """Return inputs whose candidates are inside and outside of `support_ids`, include the target,
+    and have unused entries."""
     known = cases.inputs(kind, head, dtype, terms=probe() + cases.objective())
     generator = torch.Generator().manual_seed(9)
     shape = (cases.TOKENS, cases.VOCABULARY)
@@ -64,7 +65,7 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
         inside |= ~(ids >= 0).any(1, keepdim=True)
         z = z.masked_fill(~inside[:, :-1], -torch.inf)[packed]
         found = out.metrics.compute()
-        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test multiplies in 16 bits
+        tolerance = 1e-9 if dtype == torch.float64 else 3e-2  # the test's own matmul is in 16 bits
         want = z.softmax(1).square().sum(1).mean()
         assert abs(found["probe/peak"] - z.max()) <= tolerance * z.max().abs()
         assert abs(found["probe/collision"] - want) <= tolerance
@@ -72,8 +73,8 @@ def test_candidates_of_a_support(kind, head, dtype, schedule):
 
 @pytest.mark.parametrize("scale", [2.0, -1.0])
 def test_the_rest_of_a_support_under_a_negative_scale(scale):
-    """The remaining probability of a support is correct under a negative scale, with empty
-    slots."""
+    """With `support_ids`, the probability outside of the candidates is correct for a negative logit
+    scale and unused entries."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(30, 6, generator=generator, dtype=torch.float64)

@@ -181,7 +181,8 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
     """Metrics hold no NaN: a generation without scores has a null reward in the file."""
     monkeypatch.chdir(tmp_path)
-    # call 4: calls 1 and 2 evaluate held-out prompts, 4 scores the second generation
+    # the reward's fourth call, which scores the second generation; calls 1 and 2 evaluate held-out
+    # prompts
     ACTIONS[-4] = lambda: None
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 

@@ -106,7 +106,7 @@ def test_a_shard_is_no_sequence(told: dict[str, Tensor], at: int) -> None:
     sequence."""
     model, labels = tiny("llama"), shifted(IDS, -100)
     call: Any = {"labels": labels, "shift_labels": labels, **told}
-    with apply(model):  # a mean over tokens accepts a sequence shard
+    with apply(model):  # a loss that is a mean over tokens accepts a shard of a sequence
         model(IDS, **call)
     with apply(model, PER_SEQUENCE, fields=("segments",)):
         with pytest.raises(ValueError, match=f"shift_labels: got them .* at position {at}, as of"):

@@ -1,7 +1,7 @@
 """Under `apply` a model's own forward runs with its loss function replaced by the objective.
 
-The objective gets the labels, shift and token count of that forward, and its changes of the logits.
-The reference is the stock model with the objective on its logits as loss function.
+The objective gets the model's own labels, label shift, token count and changes of logits. The
+reference is the stock model with the objective on its logits as loss function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Outputs of an applied model hold deferred ("followed") logits that any operation makes real."""
+"""After `apply(model)`, outputs hold logits that remember how the head computes them; any operation
+on the logits computes them."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def test_partials_onto_earlier_tiles():
 
 
 def test_partials_into_poisoned_memory_with_minus_infinity():
-    """Partials written to NaN memory are correct for -inf logits, an all -inf first tile, and a
-    masked target."""
+    """Online-softmax states written into NaN-filled memory are correct for logits of -inf, for a
+    first tile of -inf alone, and for a target of -inf."""
     n, v = 4, 130
     raw, targets = tile(n, v, torch.float32), torch.tensor([3, 100, 5, 129], device=DEVICE)
     raw[0, 3] = -math.inf
@@ -171,7 +171,7 @@ def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
         rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
-        if len(kept) > 4:  # too few rows saved to move any
+        if len(kept) > 4:  # skipping so few rows is not worth moving the others
             assert int(count) == 6 and rows.tolist() == list(range(6))
             continue
         assert int(count) == len(kept)

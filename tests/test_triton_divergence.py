@@ -52,14 +52,13 @@ def pair(p, q, kind, beta=BETA):
 
 
 def shares(acts, raw, raw_teacher, of):
-    """Return [2, n]: the only divergence of a teacher-student pair, and the mean of its derivative
-    over the vocabulary."""
+    """Return [2, n]: a single divergence between teacher and student, and the mean of its
+    derivative over the vocabulary."""
     return acts.divergence(raw, raw_teacher, of)[:, 0].t()
 
 
 def one(raw_teacher, of, pivot, weight):
-    """Return the arguments of a gradient kernel for the only divergence of a teacher-student
-    pair."""
+    """Return a gradient kernel's arguments for a single divergence between teacher and student."""
     return Divergence(raw_teacher, of, pivot.unsqueeze(1), weight.unsqueeze(1))
 
 
@@ -184,8 +183,8 @@ def test_ruled_out_tokens(kind):
 
 
 def others_of(n, v, which, transform, dtype=None) -> Backward:
-    """Return the arguments (`Backward`) of other terms' gradient on a tile that begins at column
-    40, with the head's temperature."""
+    """Return a kernel's arguments (`Backward`) for the gradient of softmax statistics on a logit
+    tile from column 40 on, with the head's temperature."""
     own = Transform(
         scale=transform.scale,
         softcap=transform.softcap,
@@ -494,7 +493,8 @@ def test_a_chunks_teacher_logits_are_made_once(monkeypatch):
     term = hl.distillation(teacher_head=hl.Head(torch.randn(V, 4).to(DEVICE))).where("kept")
     options = hl.Options(backend="triton", chunk_tokens=2)
     hl.head_loss(hidden.requires_grad_(), hl.Head(weight), batch, term, options).loss.backward()
-    assert made == [2] * 6  # one each for student and teacher, in three chunks
+    # six logit tiles: one of the student and one of the teacher for each of three chunks
+    assert made == [2] * 6
 
 
 TEACHER_LOGITS = {

@@ -1,4 +1,5 @@
-"""One launch merges a product's blocks, or several ranks' partials, into statistics."""
+"""One kernel launch merges the online-softmax states of vocabulary blocks or of several ranks into
+statistics."""
 
 from __future__ import annotations
 

@@ -133,7 +133,8 @@ def test_held_gradient(which, name):
         # Compare row by row: a row with a likely target has a small gradient.
         assert ((got - oracle).norm(dim=1) / oracle.norm(dim=1)).max() <= 2 * HELD_EPS
     if transform.softcap is not None and c.uniform is not None:
-        # not supported: an exp(z) of 0 does not tell z, which the soft cap's derivative needs
+        # not supported: the soft cap's derivative needs z, which an exp(z) that underflowed to 0
+        # does not determine
         return
     for mask in ([0, 1, 0, 1, 1, 1], [1] * 6, [0] * 6):
         copy, count = ExpTile(exp_logits=held.exp_logits.clone(), shift=held.shift), sum(mask)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 
 
 def pairs_of(n: int, v: int, most: int, ragged: bool = False, seed: int = 0) -> SupportPairs:
-    """Return distinct ids of n tokens, some without ids, with random empty slots."""
+    """Return distinct ids for each of n tokens; some tokens have no ids, and unused entries lie
+    between ids."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randint(0, most + 1, (n,), generator=generator).tolist()
     rows = [torch.randperm(v, generator=generator)[:c] for c in counts]

@@ -359,7 +359,8 @@ def test_clip_metrics(level: str) -> None:
 
 
 def test_gmpo() -> None:
-    # No sequence may be empty: headloss gives it loss 0, but TRL ratio 1 times its advantage.
+    # No sequence may be empty: headloss gives an empty sequence loss 0, TRL gives it the ratio 1
+    # times its advantage.
     step = inputs(empty=False, seed=10)
     loss, want = theirs(step, GMPOTrainer, epsilon_low=0.4, epsilon_high=0.4)
     assert_same(ours(h.gmpo(), step), loss)

@@ -173,7 +173,8 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
     term = hl.dppo(delta_low=1.0, delta_high=1.0, surrogate="ratio", ratio_max=None)
     term = hl.kl_shaped(term, beta=0.5, estimator="k3", **flags)
     got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
-    # only compared without `through`: the loop gives shaped advantages and ratios no gradient
+    # compared only without `through`, since the reference loop gives shaped advantages and ratios
+    # no gradient
     if not through:
         assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
     clipped = hl.kl_shaped(

@@ -1,4 +1,4 @@
-"""Set-up that the tests of all adapters for draft models share.
+"""Set-up shared by the tests of adapters for draft models.
 
 T positions, H hidden width, V vocabulary.
 """
@@ -62,8 +62,9 @@ def frozen(vocabulary: int, width: int) -> tuple[nn.Linear, nn.Embedding]:
 
 
 def block_inputs(vocabulary: int, width: int, states: str, taught: bool) -> dict[str, Tensor]:
-    """Return a batch of two texts for a draft over blocks. `states` names the verifier's states of
-    three layers; with `taught` the batch has the last states too."""
+    """Return a training batch of two texts for a draft model that drafts blocks of tokens. The
+    field named `states` holds the verifier's hidden states of three layers; with `taught` the batch
+    also has its final hidden states."""
     generator = torch.Generator().manual_seed(1)
     shape = 2, 24
     batch = {

@@ -47,8 +47,8 @@ def model_of(config: Any, tied: bool = False, attention: bool = True, length: in
 
     layer = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-    if not attention:  # Megatron's unfused attention rejects packed sequences, so replace it
-        # an attribute read by Megatron's multi-token-prediction layer
+    if not attention:  # Megatron's unfused attention rejects packed sequences, so replace it.
+        # An attribute read by Megatron's multi-token-prediction layer.
         kind = {"attn_mask_type": AttnMaskType.causal}
         layer.submodules.self_attention = ModuleSpec(module=IdentityOp, params=kind)
         layer.submodules.self_attn_bda = IdentityFuncOp

@@ -20,10 +20,10 @@ from megatron_ranks import V, config_of, gradients, model_of, parallel, worst
 from parity import extracted, file_of
 from torch import Tensor
 
-# top-k ids per token; padded and true lengths of the two sequences.
+# Number of top-k ids per token; padded and true lengths of the two sequences.
 K, PADDED, LENGTHS = 5, (8, 4), (7, 4)
-WIDTHS = 12  # width of the teachers' hidden states
-# folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation
+WIDTHS = 12  # Width of the teachers' hidden states.
+# Folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation.
 OPD = "nemo_rl_opd"
 LossInputType = enum.Enum("LossInputType", ["DISTILLATION", "OPD_FULL"])
 LossType = enum.Enum("LossType", ["TOKEN_LEVEL", "SEQUENCE_LEVEL"])

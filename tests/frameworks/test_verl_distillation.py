@@ -42,7 +42,7 @@ def test_forward_kl_topk() -> None:
     )
     whole = found["distillation_losses"].squeeze(0)
     assert (whole < 0).any() and (whole > 0).any()
-    want = whole.clamp_min(0).mean()  # verl clamps each token's loss at 0
+    want = whole.clamp_min(0).mean()  # verl clamps each token's loss at 0.
     # `tail="clamped"` counts the remaining vocabulary as one more outcome, so no token's divergence
     # is negative.
     batch = hl.Batch(ids[:, 0].contiguous(), teacher_topk_ids=ids, teacher_topk_logps=log_q)

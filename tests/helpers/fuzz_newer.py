@@ -1,7 +1,8 @@
 """Recent features of random calls: policy terms, candidates, `support_ids`, the `held` schedule and
 a gradient tolerance.
 
-They are drawn after all older features, so that a seed still draws the same older features.
+Recent features are drawn after all older features, so that a seed still draws the same older
+features.
 
 N positions, K columns of each, V vocabulary.
 """

@@ -104,8 +104,8 @@ def agree(
     frozen: bool = True,
     left_out: tuple[str, ...] = (),
 ) -> None:
-    """Check loss and both gradients to 1e-8 on every schedule except the excluded ones, with a
-    frozen head if supported, and on given logits."""
+    """Check loss, dX and dW to 1e-8 on every schedule not in `left_out`, with a frozen head if
+    `frozen`, and for logits passed in by the caller."""
     want = problem.want(formula)
     for name, options in SCHEDULES.items():
         if name not in left_out:

@@ -22,16 +22,16 @@ TOKENS = sum(LENGTHS)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """An objective, and requirements on its batch.
+    """An objective, and what its batch must hold.
 
     Attributes:
-        make: function that makes the objective, from the teacher's head if any.
-        logp_only: the only gradient is that of logp, so that a frozen head supports the objective.
-        teacher: "logits", "hidden", "topk" (a stored top k, at `temperature`) or "candidates" (a
-            teacher's log-probs of candidates).
-        current: the batch has old_logps=hl.CURRENT.
-        bounded: the loss is finite in 16 bits at a ratio of exp(20).
-        tightest: the error allowed in float64.
+        make: function that makes the objective from the teacher's head (None without one).
+        logp_only: True if the loss depends on log-probs alone, so that the `frozen` schedule works.
+        teacher: "logits", "hidden", "topk" (a stored top k) or "candidates" (their log-probs).
+        temperature: the temperature of the stored top k.
+        current: True if the batch has old_logps=hl.CURRENT.
+        bounded: True if the loss is finite in 16 bits at a ratio of exp(20).
+        tightest: the largest error allowed in float64.
     """
 
     make: Callable[[hl.Head | None], hl.Term | hl.Objective]
@@ -79,8 +79,8 @@ def _read_only(stats, batch):
 
 @hl.term(observe=_read_only)
 def margin(stats, batch):
-    """A term of candidates alone: the first candidate against the remaining ones, with empty
-    slots."""
+    """A term that reads only candidates: the log-prob of the first candidate, against the others
+    weighted by the teacher."""
     first, others = stats.candidate_logps[:, 0], stats.candidate_logps[:, 1:]
     return (others.exp() * batch.teacher_logps[:, 1:].exp()).sum(1) - 0.3 * first
 

@@ -30,8 +30,8 @@ def skipped_rows() -> None:
 
 
 def collectives() -> None:
-    """Check law 7: equal collectives with equal shapes on every rank, independent of a rank's
-    data."""
+    """Check that every rank runs the same collectives with the same shapes, whatever data the rank
+    holds."""
     p = Problem()
     seen: list[tuple[str, tuple[int, ...]]] = []
     names = [next(n for n in GATHERS if hasattr(distributed, n)), "all_reduce"]

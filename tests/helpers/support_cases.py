@@ -46,8 +46,8 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
 
 
 def candidates(targets: Tensor, support_ids: Tensor, vocabulary: int) -> Tensor:
-    """Make candidates [N, 4]: up to two support ids other than the target, one id outside, an empty
-    slot."""
+    """Make candidates [N, 4]: up to two `support_ids` other than the target, one id outside of
+    `support_ids`, and unused entries (-1)."""
     found = torch.full((len(targets), 4), -1)
     for row, target, ids in zip(found, targets.tolist(), support_ids.tolist(), strict=True):
         inside = [i for i in ids if i not in (-1, target, BEYOND)][:2]
