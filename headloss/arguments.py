@@ -96,7 +96,7 @@ def plain_number(value: Any) -> Any:
     """Return a real number of any type as Python's int or float, because a tensor cannot be
     multiplied by a fraction, a NumPy number or an integer of more than 64 bits. Return a value that
     is not a real number unchanged; a later check raises the error."""
-    if not isinstance(value, Real):
+    if value is None or type(value) is float or not isinstance(value, Real):
         return value
     number: Any = value
     if isinstance(value, Integral) and -INT64 < number < INT64:

@@ -311,7 +311,7 @@ def _measure_of(
     pure = all(part.term.is_own for part in parts)
     read = batch.targets, batch.segments.ids, *batch.fields.values()
     tensors = [value for value in read if isinstance(value, Tensor)]
-    vectors = not any(more for _, more in call.packed.kinds().values())
+    vectors = not any(more for _, more in call.requirements.kinds.values())
     later = pure and vectors and not (call.options.static or batch.segments.group)
     before = versions(tensors)
     if not later or before is None:

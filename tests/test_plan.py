@@ -511,6 +511,7 @@ def test_plan_of_shipped_objectives():
     assert hl.plan(hidden, trained, batch, hl.gspo()).schedule == "one_pass"
 
 
+@pytest.mark.usefixtures("skip_small_rows")
 @pytest.mark.parametrize(
     ("objective", "options", "skips"),
     [

@@ -163,6 +163,7 @@ class Packing:
     the host.
 
     Args:
+        batch: a batch with a current survey (`Batch._survey`), except with static shapes.
         unit: with static shapes, the number of extra segments at the end. Positions without a
             target or with a bad id go to the extra segments, so that the device need not be read.
             None without static shapes.
@@ -195,20 +196,20 @@ class Packing:
             numbers = torch.arange(count + unit + 1, device=ids.device)
             counts = torch.searchsorted(ids, numbers).diff()
         else:
-            survey = batch._survey()
+            survey: Any = batch._last_survey
             (descents, *_), (*self.lengths, _, unscored), of_support = survey.numbers
             self.scored = survey.scored
-            scored_count = len(ids) - unscored
+            scored_count = ids.shape[0] - unscored
             counts = survey.counts
             restricted = of_support[-1] if of_support else None
             if descents:
-                assert survey.bins is not None
                 self.index = _argsort(survey.bins, count)[:scored_count]
             elif unscored:
                 self.index = places(survey.scored, scored_count)
             if self.index is not None:
                 ids = ids[self.index]
-        self.segments = Segments(ids.contiguous(), len(counts), batch.segments.group, counts=counts)
+        ids = ids.contiguous()
+        self.segments = Segments(ids, counts.shape[0], batch.segments.group, counts=counts)
         self.targets = outside_inference(self.gather(batch.targets.long()))
         if batch.support is not None and restricted != 0:
             self.support = batch.support.pack(self.index, self.live, restricted)
@@ -217,7 +218,7 @@ class Packing:
     @property
     def unscored(self) -> Tensor | None:
         """[N - T] positions without a score; None if all positions are scored."""
-        left = 0 if self.live is not None else len(self.scored) - len(self)
+        left = 0 if self.live is not None else self.scored.shape[0] - len(self)
         return places(~self.scored, left) if left else None
 
     def __len__(self) -> int:

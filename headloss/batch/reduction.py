@@ -175,7 +175,8 @@ def _check_total(name: str, value: object) -> None:
             got = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
             raise TypeError(f"{name}: got {got}, want {want}")
         return
-    check_number(name, value, want, "a finite number >= 0", lambda x: x >= 0)
+    if type(value) is not int or value < 0:
+        check_number(name, value, want, "a finite number >= 0", lambda x: x >= 0)
 
 
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]

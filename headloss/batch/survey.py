@@ -67,16 +67,17 @@ class Survey:
             self.bins = segments._bins.masked_fill(~scored, count + 1)
             counts = count_in(self.bins, count + 2, torch.ones_like(ids))
             descents = [(ids[1:] < ids[:-1]).sum()]
-        self.counts = counts[:count]  # [S] scored positions of each segment
+        # [S] scored positions of each segment
+        self.counts = counts if self.bins is None else counts[:count]
         numbers = [*descents, *self._extremes(), counts, of_support]
-        self._copy = HostCopy(torch.cat([n.view(-1) for n in numbers if n is not None]))
+        self._copy = HostCopy(torch.hstack([n for n in numbers if n is not None]))
 
     def _extremes(self) -> list[Tensor]:
         """Return the smallest and the largest target, and the largest id of each id field, or `BAD`
         if a scored position has a repeated id or probabilities that sum to more than 1. Unscored
         positions count as 0."""
         scored = self.scored
-        if not len(scored):
+        if not scored.shape[0]:
             return [self.targets.new_zeros(2 + len(self.id_fields), dtype=torch.int64)]
         numbers = list((self.targets * scored).aminmax())
         for name, ids in self.id_fields.items():
@@ -121,7 +122,7 @@ class Survey:
         # Insert the numbers of descents and of positions in no segment, which are 0.
         if self.bins is None:
             numbers.insert(0, 0)
-            numbers[last:last] = 0, len(self.scored) - sum(numbers[extremes:last])
+            numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])
         return numbers[:extremes], numbers[extremes : last + 2], numbers[last + 2 :]
 
     @property

@@ -46,7 +46,7 @@ class HeadLoss(torch.autograd.Function):
         weighted = result.weighted
         assert weighted is not None and shares is not None
         # Copy into new memory, since autograd attaches a graph to the loss.
-        loss = weighted.total(shares, stats).to(call.requirements.wide, copy=True)
+        loss = weighted.total(shares.unbind(), stats).to(call.requirements.wide, copy=True)
         return loss, (stats, shares, weighted)
 
     @staticmethod

@@ -41,7 +41,7 @@ from .requirements import Requirements, inputs_of, requirements_of
 READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate_ids")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Call:
     """The record of a call: requirements, plan, and packed batch."""
 
@@ -138,7 +138,7 @@ class Call:
         if required.loss_fn is not None:
             return ExternalLoss(required.loss_fn, scored, vocabulary, upstream)
         totals = batch.totals
-        kinds = self.packed.kinds()
+        kinds = required.kinds
         if totals is None:
             more = batch.segments.group is not None or scored.live is not None
             more |= "prompts" in kinds or torch.bool in (dtype for dtype, _ in kinds.values())

@@ -107,8 +107,9 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
     sums: Accumulator | None = None
     shares: Tensor | None = None
     weighted: WeightedObjective | ExternalLoss | None = None
-    several = len(plan.blocks) > 1
-    for block in plan.blocks:
+    blocks = plan.blocks
+    several = len(blocks) > 1
+    for block in blocks:
         rows = block.rows if several or call.scored.support is not None else ALL
         measured, tile = source.statistics(rows, slabs, plan.keeps_tiles or plan.keeps_sums)
         parts.append(measured)

@@ -215,48 +215,46 @@ def _choose(
 ) -> tuple[Schedule, str]:
     """Return a schedule, and the reason for the choice."""
     named = options.schedule
-    size = p.tokens * p.token_bytes
     most = options.chunk_tokens
-    tiles_size = (
-        f"the {'softmax terms' if p.exp_tiles else 'logits'} of all tokens take "
-        f"{size / MIB:.1f} MiB"
-    )
-    too_long = f"the objective is {p.scope}-scoped and does not fit chunks within the budget"
-    reasons = {
-        "one_pass": [
-            (p.scope == "external", "the loss lives elsewhere and needs all statistics first"),
-            (chunks is None and p.grouped, "segments run across ranks"),
-            (chunks is None, too_long),
-        ],
-        "frozen": [
-            (p.given, "the logits are given"),
-            (p.weight_gradient, "the head requires a gradient"),
-            (not p.logp_only, "the objective needs the gradient of more than logp"),
-            (
-                p.candidates and p.sharded,
-                "slopes of candidates would be summed over ranks in the backward pass",
-            ),
-        ],
-        "narrow": [
-            (not p.on_chip, "the head or the backend does not suit"),
-            (
-                p.candidates or p.support or options.main_grad is not None,
-                "columns are measured apart, or main_grad is given",
-            ),
-        ],
-        "held": [
-            (p.given, "the logits are given"),
-            (size > budget, f"{tiles_size}, more than the budget of {budget / MIB:.1f} MiB"),
-            (
-                most and most < p.tokens,
-                f"no more than chunk_tokens={most} are to be held at once",
-            ),
-        ],
-    }
-    errors = {n: next((text for holds, text in r if holds), None) for n, r in reasons.items()}
-    # An explicit "held" without a budget may keep any number of tokens, in chunks of any size.
-    if errors.get(named) and (named != "held" or p.given or options.memory_budget is not None):
-        raise ValueError(f'schedule: got "{named}", but {errors[named]}')
+    size = p.tokens * p.token_bytes
+    tiles = "softmax terms" if p.exp_tiles else "logits"
+    tiles_size = f"the {tiles} of all tokens take {size / MIB:.1f} MiB"
+
+    def error(schedule: str) -> str | None:
+        """Return the reason why a schedule cannot serve the call; None if the schedule can."""
+        if schedule == "one_pass":
+            if p.scope == "external":
+                return "the loss lives elsewhere and needs all statistics first"
+            if chunks is None and p.grouped:
+                return "segments run across ranks"
+            if chunks is None:
+                fits = "does not fit chunks within the budget"
+                return f"the objective is {p.scope}-scoped and {fits}"
+        elif schedule == "narrow":
+            if not p.on_chip:
+                return "the head or the backend does not suit"
+            if p.candidates or p.support or options.main_grad is not None:
+                return "columns are measured apart, or main_grad is given"
+        elif p.given:
+            return "the logits are given"
+        elif schedule == "frozen":
+            if p.weight_gradient:
+                return "the head requires a gradient"
+            if not p.logp_only:
+                return "the objective needs the gradient of more than logp"
+            if p.candidates and p.sharded:
+                return "slopes of candidates would be summed over ranks in the backward pass"
+        elif size > budget:
+            return f"{tiles_size}, more than the budget of {budget / MIB:.1f} MiB"
+        elif most and most < p.tokens:
+            return f"no more than chunk_tokens={most} are to be held at once"
+        return None
+
+    if named in ("one_pass", "frozen", "narrow", "held"):
+        reason = error(named)
+        # An explicit "held" without a budget may keep any number of tokens, in chunks of any size.
+        if reason and (named != "held" or p.given or options.memory_budget is not None):
+            raise ValueError(f'schedule: got "{named}", but {reason}')
     if named != "auto":
         return cast(Schedule, named), "asked for"
     if p.given and not p.overwrites:
@@ -264,16 +262,16 @@ def _choose(
     if p.in_place:
         return "one_pass", "the gradient takes the logits' place"
     if p.by_sweeps:
-        error = errors["narrow"]
-        return ("recompute", error) if error else ("narrow", "its logits stay on the chip")
-    if not errors["one_pass"]:
+        reason = error("narrow")
+        return ("recompute", reason) if reason else ("narrow", "its logits stay on the chip")
+    if not (reason := error("one_pass")):
         why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
         return "one_pass", why
-    if not errors["frozen"]:
+    if not error("frozen"):
         return "frozen", "the head is frozen and the objective is one of logp"
-    if not errors["held"]:
-        return "held", f"{errors['one_pass']}, and {tiles_size} within the budget"
-    return "recompute", f"{errors['one_pass']}, and {errors['held']}"
+    if too_large := error("held"):
+        return "recompute", f"{reason}, and {too_large}"
+    return "held", f"{reason}, and {tiles_size} within the budget"
 
 
 def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
@@ -369,15 +367,14 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     """Return chunks that respect the objective's scope; None if no such chunks fit."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
-    single = cut_anywhere(p, p.tokens)
     if p.in_place:  # A call that copies no logits needs only a single chunk.
-        return single
+        return cut_anywhere(p, p.tokens)
     if p.scope == "token":
         return cut_anywhere(p, rows)
     if p.grouped or p.scope == "external":
         return None
     if p.tokens <= rows or p.scope == "batch" or not lengths:
-        return single if p.tokens <= max(rows, limit) else None
+        return cut_anywhere(p, p.tokens) if p.tokens <= max(rows, limit) else None
     chunks = list[Chunk]()
     start = 0
     stop = 0

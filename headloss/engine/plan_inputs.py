@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     columns: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PlanInputs:
     """The planner's inputs: sizes and properties of a call."""
 

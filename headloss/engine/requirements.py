@@ -22,7 +22,7 @@ from ..losses.teacher import Teacher
 from ..losses.term import Objective
 from ..losses.trial import measures_of
 from ..objective.external import LossFunction
-from ..objective.reads import has_slopes, reads
+from ..objective.reads import Kinds, has_slopes, reads
 from ..objective.weighted import check_weights
 from ..options import Options
 from ..parallel.vocabulary import WholeVocabulary
@@ -33,7 +33,7 @@ from .checks import Arguments
 from .plan_inputs import PlanInputs
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)  # A frozen record takes twice the time to make.
 class Requirements:
     """The requirements of a call on one rank, before the ranks of a group compare their
     requirements."""
@@ -44,6 +44,7 @@ class Requirements:
     objective: Objective
     needs: frozenset[str]  # Statistics to compute.
     gradients: frozenset[str]  # Statistics with a gradient.
+    kinds: Kinds  # Kinds of the batch's fields.
     fields: frozenset[str]  # Fields of the batch that terms read.
     slopes: bool  # The objective's gradient can be known before the statistics.
     # Teachers, each with the measures that terms read.
@@ -112,6 +113,7 @@ def requirements_of(a: Arguments) -> Requirements:
         objective=objective,
         needs=frozenset(needs),
         gradients=frozenset(gradients),
+        kinds=kinds,
         fields=frozenset(fields),
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
         teachers=measures_of(objective, traced),
@@ -159,9 +161,10 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
 
 def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
     """Return flags of the tensors that require a gradient; all False without grad mode."""
+    enabled = torch.is_grad_enabled()
 
     def wants(tensor: Tensor | None) -> bool:
-        return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+        return enabled and tensor is not None and tensor.requires_grad
 
     into = wants(tensor)
     if head is None:
@@ -196,7 +199,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     scored = required.scored
     objective = required.objective
     needs = required.needs
-    kinds = required.batch.kinds(required.wide)
+    kinds = required.kinds
     tolerance = required.options.gradient_tolerance > 0
     support = scored.support
     # Tiles next to the student's tile: the logits of each dense teacher, and partial gradients if

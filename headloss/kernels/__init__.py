@@ -63,9 +63,8 @@ def can_sweep(
     """Return two flags for a narrow head: sweeps (passes over tiles of logits that never leave the
     chip) can serve, and sweeps are also faster than products that write tiles. The flag for faster
     sweeps needs a 16-bit dtype and at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
-    like = weight[:0].to(dtype)
-    able = backend == "triton" and load(backend).can_sweep(like)
-    return able, able and like.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
+    able = backend == "triton" and load(backend).can_sweep(weight)
+    return able, able and weight.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 
 
 def suits_product(x: torch.Tensor) -> bool:

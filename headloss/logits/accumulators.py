@@ -84,7 +84,7 @@ class BlockAccumulator:
             elif needs_grad.weights[i]:
                 dtype = weight.dtype if single_block else self.sum_dtype
                 self.weights[i] = weight.new_empty(weight.shape, dtype=dtype)
-                if len(weight) > source.vocabulary:  # Rows of padding.
+                if weight.shape[0] > source.vocabulary:  # Rows of padding.
                     self.weights[i][source.vocabulary :] = 0
         self.totals = {i: w[: source.vocabulary] for i, w in self.weights.items()}
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
@@ -101,12 +101,13 @@ class BlockAccumulator:
 
     def _add_to_weights(self, gradient: LogitGradient) -> None:
         dlogits, rows, columns, multiple, scaled, pairs = gradient
-        if pairs is None and not len(dlogits):
+        filled = dlogits.shape[0]
+        if pairs is None and not filled:
             return
         for i, total in self.totals.items():
             features = self.source.features[i]
             fresh = i in self.fresh
-            if len(dlogits):
+            if filled:
                 x = features[rows] if scaled is None else scaled
                 products.add_weight_gradient_(total, dlogits, x, fresh)
                 fresh = False

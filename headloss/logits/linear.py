@@ -270,7 +270,7 @@ class ExpLogits(LinearLogits):
     def statistics(
         self, rows: slice, tiles: Sequence[slice], keep: bool
     ) -> tuple[Measured, SourceTile]:
-        x = self.features[0][rows]
+        x = self.features[0] if rows is ALL else self.features[0][rows]
         weight = self.weights[0]
         forward = self._biased(self.context.forward(rows))
         shard = self.context.shard
@@ -279,7 +279,7 @@ class ExpLogits(LinearLogits):
             partials, tile = self.acts.narrow_partials(x, weight, forward, keep)
             measured = self.context.measured(partials)
         else:
-            tile = ExpTile.empty(len(x), len(weight), weight) if keep else None
+            tile = ExpTile.empty(x.shape[0], weight.shape[0], weight) if keep else None
             if shard.group is None:
                 measured = self.acts.product_statistics(x, weight, forward, shard.vocabulary, tile)
             else:
@@ -323,7 +323,7 @@ class ExpLogits(LinearLogits):
         before the CPU reads the number of rows with a gradient, so that the GPU does not wait for
         the CPU before the matmuls."""
         acts = self.acts
-        x = self.features[0][rows]
+        x = self.features[0] if rows is ALL else self.features[0][rows]
         live = inputs.live
         order = None if live is None else acts.dense_order(live, int(DENSE_SHARE * len(live)))
         count_copy = order and HostCopy(order.count)

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
     """
     if value is None or isinstance(value, (int, float, str)):
         return type(value), value
+    if isinstance(value, FunctionType):
+        return weakref.ref(value)
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.dtype, value.device, value.shape
@@ -79,10 +81,11 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
         parts: Any = (value.func, value.args, value.keywords)
     elif isinstance(value, MethodType):
         parts = (value.__func__, value.__self__)
-    elif isinstance(value, tuple | list):
+    elif isinstance(value, (tuple, list)):
         parts = value
     elif isinstance(value, dict):
-        parts = sorted(value.items(), key=lambda item: str(item[0]))
+        names = sorted(value, key=str)
+        parts = (*names, *map(value.get, names))
     elif is_dataclass(value) and not isinstance(value, type):
         parts = vars(value).values()
     else:

@@ -291,16 +291,16 @@ class Objective(_Arithmetic):
             seen[term.name] = number = seen.get(term.name, 0) + 1
             yield (term.name if number == 1 else f"{term.name}_{number}"), coefficient, term
 
-    @property
+    @functools.cached_property
     def scope(self) -> Scope:
-        return functools.reduce(wider, (term.scope for _, term in self.parts), "token")
+        return functools.reduce(wider, [term.scope for _, term in self.parts])
 
-    @property
+    @functools.cached_property
     def teachers(self) -> list[Teacher]:
         """Distinct teachers of the terms, in the order of first use."""
         return list(dict.fromkeys(term.teacher for _, term in self.parts if term.teacher))
 
-    @property
+    @functools.cached_property
     def segments_per_unit(self) -> int:
         return math.lcm(*(term.segments_per_unit for _, term in self.parts))
 

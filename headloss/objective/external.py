@@ -98,7 +98,7 @@ class ExternalLoss:
         softmax = vjp(differentiate(loss, leaves), stats, self.vocabulary)
         return Coefficients(softmax, {}, share).map(lambda t: t * self.upstream)
 
-    def total(self, shares: Tensor, stats: Statistics) -> Tensor:
+    def total(self, shares: object, stats: Statistics) -> Tensor:
         """Return the loss, []."""
         with torch.no_grad():
             full = (self.packing.scatter(t) for t in (stats.logp, stats.entropy))

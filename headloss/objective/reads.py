@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -23,8 +24,17 @@ Kinds = Mapping[str, Kind]  # Kinds of fields by name.
 # Number of tokens of the sample batch, each in its own segment; two tokens suffice for a loss on
 # pairs of segments.
 SAMPLE = 2
-# Fields of a `Term` that do not change which statistics and batch fields the term reads.
-WEIGHTS = ("options", "reduction", "own_reduction")
+# Fields of a `Term` that decide which statistics and batch fields the term reads.
+CONTENT = attrgetter(
+    "function",
+    "observe",
+    "scope",
+    "per",
+    "segments_per_unit",
+    "modifiers",
+    "weight_fields",
+    "teacher",
+)
 # `reads` adds the term's name to an error text that begins with one of these strings.
 OURS = ("sums over", "reads stats.")
 TABLE_ENTRIES = 256  # Largest number of cached entries.
@@ -57,19 +67,22 @@ def reads(
 
     Terms that differ in weights alone (reduction, coefficient) share a table entry, so that a term
     that is made anew in each step is traced once.
-
     """
     by_term = {}
+    fields = tuple(kinds.items())
     # In inference mode no gradient can be traced, so that the cache has a separate entry for this
     # mode.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
-        content = tuple([value for name, value in vars(term).items() if name not in WEIGHTS])
-        key = fingerprint(content, []), tuple(kinds.items()), how
         # The term of an external loss declares what the loss reads, and is not traced.
-        read = term.function if isinstance(term.function, Reads) else None
-        with contextlib.suppress(TypeError):  # An option that cannot be hashed raises TypeError.
-            read = read or _TABLE.get(key)
+        if isinstance(term.function, Reads):
+            by_term[name] = term.function
+            continue
+        key = fingerprint(CONTENT(term), []), fields, how
+        try:
+            read = _TABLE.get(key)
+        except TypeError:  # An option that cannot be hashed.
+            read = None
         if read is None:
             sample = sample_batch(kinds, term, device)
             stats = sample_statistics(dtype, device, kinds, term.teacher)
@@ -93,7 +106,7 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Return True if the gradient can be computed before the statistics (by
     `WeightedObjective.beforehand`). The result is False for a term with modifiers and for a field
     that is CURRENT, because modifiers and CURRENT read statistics."""
-    if any(dtype is None for dtype, _ in kinds.values()):
+    if (None, ()) in kinds.values():
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
 
