@@ -26,7 +26,7 @@ class Current:
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
-    def __reduce__(self) -> str:  # Copying or unpickling CURRENT gives the module's only instance.
+    def __reduce__(self) -> str:  # A copied or unpickled `CURRENT` is the constant itself.
         return "CURRENT"
 
 
@@ -34,7 +34,7 @@ CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # Fields with one value per token.
 REAL = ("advantages", *OF_TOKENS)
-# Fields that must be floats, like all log-probs.
+# Fields whose values must be floating-point numbers; so must log-probs.
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
@@ -64,8 +64,8 @@ class Batch:
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
         advantages: [..] per token or [S] per segment. If the shape fits both [..] and [S], the
-            values count as per token; with segments that run across ranks, only if the shape is
-            [..] on all ranks.
+            advantages are per token; with segments that run across ranks, advantages are per token
+            only if their shape is [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.
@@ -79,12 +79,13 @@ class Batch:
             without ids has the whole vocabulary.
         ignore_index: a target value that marks unscored positions in addition to -100, such as the
             id of the padding token.
-        **fields: further tensors [..], [.., K] or [S] for terms, by name. A name must not begin
-            with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are [S]
-            integers in any order, equal for segments that answer the same prompt. `teacher_index`
+        **fields: further tensors [..], [.., K] or [S] for terms, by name. A field's name must not
+            begin with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are
+            [S] integers in any order, equal for segments that answer one prompt. `teacher_index`
             [..] gives each position's row of `teacher_hidden` [M, H'], so that several positions
-            can share a row. A chunk multiplies each row of `teacher_hidden` once: place positions
-            that share a row next to each other, as in [T, steps] and not [steps, T].
+            can share a row. Within a chunk of tokens, neighbouring positions that share a row also
+            share its product with the teacher's weight: place such positions next to each other, as
+            in [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not
@@ -232,8 +233,8 @@ class Batch:
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies and pickles, without the survey of the tokens, which is cheap
-        to make again."""
+        """Return the attributes for copies and pickles, without the `Survey` of the tokens, which
+        is cheap to make again."""
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
@@ -361,7 +362,7 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    # Check here, because `Segments()` runs for every chunk of a batch and therefore checks nothing.
+    # Check segments when a batch is made: `Segments()` runs for every chunk, and checks nothing.
     ids = check_integers("segments.ids", segments.ids, "an integer tensor")
     check_integer("segments.count", segments.count, 0)
     if ids.numel() != value.numel():

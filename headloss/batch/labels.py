@@ -1,5 +1,4 @@
-"""Targets from labels, shifted by one position; fields aligned with labels are shifted by one
-position too.
+"""Shift labels by one position to give targets, and shift the fields that belong to the labels.
 
 Shapes: [..] is the shape of the labels, [.., K] has K values for each label.
 """
@@ -39,15 +38,15 @@ def next_in_row(value: Tensor, dim: int, fill: float = 0) -> Tensor:
 
 
 def next_inside(value: Tensor, inside: Tensor, fill: float = 0) -> Tensor:
-    """Return the value [..] or [.., K] of the next position where `inside` [..] is True; elsewhere
-    `fill`."""
+    """Return the value [..] or [.., K] of the next position where the mask `inside` [..] is True;
+    elsewhere return `fill`."""
     moved = value.flatten(0, inside.dim() - 1).roll(-1, 0)
     outside = inside.to(value.device).logical_not().view(-1, *[1] * (moved.dim() - 1))
     return moved.masked_fill(outside, fill).reshape(value.shape)
 
 
 def is_beside(value: object, shape: torch.Size) -> bool:
-    """True for a tensor with a value, or a row, for each position of labels of shape `shape`."""
+    """True for a tensor whose leading dimensions are the labels' `shape` (a value per label)."""
     return isinstance(value, Tensor) and value.shape[: len(shape)] == shape
 
 

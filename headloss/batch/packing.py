@@ -46,18 +46,19 @@ class PackedBatch:
     """The batch as terms see it: T scored tokens sorted by segment, every field a [T] (or [T, K])
     tensor.
 
-    Fields are attributes; an attribute without a field raises an error that names the field.
-    `get(name)` returns None for a missing field, and `name in batch` tests for a field. A
+    Each field of the batch is an attribute; access to a missing field raises an error with its
+    name. `get(name)` returns None for a missing field, and `name in batch` tests for a field. A
     per-segment field is expanded to the segment's tokens.
     """
 
     targets: Tensor  # Shape [T], int64.
     segments: Segments  # Segments of sorted tokens.
-    _fields: Mapping[str, Tensor | Current]  # Shapes [N, ..]; gathered when a term reads the field.
+    # Tensors whose first dimension is the number N of positions; gathered when a term reads them.
+    _fields: Mapping[str, Tensor | Current]
     live: Tensor | None = None  # Shape [T], bool: True for scored tokens; None without `static`.
     # Shape [T]: position of each token; None if the tokens are all N positions in order.
     index: Tensor | None = None
-    _per_segment: frozenset[str] = frozenset()  # Names of fields that are [S].
+    _per_segment: frozenset[str] = frozenset()  # Names of the fields with one value per segment.
     # Dtype of the floating vectors that terms read; None keeps each field's dtype.
     _dtype: torch.dtype | None = None
     _count: int = 0  # Number of segments S, without the extra segments that static shapes add.
@@ -91,7 +92,7 @@ class PackedBatch:
         value = self.as_given(name)
         if name in self._per_segment:
             ids = self.segments.ids
-            # Extra segments of static shapes are not scored and get the value 0.
+            # Segments that static shapes add hold unscored tokens, whose fields get the value 0.
             if live is not None:
                 value, ids = pad(value, (0, 1)), ids.clamp_max(len(value))
             value = value[ids]
@@ -141,9 +142,9 @@ class PackedBatch:
 
 
 def answers(batch: PackedBatch) -> Segments:
-    """Return a grouping of the S segments by prompt: a `Segments` object over the S segments, for
-    sums and means over all answers to a prompt. Segments without tokens are included; each extra
-    segment of static shapes is its own group."""
+    """Return a `Segments` object that assigns the S segments to their prompts, for sums and means
+    over all answers to a prompt. Segments without tokens are included; each segment that static
+    shapes add is its own group."""
     of_tokens = batch.prompts
     segments = batch.segments
     prompts = batch.as_given("prompts")
@@ -163,10 +164,10 @@ class Packing:
     the host.
 
     Args:
-        batch: a batch with a current survey (`Batch._survey`), except with static shapes.
-        unit: with static shapes, the number of extra segments at the end. Positions without a
-            target or with a bad id go to the extra segments, so that the device need not be read.
-            None without static shapes.
+        batch: a batch whose `Survey` (`Batch._survey`) is current, except with static shapes.
+        unit: None, or with static shapes the number of segments to add after the given segments.
+            Positions without a target or with a bad id go to the added segments, so that the device
+            need not be read.
     """
 
     shape: torch.Size  # Shape of the targets as given.
@@ -177,8 +178,8 @@ class Packing:
     index: Tensor | None = None
     scored: Tensor  # Shape [N], bool; absent with static shapes.
     live: Tensor | None = None  # Shape [T], bool: True if scored; None without static shapes.
-    lengths: list[int] | None = None  # Scored tokens of each segment; None with static shapes.
-    support: SupportPairs | None = None  # None if all tokens have the whole vocabulary.
+    lengths: list[int] | None = None  # Scored tokens of each segment; None if `unit` was given.
+    support: SupportPairs | None = None  # Allowed ids; None if each token allows all ids.
 
     def __init__(self, batch: Batch, unit: int | None = None) -> None:
         count = batch.segments.count
@@ -246,8 +247,8 @@ class Packing:
         return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return [T, ..] values of the scored tokens from values in the caller's shape; unscored
-        tokens that static shapes keep get 0."""
+        """Return the values [T, ..] of the packed tokens, from values in the caller's shape; an
+        unscored token (packed with static shapes alone) gets 0."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
         return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)
@@ -285,8 +286,8 @@ def as_wide(of_rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _argsort(bins: Tensor, count: int) -> Tensor:
-    """Return the stable sort order [N] of bin numbers, which are first cast to narrow integers,
-    because a GPU sorts narrow integers faster."""
+    """Return the stable sort order [N] of integers below `count`, after a cast to int16 or int32,
+    which a GPU sorts faster than int64."""
     return bins.to(torch.int16 if count < 1 << 14 else torch.int32).argsort(stable=True)
 
 
@@ -296,7 +297,8 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
     Args:
         vocabulary: V, above all targets and all values of id fields.
-        unit: as for `Packing`. With static shapes, no value is read or checked, and no position is
+        unit: None, or with static shapes the number of segments to add after the given segments.
+            With static shapes, no value is read or checked, and no position is
             dropped.
 
     Raises:
@@ -304,7 +306,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
             id field's value outside its range at a scored position; an invalid support.
         RuntimeError: a batch that was changed in place after construction.
     """
-    # An assigned attribute would be ignored: packing reads the original fields.
+    # Refuse attributes assigned to a batch, since packing reads the fields given at construction.
     if assigned := {"support_ids", *batch.fields} & vars(batch).keys():
         raise ValueError(f"{min(assigned)}: was assigned to, want batch.with_fields(...)")
     if unit is not None:
@@ -321,7 +323,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
 def _check_static(support: SupportIds, targets: Tensor) -> None:
     """ValueError if only some of the scored tokens have a support: with static shapes, the host
-    cannot find the tokens without a support. This check reads the device, except during graph
+    cannot find the tokens without a support. The check reads the device, except during graph
     capture."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return

@@ -1,6 +1,6 @@
 """Reductions as weights: loss = sum_t w_t l_t with a weight w_t per token.
 
-Weights depend on segments and *global* totals, never on statistics. Therefore the loss and the
+Weights depend on segments and *global* totals, never on statistics, so that the loss and the
 gradient do not depend on how tokens are padded, packed, accumulated over micro-batches or sharded
 over ranks.
 """
@@ -26,11 +26,11 @@ class Totals:
     """Global denominators: numbers of scored tokens, segments and prompts over micro-batches and
     ranks.
 
-    Totals are finite numbers >= 0, or 0-dim tensors, whose values are not read. `prompts` is None
-    if no batch has the field `prompts`. A prompt with segments in several micro-batches or on
-    several ranks is counted in each micro-batch and on each rank. `kept` holds (tokens, segments[,
-    prompts]) for each boolean field of the batch, for terms restricted with `.where(field)`; `kept`
-    may also be the third argument.
+    Totals are finite numbers >= 0, or 0-dim tensors, whose values are not read. The total `prompts`
+    is None if no batch has the field `prompts`. A prompt with segments in several micro-batches or
+    on several ranks is counted in each micro-batch and on each rank. The dict `kept` holds (tokens,
+    segments[, prompts]) for each boolean field of the batch, for terms restricted with
+    `.where(field)`; `kept` may also be given as the third positional argument.
 
     >>> first, second = Totals(300, 4, 2), Totals(212, 4, 1)
     >>> first + second
@@ -90,7 +90,7 @@ class Totals:
             as_token, as_segment = batch._fits(name)
             rows.append(kept_of(mask.reshape(-1) if as_token else ~scored))
             rows.append(kept_of(mask[ids] if as_segment else ~scored))
-            # 1 if the mask has no value per token (but per segment) on this rank.
+            # 1 on a rank whose mask is per segment and not per token.
             rows.append(torch.full_like(rows[0], not as_token))
         counts = torch.stack(rows)  # Sum over the ranks that share the segments.
         if segments.group is not None:
@@ -150,12 +150,12 @@ class Totals:
 
     @property
     def _counts(self) -> list[Number]:
-        """Totals of all tokens, without the totals of boolean fields."""
+        """The totals `tokens`, `segments` and `prompts`, without `kept` and without None."""
         return [n for n in (self.tokens, self.segments, self.prompts) if n is not None]
 
     @property
     def _numbers(self) -> list[Number]:
-        """All numbers: the totals of all tokens, then the totals of each boolean field, in the
+        """All totals in one list: those of all tokens, then those of each boolean field, in the
         order of field names."""
         return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
 
@@ -203,13 +203,15 @@ class Reduction:
 
 @dataclass(frozen=True)
 class StandardWeight:
-    """The weight rule of the library's own reductions: 1 / total for all tokens, or a weight by
-    length. Totals may be plain numbers. `lengths` may be None unless `by_length` is set."""
+    """The weight rule of the library's own reductions: the weight of a token is 1 / (total times
+    `length`), or with `by_length` 1 / (tokens of its segment or prompt, times the number of
+    segments or prompts). Totals may be plain numbers. The argument `lengths` may be None without
+    `by_length`."""
 
-    # The total in the weight's denominator; with "none", the denominator is `length` alone.
+    # The total that divides the weight; "none": the weight is 1 / `length`.
     of: Literal["tokens", "segments", "prompts", "none"]
-    by_length: bool = False  # Also divide by the length of the token's segment or prompt.
-    length: Number = 1  # A constant factor of the weight's denominator.
+    by_length: bool = False  # Divide the weight by the length of the token's segment or prompt.
+    length: Number = 1  # A constant that divides the weight.
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:
@@ -228,8 +230,8 @@ prompt_mean = Reduction("prompt_mean", StandardWeight("prompts", by_length=True)
 
 
 def fixed_length(length: float) -> Reduction:
-    """Return the reduction "sum over tokens divided by (segments * length)", as in Dr. GRPO (Liu et
-    al. 2025)."""
+    """Return the reduction "sum over tokens divided by (segments * length)" of the method Dr. GRPO
+    (Liu et al. 2025)."""
     check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
     return Reduction(f"fixed_length({length})", StandardWeight("segments", length=length))
 

@@ -20,8 +20,8 @@ from ..collectives import summed
 
 
 class Chunk(NamedTuple):
-    """A range of tokens [start, stop), sorted by segment, in segments [first, last); the range may
-    cut the first and the last segment."""
+    """A range [start, stop) of tokens sorted by segment, and the range [first, last) of their
+    segments; the first and the last segment may have further tokens outside the range."""
 
     start: int
     stop: int
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
     @classmethod
     def between(cls, ends: list[int], start: int, stop: int) -> Chunk:
-        """Return the chunk of tokens [start, stop), for segments that end at `ends`."""
+        """Return the chunk [start, stop) of sorted tokens; `ends` is the end of each segment."""
         return cls(start, stop, bisect_right(ends, start), bisect_left(ends, stop) + 1)
 
 
@@ -60,8 +60,8 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # Tokens per segment, if `ids` were made in ascending order without gaps; 0 if segment
-        # lengths differ. None for arbitrary ids.
+        # The length of every segment, or 0 if lengths differ, if segment ids are known to ascend
+        # without gaps; None for arbitrary segment ids.
         self._row = row
         # Ids are sorted, and the tokens of this rank per segment are known.
         self._packed = counts is not None
@@ -73,7 +73,7 @@ class Segments:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copies; the version counter of `ids` restarts in a copy."""
+        """Return the attributes for copies. `_row` is dropped if `ids` were changed in place."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
@@ -85,7 +85,7 @@ class Segments:
         [0, 0, 1, 1, 1]
         """
         lengths = _vector("lengths", lengths)
-        sizes = lengths.tolist()  # The only read from the device.
+        sizes = lengths.tolist()  # Reads the device once.
         if min(sizes, default=0) < 0:
             raise ValueError(f"lengths: got a negative length in {sizes}, want all >= 0")
         return cls(torch.repeat_interleave(lengths, output_size=sum(sizes)), len(lengths), row=0)
@@ -114,8 +114,8 @@ class Segments:
         """Return segments from the id of each token, in any order; `count` defaults to the largest
         id + 1.
 
-        An id without tokens is an empty segment and counts. Padding has a negative id and is in no
-        segment. With `group`, whose ranks hold tokens of the same segments, `count` is required.
+        An id below `count` without tokens is an empty segment, which counts in S. Padding has a
+        negative id and is in no
         """
         check_integers("ids", ids, "an integer tensor")
         if count is None:
@@ -127,8 +127,8 @@ class Segments:
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device | str | None = None) -> Segments:
-        """Return a segment for each row of a [rows, length] batch; a row without scored positions
-        counts."""
+        """Return a segment for each row of a [rows, length] batch; S includes rows without scored
+        positions."""
         rows = check_integer("rows", rows, 0)
         length = check_integer("length", length, 0)
         ids = torch.arange(rows, device=device).unsqueeze(1).expand(rows, length)
@@ -174,8 +174,8 @@ class Segments:
         return values[: 2 * pairs : 2], values[1 : 2 * pairs : 2]
 
     def slice(self, chunk: Chunk) -> Segments:
-        """Return the segments of a chunk of sorted tokens; `lengths` still count all tokens of a
-        segment that the chunk cuts."""
+        """Return the segments of a chunk of sorted tokens. If the chunk has a part of a segment's
+        tokens, `lengths` counts all tokens of the segment."""
         start, stop, first, last = chunk
         ids = self.ids[start:stop] - first
         part = Segments(ids, last - first, self.group, counts=self._local_counts[first:last])
@@ -222,15 +222,15 @@ class Segments:
         return total.to(values.dtype if values.is_floating_point() else torch.int64)
 
     def _at_totals(self, gradient: Tensor) -> Tensor:
-        """Return the vjp of `sum`: the upstream gradient, summed over ranks and expanded to
-        tokens."""
+        """Return the vjp of `Segments.sum`: the upstream gradient, summed over ranks and expanded
+        to tokens."""
         if self.group is not None:
             gradient = self._over_ranks(gradient.double()).to(gradient.dtype)
         return self._at_tokens(gradient)
 
     def _own_sum(self, gradient: Tensor) -> Tensor:
-        """Return the vjp of `expand`: the upstream gradient, summed over this rank's tokens alone,
-        since the vjp of `sum` adds the ranks' sums."""
+        """Return the vjp of `expand`: the upstream gradient, summed over the tokens of this rank
+        only; the vjp of a later `sum` adds up the ranks."""
         return self._local_sum(gradient).to(gradient.dtype)
 
     def _over_ranks(self, values: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def numbered(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rank [n] of each value among the distinct values (0 for the smallest), and the
     number [] of distinct values. The host does not wait for the device."""
     ordered, places = values.sort()
-    firsts = torch.ones_like(places)  # 1 at the first occurrence of a value.
+    firsts = torch.ones_like(places)  # 1 where a sorted value differs from the value before it.
     firsts[1:] = ordered[1:] != ordered[:-1]
     return torch.empty_like(places).scatter_(0, places, firsts.cumsum(0) - 1), firsts.sum()
 

@@ -17,7 +17,7 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-HIGH = 1 << 32  # Above any column, so that position * HIGH + column is unique.
+HIGH = 1 << 32  # A factor above all columns makes position * HIGH + column unique.
 
 
 class SupportIds:
@@ -55,9 +55,10 @@ class SupportIds:
         return SupportPairs(ids, width=self.width, offsets=next(iter(offsets), None))
 
     def survey(self, targets: Tensor) -> Tensor:
-        """[6] int64: the largest and the smallest id at a scored position; the number of wrong
-        offsets; the number of repeated ids within a position; the number of scored positions whose
-        target is not among their ids; the number of scored positions with ids."""
+        """Six int64 numbers, [6]: the largest and the smallest id at a scored position; the number
+        of offsets that fall or do not begin at 0 or end at P; the number of repeated ids within a
+        position; the number of scored positions whose target is not among their ids; the number of
+        scored positions with ids."""
         targets, n, pairs = targets.reshape(-1), targets.numel(), self._pairs
         ids = pairs.ids
         offsets = pairs.offsets
@@ -79,7 +80,7 @@ class SupportIds:
         return torch.stack([real.amax(), real.amin(), bad, repeated, missing, has.sum()])
 
     def check(self, facts: list[int], targets: Tensor, vocabulary: float) -> None:
-        """ValueError if the numbers of `survey` show an invalid support."""
+        """ValueError if the numbers returned by `survey` show invalid `support_ids`."""
         most, least, bad, twice, missing, _ = facts
         if bad:
             raise ValueError(
@@ -111,7 +112,8 @@ class SupportIds:
     def pack(
         self, index: Tensor | None, live: Tensor | None, restricted: int | None
     ) -> SupportPairs:
-        """Return the pairs of the packed tokens, with `index` and `live` of a `Packing`.
+        """Return the (token, id) pairs of the packed tokens; `index` and `live` are attributes of a
+        `Packing`. The argument
         `restricted` is the number of tokens with ids; None if all scored tokens have ids."""
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
@@ -129,9 +131,9 @@ class SupportPairs:
     """Pairs of T packed tokens and their columns, in the order of tokens."""
 
     ids: Tensor  # Columns [P], int64; a negative entry marks an empty slot (no column).
-    offsets: Tensor  # Start of each token's pairs, and the end of the last token's, [T + 1] int64.
-    width: int | None  # Number of pairs of every token; None if tokens have different numbers.
-    # Tokens without ids, [m], which have all columns; None if all tokens have ids.
+    offsets: Tensor  # [T + 1] int64: token t has the columns ids[offsets[t] : offsets[t + 1]].
+    width: int | None  # Number of columns per token; None if the number differs between tokens.
+    # Indices [m] of tokens without ids, whose softmax is over all columns; None: all have ids.
     free: Tensor | None = None
 
     def __init__(
@@ -153,7 +155,7 @@ class SupportPairs:
         return count_in(self.tokens(), len(self), self.ids >= 0)
 
     def tokens(self, pairs: Tensor | None = None) -> Tensor:
-        """Return the token of the given pairs (of a token and a column), by default of all pairs;
+        """Return the token of each of the `pairs` (indices into `ids`), by default of all `ids`;
         the token is in range even if `offsets` is invalid."""
         if pairs is None:
             pairs = torch.arange(len(self.ids), device=self.ids.device)
@@ -172,7 +174,7 @@ class SupportPairs:
 
     @cached_property
     def _ends(self) -> Sequence[int]:
-        """The offsets of the tokens' pairs, on the host."""
+        """The offsets [T + 1] of the tokens' columns in `ids`, in CPU memory."""
         width = self.width
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
@@ -183,7 +185,7 @@ class SupportPairs:
         end = self._ends[rows.stop]
         ids = self.ids[begin:end]
         offsets = self.offsets[rows.start : rows.stop + 1] - begin
-        # Add an element, because indexing needs at least one; the element's id -1 means no column.
+        # A kernel needs at least one element in `ids`; the id -1 stands for no column.
         if begin == end:
             ids = ids.new_full((1,), -1)
         return Support(ids, offsets, first, size)
@@ -195,8 +197,8 @@ class SupportPairs:
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 
     def by_column(self, rows: slice, first: int, size: int) -> tuple[Tensor, Support]:
-        """Return the pairs [P] of the tokens `rows`, sorted by column, and the tokens of each
-        column; the sort runs on first use."""
+        """Return the indices [P] into `ids` for the tokens `rows`, sorted by column, and the tokens
+        that allow each column; the sort runs on first use."""
         key = rows.start, rows.stop
         if key not in self._sorted:
             begin = self._ends[rows.start]
@@ -210,7 +212,7 @@ class SupportPairs:
         return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> SupportPairs:
-        """Return the support of the tokens `index` alone."""
+        """Return the columns of the tokens `index`, in that order."""
         if self.width is not None:
             ids = self.ids.view(-1, self.width)[index].reshape(-1)
             taken = SupportPairs(ids, width=self.width)

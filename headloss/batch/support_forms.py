@@ -54,9 +54,9 @@ def support_from_scores(scores: Tensor) -> Tensor:
 
 def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
-    row. A row without False gives no ids.
+    row. If all elements of a row are True, the row gives no ids.
 
-    On a GPU, the host waits for the number P.
+    On a GPU, the host waits for the number P of ids.
     """
     restricted = mask & ~mask.all(1, keepdim=True)
     return restricted.nonzero()[:, 1], restricted.sum(1)
@@ -75,17 +75,17 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
     """Return ([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C], from the lists of
     vLLM or SGLang.
 
-    The order of ids is kept. Move ids and offsets to a device with `.to(device)`.
+    The ids keep the order of the lists. Move ids and offsets to a device with `.to(device)`.
 
     >>> support_from_lists([[[7, 3], [5]], [None, [2, 9, 4]], None])
     (tensor([7, 3, 5, 2, 9, 4]), tensor([0, 2, 3, 3, 6, 6, 6]))
 
     Args:
         lists: `lists[b][c]` has the ids of token c of completion b: a list, a NumPy array or a
-            tensor; None or an empty list for a token without ids. `lists[b]` is None if no token of
-            completion b has ids.
-        columns: C, by default the length of the longest completion. Missing tokens have no ids;
-            tokens beyond C are cut off.
+            tensor; None or an empty list for a token without ids. Use None in place of the list
+            `lists[b]` if no token of completion b has ids.
+        columns: C, by default the length of the longest completion. Shorter completions get tokens
+            without ids; longer completions are cut to C tokens.
 
     Raises:
         TypeError: ids that are not integers.
@@ -172,7 +172,8 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
 def _integers(name: str, value: Any) -> Tensor:
     """Return a tensor or an array of integers as an int64 tensor."""
     if not isinstance(value, Tensor) and hasattr(value, "dtype"):
-        with contextlib.suppress(TypeError):  # Raised for an array of objects.
-            # A copy, since torch rejects negative strides.
+        # torch.as_tensor raises TypeError for a NumPy array of objects.
+        with contextlib.suppress(TypeError):
+            # Copy the array, since torch rejects arrays with negative strides.
             value = torch.as_tensor(value.copy(), device="cpu")
     return check_integers(name, value, "integers, as a tensor or a NumPy array").long()

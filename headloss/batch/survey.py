@@ -24,7 +24,7 @@ class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
     On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
-    copy alone. A survey does not depend on the vocabulary; each call compares the survey's extremes
+    copy alone. A `Survey` does not depend on the vocabulary; each call compares the extremes of ids
     with the vocabulary size of the head.
 
     Args:
@@ -32,10 +32,10 @@ class Survey:
         probs: [.., K] probabilities or log-probs that belong to the ids, by the id field's name
             (see `ID_FIELDS`).
         of_support: the result of `SupportIds.survey`, copied to the host with the other numbers.
-        tensors: all tensors that the survey reads.
+        tensors: all tensors whose extremes and counts are computed.
     """
 
-    packing: Any = None  # The packing of the first call, shared by batches of the same tokens.
+    packing: Any = None  # The `Packing` made by the first call; batches of equal tokens share it.
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
         self.scored = scored = self.targets != IGNORE  # Shape [N], bool.
-        # The segment of each scored position, [N]: S for a bad segment id, S + 1 for an unscored
-        # position. None if all positions are in a segment, in order.
+        # The segment [N] of each scored position; the number S of segments for a bad segment id;
+        # S + 1 for an unscored position. None if segment ids ascend and every position has one.
         self.bins: Tensor | None = None
         count = segments.count
         descents = list[Tensor]()
@@ -102,8 +102,8 @@ class Survey:
         return torch.cat(terms, 1).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """True if the survey was made from these tensors and can detect changes; RuntimeError if a
-        tensor was changed in place."""
+        """True if the `Survey` was made from the given tensors and can detect changes; RuntimeError
+        if a tensor was changed in place."""
         same = list(map(id, self.tensors)) == list(map(id, tensors))
         if same and self.versions not in (None, versions(tensors)):
             raise RuntimeError(
@@ -114,12 +114,14 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """The survey's numbers on the host, in three lists: descents of the segment ids and
-        extremes of the fields; counts of positions per bin; numbers of the support."""
+        """The computed numbers in CPU memory, in three lists: the number of falling segment ids and
+        the extremes of the fields; the numbers of scored positions in each segment, of scored
+        positions in no segment, and of unscored positions; the numbers of `SupportIds.survey`."""
         numbers = self._copy.tolist()
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count
-        # Insert the numbers of descents and of positions in no segment, which are 0.
+        # Ascending segment ids never fall, and leave no position without a segment: insert 0, and
+        # the number of unscored positions.
         if self.bins is None:
             numbers.insert(0, 0)
             numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])
@@ -131,8 +133,8 @@ class Survey:
         return max(self.numbers[0][2:] + self.numbers[2][:1])
 
     def check(self, vocabulary: float) -> Survey:
-        """Return the survey; ValueError for a bad target, segment or id field at a scored
-        position."""
+        """Return `self`; ValueError for a bad target, segment id or value of an id field at a
+        scored position."""
         if vocabulary < 1:
             raise ValueError("vocabulary: got a weight without rows or logits without columns")
         (_, lowest, highest, *of_fields), (*_, nowhere, _), _ = self.numbers
@@ -154,7 +156,7 @@ class Survey:
         return self
 
     def _refuse(self, name: str, value: Tensor, bad: Tensor, want: str) -> None:
-        """ValueError for the first scored position that is `bad`, if there is one."""
+        """ValueError for the first scored position where the mask `bad` is True, if any."""
         for at in (bad & self.scored).nonzero().flatten().tolist():
             raise ValueError(f"{name}: got {value[at].tolist()} at position {at}, want {want}")
 

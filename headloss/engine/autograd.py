@@ -26,9 +26,9 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss as an autograd function, which also returns the statistics [T], each term's
-    contribution to its reduced value, and the weighted objective. The input tensors come in the
-    order of the gradients that the source of logits returns."""
+    """The scalar loss as an autograd function. Further results are the statistics [T], the part of
+    each term's value that this call contributes, and the weighted objective. The input tensors come
+    in the order of the gradients that the `LogitSource` returns."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -143,8 +143,9 @@ def backward_of_slopes(
     result: ForwardResult,
     upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
-    """Return the gradients from an external loss's slopes, in the caller's shape, by the names of
-    `HEAD_STATISTICS`, `CANDIDATES` and a teacher's measures."""
+    """Return the gradients from the derivatives of an external loss with respect to statistics, in
+    the caller's shape. The keys of `upstream` are names in `HEAD_STATISTICS`, `CANDIDATES` and
+    divergences from a teacher."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats = result.measured.stats
     factor = None
@@ -155,7 +156,7 @@ def backward_of_slopes(
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.rescaled and not call.options.batch_invariant:
-        # Use the largest slope of any row, because the weights of an external loss are unknown.
+        # Scale by the largest derivative of any row, since an external loss has unknown weights.
         scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
         coefficients = coefficients.map(lambda t: t * scale)
         factor = 1 / scale
@@ -173,9 +174,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
-    """Return the factor that turns gradients of the objective's coefficients, which include the
-    `stated` upstream gradient and the scale, into gradients of the loss; None for a factor of
-    one."""
+    """Return the factor that turns the computed gradients into gradients of the loss; None for a
+    factor of one. The computed gradients already include the `stated` upstream gradient, if given,
+    and `scale`."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
@@ -187,8 +188,8 @@ def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor)
 
 
 def save_tile(tile: object, tensors: list[Tensor]) -> Callable[[Iterator[Tensor]], object]:
-    """Append the tensors of a block's tile to `tensors`; return a function that rebuilds the tile
-    from these tensors. Tensors of the tile that the source can recompute are not saved."""
+    """Append to `tensors` the tensors of a tile of logits; return a function that rebuilds the tile
+    from saved tensors. A tensor that the `LogitSource` can recompute is not saved."""
     if isinstance(tile, Tensor):
         tensors.append(tile)
         return next
@@ -206,7 +207,7 @@ def backward(
     coefficients: Coefficients,
     factor: Tensor | None,
 ) -> Gradients:
-    """Return the gradients times `factor`; `source` recomputes logits."""
+    """Return the gradients times `factor`; the `LogitSource` `source` recomputes logits."""
     plan = call.plan
     inputs = BackwardInputs(result.measured, coefficients)
     if plan.schedule == "frozen":
@@ -233,8 +234,8 @@ def backward(
 def _of_frozen_head(
     call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
 ) -> Gradients:
-    """Return the gradients of a frozen head: dlogp/dhidden per token times the objective's slope,
-    plus the contribution of the candidates' slopes."""
+    """Return the gradients of a frozen head: each token's dlogp/dhidden times the derivative of the
+    objective with respect to logp, plus the gradient of the candidates' log-probs."""
     sums = result.sums
     prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)
@@ -266,7 +267,7 @@ def _in_slabs(
     weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
-    if index is not None:  # Gather the rows once for all slabs.
+    if index is not None:  # Gather the rows once, for all blocks of vocabulary columns.
         source = source.take(index)
         inputs = inputs.rows(index)
     # Ranks exchange all rows, with or without a gradient, because the shape of a collective must

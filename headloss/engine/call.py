@@ -1,5 +1,5 @@
-"""Construction of a call: arguments are checked, compared between ranks, planned and packed into
-the record that the loop reads.
+"""Construction of a `Call`: arguments are checked, compared between ranks, planned and packed into
+the dataclass `Call`, which `engine.loop` reads.
 
 N positions, T scored positions, H hidden width, V vocabulary.
 """
@@ -48,15 +48,15 @@ class Call:
     requirements: Requirements
     shard: WholeVocabulary  # This rank's vocabulary shard.
     plan: Plan
-    packed: PackedBatch  # The batch as terms see it.
-    # Settings of the scored tokens (targets, transform, kernels) that sources of logits read.
+    packed: PackedBatch  # The scored tokens sorted by segment, and their fields.
+    # Settings of the scored tokens (targets, transform, kernels) that every `LogitSource` reads.
     context: RowContext
     # Skips rows with almost no gradient; None without `gradient_tolerance`.
     tolerance: Tolerance | None
 
     @property
     def open(self) -> Callable[[Tensors], LogitSource]:
-        """Function that makes the source of the scored tokens' logits from the call's tensors."""
+        """Function that makes the `LogitSource` of the scored tokens from the call's tensors."""
         required = self.requirements
         support = self.scored.support
         if required.given:
@@ -79,8 +79,8 @@ class Call:
 
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
-        """Function that makes the gradient accumulator of a source of logits, for blocks of tokens
-        or, if the logits are an input of the call, for tiles."""
+        """Function that makes the gradient accumulator of a `LogitSource`. Without a head, the
+        accumulator gets the gradient of the logits tile by tile; else block by block of tokens."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -158,7 +158,8 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """[n] coefficients for dlogp of a frozen head. In float16, where dlogp/dz is small as p
+        """Return the [n] coefficients with which the `frozen` schedule computes dlogp/dhidden. In
+        float16, where dlogp/dz is small as p
         nears 1, the coefficients are powers of two of about 1 / (slope (1 - p))."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
@@ -190,7 +191,8 @@ def floor_of(sizes: Tensor) -> Tensor:
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
-    """Return the slope dz/draw of the logits that a term with the given teacher reads."""
+    """Return the derivative dz/draw of the logits z that a term with the given teacher reads with
+    respect to raw, the product of hidden state and weight."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
@@ -206,7 +208,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     aligned = call.plan.exp_tiles or call.plan.on_chip
     states = list[Tensor]()
     for x in (arguments.tensor, *(features for features, _ in head.beside)):
-        if x.dim() != 2:  # A flatten would add a node to autograd's graph.
+        if x.dim() != 2:  # Do not flatten a matrix, as flatten adds a node to autograd's graph.
             x = x.flatten(0, -2)
         if compute_dtype is not None:
             x = x.to(compute_dtype)
@@ -227,10 +229,10 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 
 
 def call_of(a: Arguments) -> Call:
-    """Return the call's record after the ranks agree that their calls match; ValueError for bad
-    fields of teachers and candidates. Hidden states may be on the meta device (shapes without
-    data). Dropout in a teacher's adapter follows the first rank of the vocabulary's group, in a
-    collective."""
+    """Return the `Call` after the ranks agree that their calls match; ValueError for bad fields of
+    teachers and candidates. Hidden states may be on the meta device (shapes without
+    data). Dropout in a teacher's adapter uses the random seed of the first rank of the vocabulary's
+    group, which costs a collective."""
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:
@@ -247,7 +249,8 @@ def call_of(a: Arguments) -> Call:
         fields = per_segment(forms)
     packed = required.scored.view(required.batch, required.wide, fields)
     tolerance = None
-    if share := required.options.gradient_tolerance:  # 0 if skipping rows would save no matmul.
+    # Set the tolerance to 0 in a plan that skips no rows: dropping small gradients saves no matmul.
+    if share := required.options.gradient_tolerance:
         share = share if plan.skip_rows else 0.0
         zero = packed.targets.new_zeros((), dtype=torch.float64)
         tolerance = Tolerance(share, required.transform, shard.vocabulary, zero, zero, zero)

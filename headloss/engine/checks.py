@@ -40,7 +40,7 @@ class Arguments:
     # the call.
     transform: Transform
     group: distributed.ProcessGroup | None  # Process group whose ranks hold the vocabulary shards.
-    inplace: bool = False  # The gradient may overwrite the logits.
+    inplace: bool = False  # The gradient may overwrite the logits' memory.
     loss_fn: LossFunction | None = None  # An external loss function in place of an objective.
 
     @classmethod
@@ -54,8 +54,8 @@ class Arguments:
         options: Options | None,
         loss_fn: LossFunction | None = None,
     ) -> Arguments:
-        """Return the arguments of a function of hidden states; ValueError or TypeError for a head
-        without rows of this rank."""
+        """Return the arguments of a call on hidden states; ValueError or TypeError for a head
+        that has no rows on this rank."""
         check_head(head)
         head = local_head(head)
         return cls(
@@ -182,7 +182,7 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
     """Check an objective together with the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
-    # An error in the targets is raised here, so that all ranks learn of the error.
+    # `batch` may be an exception from the check of targets; all ranks must learn of that exception.
     if isinstance(batch, Exception):
         raise batch
     if not isinstance(batch, Batch):
@@ -222,8 +222,8 @@ def check_segments(count: int, objective: Objective) -> None:
 
 
 def check_targets(targets: object, hidden: object, options: Options) -> Batch:
-    """Return a batch of targets alone, checked against hidden states, whose own checks run
-    later."""
+    """Return a batch that has only targets, whose shape is checked against the hidden states; the
+    hidden states are checked later."""
     check_options(options)
     if not isinstance(targets, Tensor):
         raise TypeError(
@@ -271,8 +271,8 @@ MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
     """ValueError for a field with a mask's name and an excluding value at a scored token, if no
-    term of this call or of an earlier call reads the field. Reads the device for each such
-    field."""
+    term of this call or of an earlier call reads the field. Each field with a mask's name costs one
+    device read."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:

@@ -31,13 +31,13 @@ from .requirements import Requirements
 # Fields that are compared separately: a sharded teacher's logits differ between ranks; candidates
 # are compared under their own name.
 APART = ("teacher_logits", "candidate_ids")
-OWN = (PROCESS_GROUP, torch.device)  # Types whose values differ between ranks.
+OWN = (PROCESS_GROUP, torch.device)  # Option types whose values may differ between ranks.
 NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}
 
 
 def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
-    """Return the facts of a call with a sharded vocabulary, on hidden states or (without a head) on
-    logits. Every rank has the whole batch."""
+    """Return the `Facts` that ranks with vocabulary shards compare before a call on hidden states,
+    or (without a head) on logits. Every rank has the whole batch."""
     tensor = a.tensor
     head = a.head
     batch = a.batch
@@ -90,8 +90,8 @@ def of_vocabulary(a: Arguments, required: Requirements) -> Facts:
 def shard_of_positions(
     head: Head, hidden: Tensor, check: Callable[[], None], k: int, check_ranks: bool
 ) -> WholeVocabulary:
-    """Return this rank's vocabulary shard for a function of positions alone; an error of `check` is
-    raised on all ranks."""
+    """Return this rank's vocabulary shard for a function that needs hidden states and no batch; an
+    error of `check` is raised on all ranks."""
     if head.vocab_group is None:
         check()
         return WholeVocabulary(head.vocabulary)
@@ -114,9 +114,10 @@ def shard_of_positions(
 
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
-    """Return the facts of a call with segments that run across ranks, where each rank holds some of
-    the tokens; the facts include the forms (per token, per segment) of each field. Schedule and
-    chunks may differ between ranks."""
+    """Return the `Facts` that ranks compare before a call with segments that run across ranks,
+    where each rank holds some of the tokens. The `Facts` include, for each field, whether its shape
+    fits one value per token, one value per segment, or both. Schedule and chunks may differ between
+    ranks."""
     batch = a.batch
     if (count := len(batch.fields)) > MOST_NUMBERS:
         raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
@@ -151,8 +152,9 @@ def statistics_of(required: Requirements) -> list[str]:
 
 
 def per_segment(numbers: OwnNumbers) -> frozenset[str]:
-    """Return the names of fields per segment, from the forms on each rank: the fields that are not
-    per token on all ranks. ValueError for a field without a common form."""
+    """Return the names of the fields that hold one value per segment: those whose shape does not
+    fit one value per token on all ranks. ValueError for a field that fits per token on some ranks
+    and per segment on others only."""
     forms = {name: of_ranks for name, of_ranks in numbers.items() if name != HIGHEST}
     names = frozenset(n for n, of_ranks in forms.items() if not all(form & 1 for form in of_ranks))
     for name in sorted(names):
@@ -193,8 +195,8 @@ def _of_head(head: Head, hidden: Tensor) -> dict[str, object]:
     return {
         "hidden width": hidden.shape[-1],
         "dtype": f"{hidden.dtype} {head.weight.dtype} {autocast_dtype(hidden)}",
-        # A different layout of the weight would give this rank a different plan from the other
-        # ranks' plan.
+        # A rank whose weight had a different layout would choose a different plan than the other
+        # ranks.
         "layout of weight": not head.weight.is_cuda or suits_product(head.weight),
         "hidden.requires_grad": torch.is_grad_enabled() and hidden.requires_grad,
         "vocab_size": -1 if head.vocab_size is None else head.vocab_size,
@@ -210,8 +212,8 @@ def _of_transform(transform: Transform) -> dict[str, object]:
 
 
 def _names(objective: Objective) -> list[tuple[object, ...]]:
-    """Return names and scopes of the terms, and the dropout of their teachers' adapters, which
-    needs a collective."""
+    """Return names and scopes of the terms, and the dropout of adapters in teachers' heads, because
+    ranks must run a collective for such a dropout."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]
     return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
@@ -240,8 +242,8 @@ def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-    """[N] one value of each row, 0 at unscored targets, since a comparison of all values would cost
-    too much time."""
+    """[N] one value of each row of hidden states, 0 at unscored targets: comparing whole rows
+    between ranks would cost too much time."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]
@@ -252,8 +254,8 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
 
 
 def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
-    """Return bytes of a text that is equal on all ranks for equal objectives, and the tensors among
-    the terms' options."""
+    """Return tensors that ranks compare: the bytes of a text that describes the objective, and the
+    tensors among the terms' options."""
     tensors: list[Tensor] = []
     parts = [
         (

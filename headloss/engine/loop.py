@@ -1,11 +1,12 @@
-"""The loop of every call:
+"""The loop that computes a loss from blocks of tokens:
 
-    for block of tokens:
-        statistics of the block's logits, merged over tiles and ranks
-        coefficients of the objective -> gradient of the logits -> sums       (now or later)
+    for block in blocks of tokens:
+        compute statistics of the block's logits, merged over tiles of columns and over ranks;
+        compute the objective's gradient coefficients, the gradient of the logits and its products.
 
-T tokens, V vocabulary, n tokens of a block. Schedules differ in the blocks and columns of the loop,
-and in the point at which the gradient is computed (`engine.autograd` has the backward pass).
+T tokens, V vocabulary, n tokens of a block. Schedules differ in the number of tokens and vocabulary
+columns of a step, and in computing the gradient at once or in the backward pass, which
+`engine.autograd` has.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ class ForwardResult(NamedTuple):
     """The result of the forward pass."""
 
     measured: Measured  # Statistics of all tokens.
-    # Tiles of each block under the `held` schedule, which the gradient uses up.
+    # The logits of each block under the `held` schedule; computing the gradient overwrites them.
     tiles: list[SourceTile]
-    # Gradients that still lack a common factor; for a frozen head, dlogp/dhidden without the slope
-    # of each token. None if the backward pass computes the gradients.
+    # Gradients before multiplication by a common factor; with the `frozen` schedule, dlogp/dhidden
+    # of each token. None if the backward pass computes all gradients.
     sums: GradientSums | None = None
-    weighted: WeightedObjective | ExternalLoss | None = None  # None for an external loss.
+    weighted: WeightedObjective | ExternalLoss | None = None  # None until the loss is computed.
     shares: Tensor | None = None  # Contributions to each term's reduced value, [K] float64.
-    # Coefficients of all tokens, if the backward pass needs them.
+    # Gradient coefficients (`c_target`, `c_prob` ..) of all tokens, if used in the backward pass.
     coefficients: Coefficients | None = None
 
 
 def forward(call: Call, tensors: Tensors) -> ForwardResult:
-    """Run the part of the schedule that does not need the upstream gradient."""
+    """Run the part of a call's schedule that does not need the upstream gradient."""
     if call.plan.in_place:
         return in_place(call, tensors)
     result = sweep(call, tensors)
@@ -63,7 +64,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
-    # Compute the gradients now, because the stored tiles need more memory than the gradients.
+    # The `held` schedule computes gradients in the forward pass, as the logits take more memory.
     if schedule == "held":
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)
@@ -71,8 +72,8 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Return the statistics of logits that are an input of the call, without a copy of the logits.
-    Also return the gradient if the gradient may overwrite the logits. A single launch computes
-    statistics and gradient if the objective's gradient has a closed form."""
+    Also return the gradient, in the memory of the logits, if the call allows that. A single launch
+    computes statistics and gradient if the objective's gradient has a closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule
@@ -135,7 +136,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             # Allocate the accumulator after the first matmul is queued, while the device is busy.
             sums = sums or call.accumulator(source)
             sums.add(gradient)
-            del inputs, gradient  # Free memory before the next block.
+            del inputs, gradient  # Free the gradient before the next block's logits are made.
         del tile  # Free memory before the next block.
     measured = parts[0] if len(parts) == 1 else of_several(torch.cat, parts)
     return ForwardResult(measured, tiles, sums, weighted, shares)

@@ -1,17 +1,17 @@
 """`head_stats` inside a compiled graph, as a registered operator without a graph break.
 
-N positions, T scored positions, V vocabulary, K candidates. Schedule: recompute. The graph computes
-the features of adapters. The forward and the backward operator get a call as
+N positions, T scored positions, V vocabulary, K candidates. Schedule: recompute. The product of
+hidden states with LoRA's A is part of the graph. The operands of the forward and of the backward
+operator are
 
-    factors      features [N, ..] and weights [V, ..] pairwise, and a bias [V] if the head has one
-    constants    targets [N], temperature [N] or None, candidate_ids [N, K] or None; with a support
-                 also support_ids, [N, K] or [P] with offsets [N + 1]
-    sizes        V; chunk_tokens and memory_budget, 0 for None
-    numbers      logit scale, soft cap (0: none), temperature if a single number,
-                 gradient_tolerance
-    spelt        further options, as Python literals
+    factors: features [N, ..] and weights [V, ..] pairwise, and a bias [V] if the head has one;
+    constants: targets [N], temperature [N] or None, candidate_ids [N, K] or None; with a support
+        also support_ids, [N, K] or [P] with offsets [N + 1];
+    sizes: V, chunk_tokens and memory_budget, 0 for None;
+    numbers: logit scale, soft cap (0: none), temperature if a single number, gradient_tolerance;
+    spelt: further options, as Python literals.
 
-and construct the head and the batch inside.
+The operators construct head and batch from the operands.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def in_graph(
     hidden: Tensor, head: Head, scored: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
     """Return logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and
-    tail if the batch has candidates. ValueError for an option that the operator does not
-    support."""
+    tail if the batch has candidates. ValueError for an option that the compiled operator
+    `headloss::head_stats` does not support."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
     ids: list[Any] = [None]
@@ -87,7 +87,8 @@ def in_graph(
 
 
 def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[Tensor | None]]:
-    """Return the call of the given operands, and the tensors of its logits; `wanted` has a flag for
+    """Return the `Call` described by an operator's operands, and the tensors from which its logits
+    are computed; `wanted` has a flag for
     each factor that requires a gradient."""
     factors, (targets, temperature, chosen, *support), sizes, numbers, spelt = operands
     tail, values = ast.literal_eval(spelt)
@@ -101,7 +102,7 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # The graph holds an adapter's inner product; `a` only holds the `requires_grad` flag.
+        # The graph has already multiplied by A, so that `a` only needs a shape and requires_grad.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(
@@ -128,8 +129,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
 
 @operator("headloss::head_stats", schema=f"({OPERANDS}) -> Tensor[]")
 def _head_stats(*operands: Any) -> list[Tensor]:
-    """Return logp, lse, entropy, and the normalizer's two parts, [N] each; with candidates, also
-    log-probs of candidates and tail [N, K + 1] and the tail's normalizer [N, 2]."""
+    """Return logp, lse, entropy, maximum and log-sum of the softmax, [N] each. With candidates,
+    also return log-probs of candidates and tail [N, K + 1], and the tail's normalizer [N, 2]."""
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in HEAD_STATISTICS), *measured.normalizer]
@@ -151,7 +152,7 @@ def _(factors, constants, *_):
 
 @operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")
 def _head_stats_backward(*operands: Any) -> list[Tensor]:
-    """Return the gradients of the `wanted` factors, in the factors' order."""
+    """Return the gradients of the factors whose flag in `wanted` is True, in the factors' order."""
     *of_call, measured, upstream, wanted = operands
     call, of_logits = _open(of_call, wanted)
     scored = call.scored

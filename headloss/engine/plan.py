@@ -18,17 +18,17 @@ from ..options import Options
 from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_by_part, peak_bytes
 
 MIB = 1 << 20
-CHUNK_WAVES = 0.3  # Fixed cost of a chunk, in waves of its matmuls.
+CHUNK_WAVES = 0.3  # Fixed time of a chunk, in units of one wave of matmul output tiles.
 # Default bytes of a chunk on a CPU and on a GPU of unknown memory; GPU_SHARE divides a known GPU
 # memory.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
-# Multiply-adds of a block's matmul above which skipping rows saves time; below, the GPU's wait for
-# the number of rows, or the CPU's extra operations, cost more than the skipped work.
+# Number of multiply-adds of a block's matmul from which on skipping rows saves time. For smaller
+# matmuls, the GPU's wait for the number of rows, or the CPU's extra operations, cost more.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
-FIXED_COLUMNS = 16384  # Columns of a slab if a token's bits must not depend on other tokens.
+FIXED_COLUMNS = 16384  # Vocabulary columns of a block with `batch_invariant`.
 # Working memory of a sweep (a loop over tiles) that writes softmax terms or gradients in 16 bits,
 # in bytes.
 SWEEP_BYTES = 480 << 20
@@ -40,7 +40,7 @@ SLAB_ELEMENTS = (48 << 20, 192 << 20)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The plan of a call.
+    """The schedule, block sizes and memory of a call, chosen before the call runs.
 
     Attributes:
         schedule: a schedule of `Options`, or "statistics" if no input requires a gradient.
@@ -99,11 +99,11 @@ class Plan:
 
     @property
     def blocks(self) -> Sequence[Chunk]:
-        """The tokens of each step of the statistics, in order."""
+        """The chunks of tokens whose statistics the call computes, one after another."""
         if self.keeps_tiles:
             return self.chunks
         step = self.sweep_rows or max(1, self.tile.rows)
-        return [  # A call without tokens has one empty block.
+        return [  # Without tokens, return one empty chunk.
             Chunk(start, min(start + step, self.tokens), 0, 0)
             for start in range(0, max(1, self.tokens), step)
         ]
@@ -150,7 +150,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
             stacklevel=2,
         )
     budget = _budget(p, options)
-    # Most tokens of a chunk that has to hold a whole segment.
+    # The most tokens of a chunk, if a chunk must hold whole segments.
     limit = max(1, budget[0] // max(1, p.token_bytes))
     rows = max(1, p.tokens) if p.in_place else _chunk_rows(p, options, limit)
     chunks = cut(p, rows, limit)
@@ -161,7 +161,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     if not (p.input_gradient or p.weight_gradient):
         schedule = "statistics"
         reason = "nothing requires a gradient"
-    # With a teacher, the measures of all tokens are computed before any gradient.
+    # With a teacher, the divergences of all tokens are computed before any gradient.
     if schedule == "held":
         most = p.tokens if p.teachers else options.chunk_tokens or EXP_ROWS
         rows = max(1, min(p.tokens, most))
@@ -171,10 +171,10 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
         rows = max(c.stop - c.start for c in chunks)
     tile = _tile(p, rows, options)
     if p.teachers and schedule in ("recompute", "statistics") and options.chunk_tokens is None:
-        # The statistics reuse the memory that the gradient needs for a slab and for the sums of dX.
+        # The statistics use the memory that the gradient later needs for a block of columns.
         room = (tile.rows * tile.columns * p.slab_bytes + p.hidden_sums) // p.token_bytes
         rows = even(p, min(rows, max(1, room // GRAIN * GRAIN or room)))
-    # A single matmul gives the returned weight gradient, without a wider sum.
+    # One matmul writes the whole weight gradient, so that no float32 accumulator is needed.
     one = len(chunks) <= 1 if schedule in ("one_pass", "held") else p.tokens <= tile.rows
     wider = options.main_grad is not None or p.given or p.rescaled
     single_block = one and not (wider or 0 < p.restricted < p.tokens)
@@ -182,7 +182,7 @@ def make_plan(inputs: PlanInputs, options: Options, backend: str) -> Plan:
     on_chip = schedule == "narrow" or (p.by_sweeps and schedule in ("statistics", "recompute"))
     parts = bytes_by_part(p, schedule, rows, tile, options, single_block)
     least = SKIP_WORTH if p.on_gpu else 0 if p.thorough else CPU_SKIP_WORTH
-    # A frozen head computes dlogp/dhidden before any coefficient is known.
+    # The `frozen` schedule computes dlogp/dhidden before the gradient coefficients are known.
     all_rows = options.static or p.given or p.narrow or schedule in ("frozen", "statistics")
     skip_rows = options.skip_rows and p.sparse and not all_rows
     skip_rows &= rows * p.width * p.vocabulary >= least
@@ -275,7 +275,7 @@ def _choose(
 
 
 def _budget(p: PlanInputs, options: Options) -> tuple[int, str]:
-    """Return the memory budget in bytes, and the origin of the number."""
+    """Return the memory budget in bytes, and a text that says where the number comes from."""
     if options.memory_budget is not None:
         return options.memory_budget, "asked for"
     if not (p.on_gpu and p.memory):
@@ -295,20 +295,20 @@ def _chunk_rows(p: PlanInputs, options: Options, limit: int) -> int:
 
 
 def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
-    """Return the tile, with at most as many logits as `rows` tokens have over the whole
-    vocabulary."""
+    """Return the number of tokens and columns of a tile, which has at most as many logits as `rows`
+    tokens have over the whole vocabulary."""
     if p.narrow or p.in_place:
         return Tile(rows, p.vocabulary)
     elements = rows * p.vocabulary
     explicit = options.chunk_tokens is not None
     if options.batch_invariant:
-        # Choose a width that does not depend on the number of tokens, which keeps the order of sums
-        # over slabs in dX; raw logits give their statistics over all columns at once.
+        # The width must not depend on the number of tokens, so that the hidden gradient is summed
+        # over blocks of columns in a fixed order. Without `exp_tiles`, a tile has all columns.
         columns = min(p.vocabulary, FIXED_COLUMNS) if p.exp_tiles or p.teachers else p.vocabulary
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
-        # Adding a slab reads and writes all of dX: give a slab at least as many elements as dX.
+        # Each block of columns reads and writes the hidden gradient: give a block as many elements.
         least = max(least, p.tokens * p.width)
         room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - p.hidden_sums
         elements = min(elements, max(least, min(most, room // p.slab_bytes)))
@@ -317,7 +317,7 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     columns = max(1, min(p.vocabulary, elements // tall))
     if columns > WAVE_TILE[1]:
         columns -= columns % WAVE_TILE[1]
-        # Give each part of the tokens whole waves of output tiles.
+        # Choose a width that fills all multiprocessors in each wave of output tiles.
         if p.teachers and p.multiprocessors:
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
@@ -334,9 +334,9 @@ def even(p: PlanInputs, rows: int) -> int:
 
 
 def whole_waves(p: PlanInputs, most: int) -> int:
-    """Return the chunk size, up to `most`, with the least time in the hidden gradient's matmuls,
-    which run in waves of one output tile per multiprocessor. The logits' and the weight gradient's
-    matmuls have many tiles."""
+    """Return the chunk size, up to `most`, with the shortest time of the hidden gradient's matmuls.
+    A matmul runs in waves of one output tile per multiprocessor; only the hidden gradient has so
+    few output tiles that a part of the last wave stays idle."""
     across = -(-p.width // WAVE_TILE[1])
 
     def waves(rows: int) -> int:
@@ -346,7 +346,7 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         full, remainder = divmod(p.tokens, rows)
         return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
-    step = GRAIN * (1 + (most >> 24))  # A tiny vocabulary allows very many sizes.
+    step = GRAIN * (1 + (most >> 24))  # Try fewer sizes if the vocabulary is tiny and `most` large.
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 
 
@@ -367,7 +367,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     """Return chunks that respect the objective's scope; None if no such chunks fit."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
-    if p.in_place:  # A call that copies no logits needs only a single chunk.
+    if p.in_place:  # The logits exist already, so that chunks would save no memory.
         return cut_anywhere(p, p.tokens)
     if p.scope == "token":
         return cut_anywhere(p, rows)
@@ -379,7 +379,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     start = 0
     stop = 0
     first = 0
-    for at in range(0, len(lengths), unit):  # A unit of segments must stay in one chunk.
+    for at in range(0, len(lengths), unit):  # Keep the segments of a unit (such as a pair) in one.
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None

@@ -19,7 +19,7 @@ CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and slope).
 # Bytes per pair of a token and a support column: float32 logit and gradient, and indices sorted by
 # column.
 PAIR_BYTES = 48
-EXP_ROWS = 16384  # Tokens per matmul that writes statistics alone.
+EXP_ROWS = 16384  # Tokens of one matmul, if only statistics are computed.
 
 
 class Tile(NamedTuple):
@@ -43,7 +43,7 @@ class PlanInputs:
     grouped: bool = False  # Segments run across ranks.
     sharded: bool = False  # Hidden gradients are summed over ranks.
     sparse: bool = True  # Some tokens may have no gradient.
-    # A CPU skips rows at any size: by option, or because skipped rows may hold NaN.
+    # A CPU skips rows even in small matmuls: with `gradient_tolerance`, or if rows may hold NaN.
     thorough: bool = False
     logp_only: bool = False  # The gradient needs only d/dlogp, of the target or of K candidates.
     input_gradient: bool = True
@@ -52,7 +52,7 @@ class PlanInputs:
     weight_size: int = 4  # Bytes per element of the weight's own dtype.
     # The kernels of the `narrow` schedule, whose tiles never leave the chip, support the head.
     on_chip: bool = False
-    # The head's size makes the `narrow` schedule faster, so that it is the default.
+    # Whether the `narrow` schedule is the default, since it is faster at the head's size.
     by_sweeps: bool = False
     multiples: bool = False  # The gradient needs only d/dlogp and d/dlse.
     exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
@@ -68,7 +68,7 @@ class PlanInputs:
     teachers: bool = False  # A teacher's logits are computed next to the student's.
     candidates: int = 0  # Candidate columns per token.
     support: int = 0  # Pairs of a token and a column of its support.
-    restricted: int = 0  # Tokens that have a support.
+    restricted: int = 0  # Tokens whose softmax is over `support_ids`.
 
     @property
     def narrow(self) -> bool:
@@ -84,16 +84,15 @@ class PlanInputs:
 
     @property
     def hidden_sums(self) -> int:
-        """Bytes of the hidden gradient's float32 accumulator over slabs; 0 without an
-        accumulator."""
+        """Bytes of the float32 accumulator of the hidden gradient over blocks of vocabulary
+        columns; 0 if no accumulator is needed."""
         apart = self.input_gradient and self.element_size < 4
         return self.tokens * self.width * 4 if apart else 0
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes per token and column of a slab (a slice of vocabulary columns). A slab holds
-        logits; with a teacher, a slab holds the gradient, and the logits of a part of the
-        tokens."""
+        """Bytes per token and column of a block of vocabulary columns. Without a teacher, the block
+        holds logits; with a teacher, the gradient, and the logits of a part of the tokens."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -111,18 +110,19 @@ def bytes_by_part(
     logits = elements * (p.slab_bytes if sweeps else p.row_bytes)
     if sweeps and p.teachers:
         logits = max(logits, rows * p.token_bytes - p.hidden_sums)
-    if schedule == "narrow":  # Float32 sums of 16 parts of the vocabulary.
+    if schedule == "narrow":  # The kernel has float32 sums for each of 16 vocabulary slices.
         logits = min(p.tokens, EXP_ROWS) * 64 * (p.width + 4)
     if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
-    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)  # A few blocks at a time.
+    # The reference backend widens a few working blocks of logits at a time.
+    widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
     if p.element_size < 4 and not p.given:  # Blocks of a 16-bit weight, converted to float32.
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)
     fused = schedule == "statistics" and (p.exp_tiles or p.by_sweeps) and not p.teachers
-    if fused:  # The matmul writes a maximum and a sum for each tile.
+    if fused:  # The matmul of logits writes only a maximum and a sum of exponentials for each tile.
         logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    # A sum in the weight's dtype, or of a single matmul, is the returned gradient itself.
+    # An accumulator of the weight's dtype, or of a single matmul, becomes the returned gradient.
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
     wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums
@@ -147,8 +147,8 @@ def bytes_by_part(
 
 
 def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
-    """Return the bytes including returned gradients; a gradient with a separate accumulator is made
-    after the logits are freed."""
+    """Return the bytes including returned gradients. A gradient summed in a float32 accumulator is
+    cast to its own dtype after the logits are freed."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
     hidden = p.input_gradient * p.tokens * columns * p.element_size
     returned = p.weight_gradient and options.main_grad is None

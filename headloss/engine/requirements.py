@@ -46,8 +46,8 @@ class Requirements:
     gradients: frozenset[str]  # Statistics with a gradient.
     kinds: Kinds  # Kinds of the batch's fields.
     fields: frozenset[str]  # Fields of the batch that terms read.
-    slopes: bool  # The objective's gradient can be known before the statistics.
-    # Teachers, each with the measures that terms read.
+    slopes: bool  # The objective's gradient has a closed form that needs no statistics.
+    # Teachers, each with the divergences that terms read.
     teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
     given: bool  # Logits are given.
     overwrites: bool  # The gradient may overwrite the given logits.
@@ -103,7 +103,7 @@ def requirements_of(a: Arguments) -> Requirements:
     vocabulary = a.tensor.shape[-1] if head is None else head.vocabulary
     highest = vocabulary if a.group is None else torch.inf
     scored = packing_of(batch, highest, objective.segments_per_unit if options.static else None)
-    # An external loss may read any field.
+    # Loss functions of the user may read any field, so that no field is known to be unread.
     if not (options.static or a.loss_fn or objective.scope == "external"):
         checks.check_masks(batch, fields, scored, wide)
     return Requirements(
@@ -118,8 +118,8 @@ def requirements_of(a: Arguments) -> Requirements:
         slopes=has_slopes(objective, kinds) and not needs & BESIDE.keys(),
         teachers=measures_of(objective, traced),
         given=head is None,
-        # In float16 the backward pass writes the gradient, because the upstream gradient is known
-        # only then.
+        # In float16 the gradient is written in the backward pass, where the upstream gradient
+        # (often a loss scale) is known.
         overwrites=a.inplace and dtype != torch.float16,
         rescaled=head is not None and dtype == torch.float16,
         vocabulary=vocabulary,
@@ -179,7 +179,7 @@ def _needs_grad(tensor: Tensor, head: Head | None) -> NeedsGrad:
 
 
 def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Transform:
-    """Return the transform with the temperatures of the scored tokens, [T]."""
+    """Return a `Transform` whose temperature is [T], one per scored token, or a single number."""
     temperature = transform.temperature
     if not isinstance(temperature, Tensor):
         return transform
@@ -202,16 +202,16 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     kinds = required.kinds
     tolerance = required.options.gradient_tolerance > 0
     support = scored.support
-    # Tiles next to the student's tile: the logits of each dense teacher, and partial gradients if
-    # several teachers or candidates add to the logits' gradient.
+    # Number of tiles in memory: the student's logits, the logits of each dense teacher, and partial
+    # gradients if several teachers or candidates add to the logits' gradient.
     teachers = objective.teachers
     dense = sum(teacher.source(kinds) != "topk" for teacher in teachers)
     tiles = 1 + dense + (len(teachers) + (CANDIDATES in required.gradients) > 1)
     # Fields of vocabulary ids whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    # These statistics need tiles of logits; candidates alone can also use hidden states and
-    # weights.
+    # Divergences, candidate tail and collision need tiles of logits; candidates alone can also use
+    # hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
     if head is not None and not (
