@@ -1,5 +1,6 @@
-"""Choice of a kernel backend. A backend is a package with the acts (functions) of `interface.Acts`;
-the triton backend also has the acts of `interface.Kernels`. No backend imports another backend."""
+"""Choice of a kernel backend (triton or reference). A backend is a package with the functions of
+`interface.Acts`; the triton backend also has the functions of `interface.Kernels`. No backend
+imports another backend."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def load(backend: str) -> Kernels:
-    """Return the module of a backend. The reference backend has only the acts of `interface.Acts`:
-    no plan asks that backend for more acts."""
+    """Return the module of a backend. The reference backend has only the functions of
+    `interface.Acts`; plans for the reference backend call no other function."""
     if backend == "reference":
         from . import reference
 
@@ -60,15 +61,17 @@ def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> boo
 def can_sweep(
     backend: str, dtype: torch.dtype, weight: torch.Tensor, columns: int
 ) -> tuple[bool, bool]:
-    """Return two flags for a narrow head: sweeps (passes over tiles of logits that never leave the
-    chip) can serve, and sweeps are also faster than products that write tiles. The flag for faster
-    sweeps needs a 16-bit dtype and at least SWEPT_COLUMNS columns (benchmarks/NOTES.md)."""
+    """Return two flags for kernels that keep tiles of logits on the chip: the first is True if
+    these kernels accept the head's weight, and the second if they are also faster than matmuls that
+    write logits to memory. Faster needs a 16-bit dtype and at least SWEPT_COLUMNS columns (see the
+    timings in benchmarks/NOTES.md)."""
     able = backend == "triton" and load(backend).can_sweep(weight)
     return able, able and weight.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 
 
 def suits_product(x: torch.Tensor) -> bool:
-    """Return True if rows of a 16-bit x begin at multiples of 16 bytes, as `can_fuse` requires."""
+    """Return True if the rows of a 16-bit matrix x begin at multiples of 16 bytes, as the kernels
+    that fuse a matmul with an epilogue require."""
     *rows, inner = x.stride()
     return inner == 1 and all(s % 8 == 0 for s in rows) and x.data_ptr() % 16 == 0
 
@@ -89,8 +92,8 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def _failure() -> str | None:
-    """Return the reason why Triton's kernels cannot run on this machine, or None. The check runs
-    once per process; on a machine with a GPU, a failed check also warns."""
+    """Return the reason why Triton's kernels cannot run on this machine, or None. Triton is tried
+    once per process; if the trial fails on a machine with a GPU, a warning is issued too."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

@@ -1,15 +1,16 @@
-"""Interface of a kernel backend: its functions (*acts*), and the named tuples of their arguments.
+"""Interface of a kernel backend: the functions of a backend, and named tuples of the functions'
+arguments.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens. `raw`
 [n, v] are the logits of a matrix product, z = transform(raw), p = softmax(z) over the whole
-vocabulary. An act returns a tile's statistics (a `SoftmaxState`) or the gradient of the logits:
-
-    dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
+vocabulary. A function returns the statistics of a tile of logits (a `SoftmaxState`) or, with the
+gradient coefficients c_target, c_prob, c_entropy and c_uniform of a token with target y, the
+gradient dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
 
 Tiles and matrices have any row stride and unit stride along the row; memory between rows is never
 touched. Vectors are contiguous, and float32 (float64 with float64 tiles) unless stated otherwise. n
-may be 0. An act writes only arguments that its docstring names as outputs. No act waits for the
-device: results are complete in the order of the stream.
+may be 0. A backend's function writes only to arguments that its docstring names as outputs. No
+backend function waits for the device: results are complete in the order of the CUDA stream.
 """
 # pyright: reportReturnType=false
 # A protocol's methods have a docstring in place of a body.
@@ -28,21 +29,21 @@ from .transform import Transform
 
 
 class Forward(NamedTuple):
-    """Inputs of the statistics in addition to the logits."""
+    """Inputs of the kernels for the statistics, in addition to the logits."""
 
     targets: Tensor | None  # Columns [n] int64 of the whole vocabulary, some outside of the tile.
-    # With None, which only `partials` accepts, no column is a target.
+    # Only `partials` accepts None in place of the target columns.
     first: int
     transform: Transform  # The temperature is a number or [n].
     needs: frozenset[str]  # Names of statistics.
 
 
 class Backward(NamedTuple):
-    """Inputs of the gradient in addition to the logits.
+    """Inputs of the kernels for the gradient of the logits, in addition to the logits.
 
     Logits recomputed for the gradient may be rounded differently from the logits of the statistics.
-    So the gradient at a target comes from `logps`, exact to the last digit of 1 - p, and a column
-    of probability near 1 uses the normalizer's largest logit.
+    The gradient at a target is computed from the log-prob in `logps`, exact to the last digit of 1
+    - p; a column with a probability p near 1 uses the largest logit in `normalizer`.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -51,12 +52,12 @@ class Backward(NamedTuple):
     normalizer: Normalizer  # Shape [n], of the whole vocabulary.
     coefficients: SoftmaxCoefficients  # Shape [n].
     logps: Tensor | None  # Targets' log-probs [n]; None without a term for the target.
-    # Dtype of the gradient, not wider than the tile's dtype; None: equal.
+    # Dtype of the gradient, at most as wide as the tile's dtype; None: the tile's dtype.
     dtype: torch.dtype | None = None
-    all_columns: bool = False  # The tile holds all columns, with the statistics' logits.
+    all_columns: bool = False  # True: the tile has all columns, and is not recomputed.
 
     def rows(self, rows: slice | Tensor) -> Backward:
-        """Return the inputs of a subset of the tokens, for a gradient in the tile's dtype."""
+        """Return the inputs restricted to the tokens `rows`, without the field `dtype`."""
         return Backward(
             self.targets[rows],
             self.first,
@@ -72,11 +73,12 @@ class ExpTile(NamedTuple):
     """Tile of *exp logits* exp(z - shift), stored in place of the logits z."""
 
     exp_logits: Tensor  # Shape [n, v]: bfloat16, or the hidden states' float32 or float64.
-    shift: Tensor  # Logit of each token, [n]: the largest logit, or one not far below it.
+    shift: Tensor  # Largest logit of each token, or a logit not far below it, [n].
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Return an uninitialized tile for hidden states `like`; rows are padded to 16 bytes."""
+        """Return an uninitialized tile for the logits of hidden states `like`. Each row of the tile
+        is padded to a multiple of 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -84,8 +86,8 @@ class ExpTile(NamedTuple):
 
 
 def partials_of(fields: Sequence[Tensor], needs: frozenset[str]) -> SoftmaxState:
-    """Return a `SoftmaxState` of the fields max_logit, sumexp_m1 and target, then entropy_sum if
-    the entropy is needed, and logit_sum if the mean logit is needed."""
+    """Return a `SoftmaxState` from tensors in this order: `max_logit`, `sumexp_m1`, `target`,
+    `entropy_sum` if the entropy is needed, and `logit_sum` if the mean logit is needed."""
     max_logit, sumexp_m1, target, *more = fields
     entropy_sum = more[0] if "entropy" in needs else None
     logit_sum = more[-1] if "mean_logit" in needs else None
@@ -99,18 +101,19 @@ class Measured(NamedTuple):
     normalizer: Normalizer  # Shape [n].
 
     def rows(self, rows: slice | Tensor) -> Measured:
-        """Return the statistics and normalizer of a subset of the tokens."""
+        """Return the statistics and the softmax normalizer of the tokens `rows` alone."""
         return Measured(self.stats.map(lambda t: t[rows]), self.normalizer.rows(rows))
 
 
 class ShiftedSums(NamedTuple):
-    """Sums of exp(z_j - shift) dz_j/draw_j w_j over a vocabulary slice, per token. The gradient of
-    hidden states follows from the sums if c_target and c_prob are the only coefficients."""
+    """Sum of exp(z_j - shift) dz_j/draw_j w_j over the columns j of a vocabulary slice, per token,
+    where w_j is row j of the weight. The gradient of hidden states follows from `ShiftedSums` if
+    c_target and c_prob are the only nonzero gradient coefficients."""
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
-    column: Tensor  # Column [n] int64 of the slice, left out of the sum.
-    far: Tensor  # Bool [n]: True if the sum is invalid, because the shift is too small.
+    column: Tensor  # Column [n] int64 of the vocabulary slice that the token's sum leaves out.
+    far: Tensor  # Bool [n]: True if the token's sum is invalid, because `shift` is too small.
 
 
 class LogitRows(NamedTuple):
@@ -118,31 +121,33 @@ class LogitRows(NamedTuple):
 
     tensor: Tensor  # Shape [.., V].
     offsets: Tensor  # Start of each row in elements, [n] int64.
-    aligned: bool  # Every offset is a multiple of 16.
+    aligned: bool  # True if every row's offset is a multiple of 16 elements.
 
 
 class Walk(NamedTuple):
-    """Arguments of one pass over existing logits, for statistics, a gradient, or both."""
+    """Arguments of one pass over the caller's logits, for statistics, a gradient, or both."""
 
     logits: LogitRows
-    out: LogitRows | None  # Gradient in the logits' dtype; may be the logits. None: no gradient.
-    live: Tensor | None  # Bool [n]; rows with False are not read, and have coefficients of 0.
+    # Memory of the gradient, which may be `logits` itself. None: no gradient. None: no gradient.
+    out: LogitRows | None
+    # Bool [n]; a row with False is not read, and has gradient coefficients of 0.
+    live: Tensor | None
     targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
-    needs: frozenset[str] | None  # Names of the statistics; None: read `normalizer`.
-    coefficients: SoftmaxCoefficients | None = None  # Shape [n]; with `needs`, for entropy = 0.
-    slopes: Tensor | None = None  # Closed-form dL/dlogp, `softmax.Slope` fields [parts, 5, n].
+    needs: frozenset[str] | None  # Names of statistics to compute; None: use `normalizer`.
+    coefficients: SoftmaxCoefficients | None = None  # Gradient coefficients, [n] each.
+    slopes: Tensor | None = None  # Fields [parts, 5, n] of closed-form derivatives (`Slope`).
     normalizer: Normalizer | None = None  # Shape [n].
 
 
 class Support(NamedTuple):
-    """Support of each token's softmax: P pairs (token, column). A call handles only pairs whose
-    column lies in the *window*, a range of vocabulary columns."""
+    """Allowed ids of each token's softmax, as P pairs (token, column). A call handles only pairs
+    whose column lies in the *window*, a range of vocabulary columns."""
 
-    ids: Tensor  # Column [P] int64 of each pair in the whole vocabulary; below 0: no column.
+    ids: Tensor  # Vocabulary column [P] int64 of each pair; a negative number stands for no column.
     offsets: Tensor  # Shape [n + 1], int64, from 0: token t has ids[offsets[t]:offsets[t + 1]].
-    first: int  # The window is columns [first, first + size).
+    first: int  # First vocabulary column of the window of `size` columns.
     size: int
 
 
@@ -159,7 +164,7 @@ class Sum(NamedTuple):
 
     value: Tensor
     dtype: torch.dtype  # The gradient's dtype.
-    rows: Tensor | None = None  # Factor [n] float32 of each row of `value` [n, H].
+    rows: Tensor | None = None  # Factors [n] float32 for the rows of `value` [n, H].
 
 
 class Acts(Protocol):
@@ -175,18 +180,18 @@ class Acts(Protocol):
         without: Tensor | None = None,
     ) -> SoftmaxState:
         """Return statistics, [n] vectors, of raw [n, v] in float32, bfloat16, float16 (or float64).
-        Only statistics in `needs` are computed. With `onto`, the tile is merged into the state
-        `onto`, whose vectors may be reused. Columns `without` [n, K] int64 are left out of the
-        sums, which keeps digits that 1 - sum would lose. With `without`, every target must lie
-        outside of the tile."""
+        Only statistics in `needs` are computed. With `onto`, the result is the tile's state merged
+        with the online-softmax state `onto`, whose memory may be reused. Columns `without` [n, K]
+        int64 are left out of the sums, which is more accurate than a subtraction afterwards. If
+        `without` leaves columns out, no target may lie in the tile of logits."""
 
     def best(self, raw: Tensor, transform: Transform) -> tuple[SoftmaxState, Tensor]:
         """Return a tile's `SoftmaxState` without targets, and the column [n] int64 of each row's
         largest logit (the first such column for equal logits)."""
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
-        """Return dL/draw [n, v], written into the memory of `raw`; a narrower dtype fills row
-        fronts."""
+        """Return the gradient of the raw logits [n, v], written into the memory of `raw`. A
+        gradient in a narrower dtype fills the first part of each row."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Return statistics over the whole vocabulary from the partial sums of W slices, merged in
@@ -197,31 +202,35 @@ class Acts(Protocol):
     def scaled_rows(
         self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:
-        """Return out[places] = x[:n] * scale by row, in float32 or wider and rounded once: x and
-        out [.., H], scale [n] float32, places [n] int64, distinct, or None for the first n rows.
-        `out` may be x; None makes a tensor of x's dtype."""
+        """Set out[places] = x[:n] * scale by row, in float32 or wider and rounded once, and return
+        `out`: x and out [.., H], scale [n] float32, places [n] int64 (distinct rows of `out`; None:
+        the first n rows). `out` may be the tensor `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Return each sum times its row factors (of one length) and `factor` [], in float32 or
-        wider and rounded once to the gradient's dtype; in place where the value has that dtype."""
+        """Return each sum multiplied by its row factors (equally many in all sums) and by the
+        scalar `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that
+        has the gradient's dtype is overwritten."""
 
     # ------------------------------------------------------------------ a support
 
     def support_logits(
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
     ) -> Tensor:
-        """Return the dot product x[token] . w[id - first] of each pair, [P]; 0 outside of the
-        window. The result is float32 (float64 with float64 operands), or is added to `onto`.
+        """Return the dot product x[token] . w[id - first] of each pair (token, id), [P]; 0 for an
+        id outside of [first, first + size). The dot products are in float32 (in float64 with
+        float64 operands), or are added to `onto`.
 
         x [n, H] and w [size, H] may have any strides and differ in dtype.
         """
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
-        """Return statistics [n] over the window, from the raw logits [P] of the pairs (token,
-        column). A token without a pair in the window gets max_logit -inf and sumexp_m1 -1."""
+        """Return statistics [n] of each token's softmax over its columns in [first, first + size),
+        from the raw logits [P] of the pairs (token, column). A token without a column in [first,
+        first + size) gets max_logit -inf and sumexp_m1 -1."""
 
     def support_gradient(self, raw: Tensor, support: Support, backward: Backward) -> Tensor:
-        """Return dL/draw of each pair (token, column), [P]; 0 outside of the window."""
+        """Return the gradient of the raw logit of each pair (token, column), [P]; 0 for a column
+        outside of [first, first + size)."""
 
     def support_sums(
         self,
@@ -232,17 +241,19 @@ class Acts(Protocol):
         add: bool = False,
         uneven: bool = False,
     ) -> None:
-        """Write to out [n, H], or `add` to `out`, each token's sum of values[pair] * rows[id -
-        first] over pairs (token, column) in the window. The sum runs in order, in float32 or wider,
-        and is rounded once. No row is read for a value of 0. The sums are the gradient of hidden
-        states or, with tokens and columns exchanged, of the weight. The weight's pairs are
-        `uneven`: few rows have most pairs, `first` is 0, and all pairs lie in the window."""
+        """Write to `out` [n, H], or `add` to `out`, each token's sum of values[pair] * rows[id -
+        first] over the token's pairs (token, id) with ids in [first, first + size). A token's sum
+        runs over its pairs in order, in float32 or wider, and is rounded once. For a pair with a
+        value of 0, no row of `rows` is read. `support_sums` computes the gradient of hidden states
+        or, with tokens and columns exchanged, the gradient of the weight. With `uneven`, for the
+        weight, a few rows of `out` have most pairs, `first` is 0, and every id is below `size`."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """Return a tile's contribution to each divergence and to the divergence's mean slope, [n,
-        K, 2]. `divergence.merge_shares` merges the tiles' log-acceptances."""
+        """Return a tile's contribution to each of K divergences and to their mean slopes (sum_k p_k
+        s_k, see `kernels.pair`), [n, K, 2]. Contributions to the log-acceptance are merged by
+        `divergence.merge_shares`."""
 
     def part_gradient_(
         self,
@@ -251,14 +262,15 @@ class Acts(Protocol):
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
-        """Return d part / d raw + extra [n, v], in new float32 (or float64) memory, or over
-        `extra`. With the coefficients `others` of the remaining terms, write the whole gradient
-        over raw, as `logit_gradient_` does; the two transforms may then differ in the temperature
-        alone."""
+        """Return the gradient of `part` (divergences or a stored top-k) with respect to the raw
+        logits, plus `extra` [n, v], in new float32 (or float64) memory or over `extra`. With
+        `others`, the gradient coefficients of the objective's remaining terms, write the gradient
+        of the whole objective over `raw`, as `logit_gradient_` does. The transforms of `part` and
+        `others` may differ only in the temperature."""
 
 
 class Kernels(Acts, Protocol):
-    """Functions of the triton backend; a plan for the reference backend calls only those of
+    """Functions of the triton backend; a plan for the reference backend calls only the functions of
     `Acts`."""
 
     def fixed_product(
@@ -271,16 +283,16 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ products that end in an act
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Return True if the `product_` acts accept x and w; a `product_` act raises ValueError
-        else."""
+        """Return True if the functions with the prefix `product_` accept x and w; otherwise such a
+        function raises ValueError."""
 
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
     ) -> SoftmaxState:
-        """Return statistics of raw = x [n, H] @ w.T [H, v], both 16 bits wide, from float32 sums. A
-        given `exp_tile` [n, v] receives the exp logits. The result's `max_logit` is a logit not far
-        below the largest, or with `top1` the largest. `softmax.merge` and `softmax.finish` accept
-        any shift."""
+        """Return statistics of the raw logits x [n, H] @ w.T [H, v], from float32 sums of 16-bit
+        operands. If given, `exp_tile` [n, v] receives exp(z - shift) of the logits z. The result's
+        `max_logit` is a logit not far below the token's largest logit, or the largest logit if
+        `top1` is needed. `softmax.merge` and `softmax.finish` accept any such `max_logit`."""
 
     def product_statistics(
         self,
@@ -290,30 +302,34 @@ class Kernels(Acts, Protocol):
         vocabulary: int,
         exp_tile: ExpTile | None = None,
     ) -> Measured:
-        """Return `softmax.finish` of the `product_partials` of all columns."""
+        """Return the statistics over the whole vocabulary: `softmax.finish` of `product_partials`
+        over all columns."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-        """Return dL/draw of raw = x [n, H] @ w.T [H, v]: [n, v] in x's dtype, in new memory."""
+        """Return the gradient of the raw logits x [n, H] @ w.T [H, v], in new memory [n, v] of the
+        dtype of x."""
 
     # ------------------------------------------------------------------ a narrow head
 
     def can_sweep(self, w: Tensor) -> bool:
-        """Return True if the `narrow_` acts accept this weight on its device, with hidden states of
-        its dtype and unit stride along H. Sums over the vocabulary are in float32, in an order
-        independent of n."""
+        """Return True if the functions with the prefix `narrow_` accept the weight w on its device,
+        with hidden states of the dtype of w and unit stride along H. These functions sum over the
+        vocabulary in float32, in an order that does not depend on the number n of tokens."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
-        """Return statistics of raw = x [n, H] @ w.T [H, v], as `product_partials`. With `sums`,
-        also return `ShiftedSums`, for n > 0 and operands other than float16."""
+        """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
+        With `sums`, also return a `ShiftedSums`, which needs n > 0 and operands that are not
+        float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
     ) -> Tensor:
-        """Return dL/draw @ w [n, H] in float32; dL/draw is rounded to w's dtype. If c_target and
-        c_prob are the only coefficients, `sums` avoid a recomputation of logits; the normalizer
-        must then be of the whole vocabulary."""
+        """Return the gradient of the hidden states, dL/draw @ w [n, H] in float32, where dL/draw
+        (the gradient of the raw logits) is rounded to the dtype of w. If c_target and c_prob are
+        the only gradient coefficients, a `ShiftedSums` in `sums` makes a recomputation of the
+        logits unnecessary; the normalizer must then be of the whole vocabulary."""
 
     def narrow_weight_(
         self,
@@ -324,17 +340,19 @@ class Kernels(Acts, Protocol):
         bias: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
-        """Write dL/draw.T @ x * factor to `out` [v, H], rounded once, and the column sums of
-        dL/draw to bias[:v] in float32, if given; dL/draw is rounded to x's dtype."""
+        """Write the weight's gradient, dL/draw.T @ x * factor, to `out` [v, H], rounded once, and
+        the sums of dL/draw over tokens to bias[:v] in float32, if given; dL/draw (the gradient of
+        the raw logits) is rounded to the dtype of x."""
 
     # ------------------------------------------------------------------ exp logits
 
     def exp_gradient_(
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Return dL/draw [n, v], written over the exp logits. Under a soft cap, c_uniform must be
-        absent, because z cannot be computed from an exp logit of 0. With `order`, row i is the
-        gradient of row order.rows[i], and rows from order.count on are arbitrary."""
+        """Return the gradient of the raw logits [n, v], written over the exponentials in
+        `exp_tile`. With a soft cap, the coefficient c_uniform must be None, because the logit z
+        cannot be computed from exp(z - shift) = 0. With `order`, row i is the gradient of row
+        order.rows[i], and rows from order.count on are arbitrary."""
 
     def exp_multiple_(
         self,
@@ -345,17 +363,18 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return s [n] with dL/draw = s * e for exp logits e, after a change of e at the target.
-        c_target and c_prob must be the only coefficients, without a soft cap. |s| is not far below
-        `least` [n], the size of the values that a later step adds to each row. The second result is
-        s * x of x [n, H], in float32 or wider and rounded once. With `order`, row i of e, s and s *
-        x is computed from row order.rows[i]; rows from order.count on are arbitrary."""
+        """Return factors s [n] such that s * e is the gradient of the raw logits, for e = exp(z -
+        shift) in `exp_tile` after a change of e at the target. The coefficients c_target and c_prob
+        must be the only ones, without a soft cap. The size |s| is not far below `least` [n], the
+        size of the values that `chosen_gradient_` later adds to each row. The second result is s *
+        x of x [n, H], in float32 or wider and rounded once. With `order`, row i of every result is
+        computed from row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 
     def chosen_logits(self, x: Tensor, w: Tensor, columns: Tensor, transform: Transform) -> Tensor:
-        """Return z [n, K] of raw = x [n, H] @ w.T [H, v] at columns [n, K] int64, in float32 or
-        wider; 0 for a column outside of [0, v)."""
+        """Return the logits z [n, K] of raw = x [n, H] @ w.T [H, v] at `columns` [n, K] int64, in
+        float32 or wider; 0 for a column outside of [0, v)."""
 
     def chosen_gradient_(
         self,
@@ -366,18 +385,20 @@ class Kernels(Acts, Protocol):
         multiples: Tensor | None = None,
         order: Order | None = None,
     ) -> None:
-        """Overwrite dL/draw at chosen columns of a gradient tile [n, v] with the sum of all parts,
-        computed from log-probs and so accurate to the digits of 1 - p. With `multiples` [n], row i
-        of the tile holds dL/draw over multiples[i]. `order` is as in `exp_gradient_`."""
+        """Overwrite the gradient of the raw logits in `tile` [n, v], at chosen columns, with the
+        whole objective's gradient, which is computed from log-probs and therefore accurate to the
+        digits of 1 - p. With `multiples` [n], the gradient in row i is multiples[i] times row i of
+        `tile`. With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
 
     # ------------------------------------------------------------------ rows
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
         """Return a row order in which the rows kept by `keep` [n] bool come first.
 
-        Of c kept rows, those with an index below c stay in place, and kept rows from index c on
-        fill the gaps: GPU programs in any order never read a row that is already overwritten. With
-        more than `most` kept rows, no row moves, and `count` is n.
+        If c rows are kept, kept rows with an index below c stay in place, and the kept rows from
+        index c on fill the gaps. Therefore GPU programs in any order never read a row that is
+        already overwritten. If more than `most` rows are kept, no row moves, and the order's
+        `count` is n.
         """
 
     # ------------------------------------------------------------------ logits where they lie
@@ -386,11 +407,11 @@ class Kernels(Acts, Protocol):
         """Return the statistics of given logits and write the gradient to `out`, or do one of the
         two.
 
-        Rows that are not `live` get statistics and gradients of 0. Given both `needs` and `out`,
-        the call adds the entropy's gradient and `slopes` to the coefficients before it writes the
-        gradient.
+        A row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
+        both given, `coefficients` must be those at an entropy of 0: the call adds the entropy's
+        gradient and the derivatives `slopes` to the coefficients before it writes the gradient.
         """
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
-        """Multiply rows in place by factor [], in float32 or wider, rounded once; 1 does
-        nothing."""
+        """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded
+        once; a factor of 1 changes nothing."""

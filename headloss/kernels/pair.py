@@ -1,30 +1,35 @@
 """Inputs of full-distribution distillation, in every backend.
 
 n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
-temperature. A divergence is a sum of phi(log q, log p) over the vocabulary, so that tiles and ranks
-contribute summands. Log-acceptances are merged by log-sum-exp.
+temperature. Every divergence is a sum over the vocabulary, to which tiles of logits and ranks
+contribute summands. The log-acceptances of tiles or ranks are merged by log-sum-exp.
 
+Measures with the mixture m = b q + (1-b) p, with the gradient d/dz_j with respect to the student's
+logit z_j or with the derivative s_j of the divergence with respect to p_j:
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
     js                b KL(q || m) + (1-b) KL(p || m)    s_j = (1-b) log p_j/m_j
     skew_forward_kl   KL(q || m)                         s_j = -(1-b) q_j/m_j
     skew_reverse_kl   KL(p || m)                         s_j = log p_j/m_j - (1-b) p_j/m_j
     total_variation   sum |p - q| / 2                    s_j = sign(p_j - q_j) / 2
-
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
-Here m = b q + (1-b) p. For all measures but forward_kl and log_acceptance, d/dz_j = p_j (s_j -
-sum_k p_k s_k). A constant added to s does not change d/dz; sum_k p_k s_k is the mean slope (Lin
-1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
+For all measures but forward_kl and log_acceptance, the gradient with respect to the student's logit
+z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum of p_k s_k is called
+the mean slope; a constant added to every derivative s_k does not change the gradient (Lin 1991;
+Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
 arXiv:2307.15190).
 
-The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is a sum of
-minima and not 1 - total variation, which keeps no digit of a small a. The gradient of log a is r_j
-s_j - p_j R with r = min(p, q) / a and the mean slope R = sum r s, bounded however small a is.
+The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
+sum min(p, q). The equal number 1 - total variation would have no correct digit if a is small. The
+gradient of log a with respect to the student's logit z_j is r_j s_j - p_j R, where r = min(p, q) /
+a, s_j is 1 where p_j < q_j (1/2 where equal, else 0), and the mean slope R is sum r s. This
+gradient of log a is bounded however small a is.
 
-q may have a mass m below 1, as the draft's part of a larger vocabulary. A mass m leaves the sums
-unchanged; the total variation grows by (1 - m) / 2, and d forward_kl / dz_j = m p_j - q_j with a
-mean slope of m - 1.
+The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
+part of the teacher's vocabulary. With a teacher's mass w < 1, the total variation grows by (1 - w)
+/ 2, and the gradient of forward_kl with respect to the student's logit z_j is w p_j - q_j, that is,
+the mean slope is w - 1.
 """
 
 from __future__ import annotations
@@ -46,44 +51,60 @@ class Distribution(NamedTuple):
     normalizer: Normalizer
 
     def rows(self, rows: slice | Tensor) -> Distribution:
-        """Return the transform and normalizer of a subset of the tokens."""
+        """Return the transform and the normalizer restricted to the tokens `rows`."""
         return Distribution(self.transform.rows(rows), self.normalizer.rows(rows))
 
 
 class Pair(NamedTuple):
-    """Logits of a student and a teacher. Both transforms have the temperature of the term."""
+    """Softmax transforms and normalizers of a student and a teacher, with the K measures that
+    compare the two. The transforms of student and teacher both have the temperature of the loss
+    term."""
 
     student: Distribution
-    teacher: Distribution  # The teacher's normalizer has an element per student row.
+    teacher: Distribution  # The normalizer has one element per student row.
     measures: tuple[Measure, ...]  # K measures.
-    rows: Tensor | None = None  # Teacher's row of each student row, [n] int64; None: equal rows.
+    # Teacher row of each student row, [n] int64; None: row i of the student has row i of the
+    # teacher.
+    rows: Tensor | None = None
 
 
 class Divergence(NamedTuple):
     """A part of an objective: K divergences of one teacher, each times a weight."""
 
-    teacher: Tensor  # Raw logits [n, v], or [M, v] where `pair.rows` is given.
+    # Raw logits of the teacher, [n, v]; [M, v] if students' rows share teacher rows (`pair.rows`).
+    teacher: Tensor
     pair: Pair
     mean_slope: Tensor  # Shape [n, K].
-    # Shape [n, K]. Where all weights are 0, the teacher's row and mean_slope may hold any values.
+    # Shape [n, K]. For a token with only zero weights, the token's `teacher` and `mean_slope` may
+    # hold any values.
     weight: Tensor
-    log_acceptance: Tensor | None = None  # Shape [n]; None without the log-acceptance.
+    # Values [n] of log sum min(p, q), the log-acceptance; None if `pair.measures` lacks the
+    # log-acceptance.
+    log_acceptance: Tensor | None = None
 
 
 class StoredTopk(NamedTuple):
-    """A part of an objective that depends on the logits z of K stored tokens and on the log-sum-exp
-    of all tokens that are not stored."""
+    """A part of an objective that depends on the logits z of K stored vocabulary columns and on the
+    log-sum-exp over all columns that are not stored."""
 
-    columns: Tensor  # Columns [n, K]; values outside of [0, v) are not in the tile.
-    tail: Distribution  # Softmax over the tokens that are not stored.
-    slope_stored: Tensor  # Derivative by the stored tokens' z, [n, K].
-    slope_tail: Tensor  # Derivative by the log-sum-exp of tokens that are not stored, [n].
+    # Vocabulary columns [n, K], relative to the tile; a number outside of [0, v) is a column that
+    # the tile lacks.
+    columns: Tensor
+    tail: Distribution  # Softmax over all vocabulary columns except the K stored columns.
+    # Derivative of the loss with respect to the logits z of the K stored columns, [n, K].
+    slope_stored: Tensor
+    # Derivative of the loss with respect to the log-sum-exp over all columns that are not stored,
+    # [n].
+    slope_tail: Tensor
 
 
 class Chosen(NamedTuple):
-    """K columns of each token, with a gradient dL/dlogp beyond the four coefficients; [n, K] each,
-    of unit stride."""
+    """K columns of each token whose log-probs have a derivative in addition to the gradient
+    coefficients c_target, c_prob, c_entropy and c_uniform; tensors [n, K] of unit stride."""
 
-    columns: Tensor  # Distinct int64 columns; values outside of [0, v) are not in the tile.
+    # Distinct columns, relative to the tile; a number outside of [0, v) is a column that the tile
+    # lacks.
+    columns: Tensor
     logps: Tensor
-    slopes: Tensor  # Slopes dL/dlogp in addition to the coefficients; 0 without a column.
+    # Derivatives of the loss with respect to `logps`; 0 at entries without a column.
+    slopes: Tensor

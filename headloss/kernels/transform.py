@@ -11,8 +11,8 @@ from torch import Tensor
 class Transform:
     """Transform of logits: raw -> * scale -> soft cap -> / temperature.
 
-    `bias` [v], of any float dtype, is added first by acts that compute raw logits as a product;
-    tiles of raw logits already include the bias.
+    Kernels that compute the raw logits by a matmul add `bias` [v], of any float dtype, to the
+    matmul's result; existing tiles of raw logits already include the bias.
     """
 
     scale: float = 1.0
@@ -21,7 +21,7 @@ class Transform:
     bias: Tensor | None = None
 
     def rows(self, rows: slice | Tensor) -> Transform:
-        """Return the transform for a subset of the tokens."""
+        """Return the transform restricted to the tokens `rows`."""
         if not isinstance(self.temperature, Tensor):
             return self
         return replace(self, temperature=self.temperature[rows])
@@ -38,21 +38,21 @@ class Transform:
         return raw.mul(self.scale / self.softcap).tanh_().mul_(self.softcap / self._divisor)
 
     def read(self, raw: Tensor) -> Tensor:
-        """Return z, which may be the tensor `raw` itself."""
+        """Return the transformed logits z, which may be the tensor `raw` itself."""
         plain = self.softcap is None and not isinstance(self.temperature, Tensor)
         return raw if plain and self.scale == self.temperature else self(raw)
 
     def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
-        """Return the vjp of the transform: turn d/dz into d/draw, in place, at raw logits `at`.
-        With `is_z`, `at` holds the transformed logits z in place of raw logits; the result then has
-        only the accuracy of softcap - |z|."""
+        """Turn `gradient`, the gradient with respect to the transformed logits z, into the gradient
+        with respect to the raw logits, in place. The tensor `at` holds the raw logits. With `is_z`,
+        `at` holds the transformed logits z, and the result is only as accurate as softcap - |z|."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
             cap = self.softcap / self._divisor
             size = at.abs()
             gradient.mul_((cap - size).clamp_min_(0).mul_(size.add_(cap)).div_(cap * cap))
-        # The slope 1 - tanh(x)^2 comes from exp(-2 |x|), so that it is accurate where tanh(x)
-        # rounds to 1.
+        # The soft cap's derivative 1 - tanh(x)^2 is computed from exp(-2 |x|), to be accurate where
+        # tanh(x) rounds to 1.
         elif self.softcap is not None:
             u = at.to(gradient.dtype).abs().mul_(-2 * abs(self.scale) / self.softcap).exp_()
             gradient.mul_(u.mul(4).div_(u.add_(1).square_()))

@@ -7,8 +7,7 @@ softmax(z).
 `SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
 a commutative monoid under `merge`, so that tiles of a kernel, blocks of columns and ranks of a
 group merge by one rule. `Statistics` are the inputs of a term. `SoftmaxCoefficients` hold
-everything that a kernel needs to know of a loss:
-
+everything that a kernel needs to know of a loss, whose gradient for a token with target y is
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
 Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the

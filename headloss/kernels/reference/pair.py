@@ -25,7 +25,8 @@ def _log_p(side: Distribution, raw: Tensor, rows: slice) -> Tensor:
 
 
 def _log_q(pair: Pair, raw: Tensor, rows: slice) -> Tensor:
-    """Return log softmax(z) of the teacher's rows for some rows of the student."""
+    """Return the teacher's log softmax(z) for the student's rows `rows`, from the raw logits of the
+    teacher."""
     side = pair.teacher.rows(rows)
     tile = raw[rows] if pair.rows is None else raw[pair.rows[rows]]
     return log_softmax(side.transform(widened(tile)), side.normalizer)

@@ -1,4 +1,4 @@
-"""Scaling of sums and of rows, in plain PyTorch."""
+"""Multiplication of gradient sums and of matrix rows by factors, in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Softmax over a support (a set of columns per token) in plain PyTorch: logits, statistics,
-gradient.
+"""Softmax over a set of allowed columns per token, in plain PyTorch: logits, statistics, gradient.
 
-n tokens, P pairs, H hidden width, K largest number of pairs of a token. Tokens of a block are
-padded to K columns each.
+n tokens, P pairs (token, column), H hidden width, K largest number of columns of a token. The
+columns of each token in a block are padded to K columns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..interface import Backward, Forward, Support, partials_of
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
 
-WIDTH = 256  # Columns of a weight that are widened at once.
+WIDTH = 256  # Columns of a matrix that are converted to a wider dtype at a time.
 
 
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
@@ -71,7 +70,7 @@ def support_partials(raw: Tensor, support: Support, forward: Forward) -> Softmax
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
     out = torch.zeros_like(raw)
-    # This raw logit gives z = -inf, so that slots without a pair have no mass.
+    # A raw logit of `least` gives z = -inf, so that padding has a probability of 0.
     least = math.copysign(math.inf, -backward.transform.scale)
     for rows, pairs, columns, present in _blocks(support):
         slots = _slots(columns, present, backward.targets[rows] - support.first)

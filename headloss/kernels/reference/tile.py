@@ -32,13 +32,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def widened(tile: Tensor) -> Tensor:
-    """Return the tile in its computation dtype, at least float32."""
+    """Return `tile` in float32, or unchanged if it is in float32 or float64."""
     return tile if tile.dtype.itemsize > 2 else tile.float()
 
 
 def outside(targets: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the mask [n, 1] of targets outside of the tile, and a column of the tile for each
-    target: the target's own column where the target is inside."""
+    """Return a mask [n, 1] that is True for targets outside of the tile, and indices [n, 1] of
+    columns in the tile: the target's column for a target inside, any column for a target
+    outside."""
     column = (targets - first if first else targets).unsqueeze(1)
     near = column.clamp(0, width - 1)
     return near != column, near
@@ -75,9 +76,10 @@ def finish(slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
 
 
 def with_columns(tile: Tensor, columns: Tensor, values: Tensor | float) -> Tensor:
-    """Return the tile [n, v] with `values` at those of columns [n, K] that lie in the tile."""
+    """Return the tile [n, v] with `values` at `columns` [n, K], without effect at columns outside
+    of the tile."""
     n, v = tile.shape
-    # An extra column receives the values outside of the tile.
+    # Values for columns outside of the tile go to an extra column, which is cut off.
     wider = torch.cat([tile, tile.new_empty(n, 1)], 1)
     place = torch.where((columns >= 0) & (columns < v), columns, v)
     return wider.scatter_(1, place, values)[:, :v]  # type: ignore[arg-type]
@@ -93,10 +95,11 @@ def _block(
     shift = max_logit.clamp_min(torch.finfo(z.dtype).min)
     shifted = torch.sub(z, shift, out=memory[0]).clamp_min_(FLOOR)
     e = torch.exp(shifted, out=memory[1]).scatter_(1, likeliest, 0.0)
-    # Keep the memory for the next block: small vectors between large tiles would grow the heap.
+    # Reuse the memory of the temporaries for the next block, because small vectors allocated
+    # between large tiles would grow the heap.
     scratch[:] = scratch or (shifted, e)
     max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
-    # A row of -inf alone has no mass, and no largest term.
+    # A row of -inf alone has no largest term that the sum of exponentials would leave out.
     sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
     logit_sum = z.sum(1) if "mean_logit" in needs else None
     entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
@@ -104,9 +107,9 @@ def _block(
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
-    """Return log p [n, v] of z, at least FLOOR. A recomputed largest logit may be rounded
-    differently from the largest logit of the statistics. So that 1 - p is exact, the recomputed
-    logit is used near p = 1."""
+    """Return log p [n, v] from the logits z, clamped to at least FLOOR (-1e4). A recomputed largest
+    logit may be rounded differently from the largest logit of the statistics. Near p = 1, the
+    recomputed largest logit is used, so that 1 - p is exact."""
     max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)
@@ -115,9 +118,10 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
-    """Return dL/dz at targets or chosen columns, exact to the last digit of 1 - p where the
-    column's slope dL/dlogp and c_prob cancel, else to the last digit of p. log_p is at most 0;
-    coefficients have the dimensions of log_p."""
+    """Return dL/dz at targets or chosen columns from their log-probs. The result is exact to the
+    last digit of 1 - p where the derivative `slope` = dL/dlogp and the gradient coefficient c_prob
+    cancel, else to the last digit of p. Every `log_p` is at most 0, and the coefficients have the
+    dimensions of `log_p`."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
@@ -140,8 +144,9 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
 
 
 def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
-    """Return p (c_prob + c_entropy log p) + c_uniform [n, v] in `out`: dL/dz without the targets'
-    own terms, of coefficients [n, 1]. log_p is overwritten."""
+    """Write p (c_prob + c_entropy log p) + c_uniform [n, v] to `out`, with gradient coefficients
+    [n, 1], and return `out`. The result is dL/dz without the term c_target at each token's target.
+    The tensor `log_p` is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
         assert c.prob is not None
@@ -161,7 +166,8 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            max_logit, log_sum = inputs.normalizer  # This formula is exact unless p is small.
+            # c_prob exp(z - max_logit) / sum is exact unless p is small.
+            max_logit, log_sum = inputs.normalizer
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))
         else:
