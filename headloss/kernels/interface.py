@@ -1,5 +1,4 @@
-"""Interface of a kernel backend: the functions of a backend, and named tuples of the functions'
-arguments.
+"""Interface of a kernel backend: its functions, and named tuples of the functions' arguments.
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens. `raw`
 [n, v] are the logits of a matrix product, z = transform(raw), p = softmax(z) over the whole
@@ -128,10 +127,8 @@ class Walk(NamedTuple):
     """Arguments of one pass over the caller's logits, for statistics, a gradient, or both."""
 
     logits: LogitRows
-    # Memory of the gradient, which may be `logits` itself. None: no gradient. None: no gradient.
-    out: LogitRows | None
-    # Bool [n]; a row with False is not read, and has gradient coefficients of 0.
-    live: Tensor | None
+    out: LogitRows | None  # Memory of the gradient, which may be `logits`; None: no gradient.
+    live: Tensor | None  # Bool [n]; a row with False is not read, and has coefficients of 0.
     targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
@@ -170,8 +167,6 @@ class Sum(NamedTuple):
 class Acts(Protocol):
     """Functions that every backend implements, as a module returned by `kernels.load`."""
 
-    # ------------------------------------------------------------------ a tile of logits
-
     def partials(
         self,
         raw: Tensor,
@@ -204,24 +199,22 @@ class Acts(Protocol):
     ) -> Tensor:
         """Set out[places] = x[:n] * scale by row, in float32 or wider and rounded once, and return
         `out`: x and out [.., H], scale [n] float32, places [n] int64 (distinct rows of `out`; None:
-        the first n rows). `out` may be the tensor `x`; None: a new tensor of the dtype of `x`."""
+        the first n rows). The tensor `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each sum multiplied by its row factors (equally many in all sums) and by the
         scalar `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that
         has the gradient's dtype is overwritten."""
 
-    # ------------------------------------------------------------------ a support
+    # ------------------------------------------------------------------ allowed ids of each token
 
     def support_logits(
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
     ) -> Tensor:
         """Return the dot product x[token] . w[id - first] of each pair (token, id), [P]; 0 for an
         id outside of [first, first + size). The dot products are in float32 (in float64 with
-        float64 operands), or are added to `onto`.
-
-        x [n, H] and w [size, H] may have any strides and differ in dtype.
-        """
+        float64 operands), or are added to `onto`. The operands x [n, H] and w [size, H] may have
+        any strides and differ in dtype."""
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
         """Return statistics [n] of each token's softmax over its columns in [first, first + size),
@@ -280,7 +273,7 @@ class Kernels(Acts, Protocol):
         has any strides. Sums are in float32, in an order that depends neither on n nor on a row's
         place."""
 
-    # ------------------------------------------------------------------ products that end in an act
+    # ------------------------------------------------------------------ matmuls with an epilogue
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
         """Return True if the functions with the prefix `product_` accept x and w; otherwise such a
@@ -309,7 +302,7 @@ class Kernels(Acts, Protocol):
         """Return the gradient of the raw logits x [n, H] @ w.T [H, v], in new memory [n, v] of the
         dtype of x."""
 
-    # ------------------------------------------------------------------ a narrow head
+    # ------------------------------------------------------------------ a head with a small H
 
     def can_sweep(self, w: Tensor) -> bool:
         """Return True if the functions with the prefix `narrow_` accept the weight w on its device,
@@ -320,8 +313,7 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
-        With `sums`, also return a `ShiftedSums`, which needs n > 0 and operands that are not
-        float16."""
+        With `sums`, also return a `ShiftedSums`, for n > 0 and a dtype that is not float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
@@ -390,27 +382,18 @@ class Kernels(Acts, Protocol):
         digits of 1 - p. With `multiples` [n], the gradient in row i is multiples[i] times row i of
         `tile`. With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
 
-    # ------------------------------------------------------------------ rows
-
     def dense_order(self, keep: Tensor, most: int) -> Order:
-        """Return a row order in which the rows kept by `keep` [n] bool come first.
-
-        If c rows are kept, kept rows with an index below c stay in place, and the kept rows from
-        index c on fill the gaps. Therefore GPU programs in any order never read a row that is
-        already overwritten. If more than `most` rows are kept, no row moves, and the order's
-        `count` is n.
-        """
-
-    # ------------------------------------------------------------------ logits where they lie
+        """Return a row order in which the rows kept by `keep` [n] bool come first. If c
+        rows are kept, kept rows with an index below c stay in place, and the kept rows from index c
+        on fill the gaps, so that GPU programs in any order never read a row that is already
+        overwritten. If more than `most` rows are kept, no row moves, and the order's `count` is
+        n."""
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
-        """Return the statistics of given logits and write the gradient to `out`, or do one of the
-        two.
-
-        A row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
+        """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
+        row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
         both given, `coefficients` must be those at an entropy of 0: the call adds the entropy's
-        gradient and the derivatives `slopes` to the coefficients before it writes the gradient.
-        """
+        gradient and the derivatives `slopes` to the coefficients before it writes the gradient."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded
