@@ -1,9 +1,10 @@
 """Test if a new version of headloss is slower than an old version, by alternating calls.
 
-The time of a GPU at its power cap varies by several percent from run to run. Calls of the old and
-the new version therefore alternate, and each pair gives one ratio of times. The new version counts
-as not slower if the lower confidence bound of the median ratio old / new is at least LEAST. If no
-memory budget is named, both versions get MEMORY, since their defaults may differ.
+The time of a GPU at its power cap varies by several percent from run to run. To cancel this
+variation, calls of the old and the new version alternate, and each pair of calls gives one ratio of
+times. The new version counts as not slower if the lower confidence bound of the median ratio old /
+new is at least LEAST. Runs without a named memory budget get the budget `MEMORY`, since the default
+budgets of the old and the new version may differ.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from cases import Case
 from contestants import CONTESTANTS, Found
 
 NAME = "headloss_before"
-MEMORY = 5 << 30  # bytes
+MEMORY = 5 << 30  # Bytes.
 LEAST = 0.97
-SURE = 1.96  # standard deviations of a 95 % confidence interval
-# Compared rows of each value, and the allowed relative difference: large, since rows are few and
-# contestants may round logits.
+SURE = 1.96  # Standard deviations in a 95 % confidence interval.
+# `ROWS` rows of each result are compared. The allowed relative difference `AGREE` is large, because
+# some implementations round logits.
 ROWS, AGREE = 64, 0.5
 
 
@@ -52,7 +53,8 @@ def load(folder: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def using(package: ModuleType) -> Iterator[None]:
-    """Make `works` and `contestants` call the version `package`, at equal memory."""
+    """Make the modules `works` and `contestants` call the headloss version `package`, with the
+    memory budget `MEMORY`."""
     before = works.hl, contestants.MEMORY
     try:
         works.hl = contestants.hl = package
@@ -86,7 +88,7 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
             try:
                 sides = [Side.of(p, name, work, case, inputs[0]) for p in (before, works.hl)]
                 ratios = race(*sides, case, inputs, device, pairs)
-            except Exception as failure:  # for example, the old version lacks the feature
+            except Exception as failure:  # for example an old version without the feature
                 print(f"{what}: left out: {measure.one_line(failure)}", flush=True)
                 continue
             row = judged(ratios, LEAST)
@@ -106,11 +108,12 @@ class Side(NamedTuple):
     def of(
         cls, package: ModuleType, name: str, work: str, case: Case, inputs: works.Inputs
     ) -> Side:
-        """Return the side of a contestant, or of "limit": the matrix products that the work needs.
+        """Make the run of the implementation `name`; "limit" stands for the matrix products that
+        the benchmarked loss `work` needs.
 
         Raises:
-            ValueError: the contestant cannot do this work.
-            Exception: any error raised while the contestant's run is made.
+            ValueError: the implementation cannot compute the loss `work`.
+            Exception: any error of the implementation while its run is prepared.
         """
         if name == "limit":
             return cls(package, measure.make_limit(case.setting, inputs))
@@ -133,7 +136,7 @@ def race(
     """Return time ratios first / second of adjacent calls; the order in a pair alternates.
 
     Raises:
-        ValueError: the results of the two sides differ.
+        ValueError: the results of `first` and `second` differ.
     """
     timed = measure.Alone if case.group == "small" else measure._timed
     ratios = []
@@ -150,7 +153,8 @@ def race(
 
 
 def agree(first: Side, second: Side, inputs: works.Inputs) -> None:
-    """Raise ValueError if the results of the two sides differ by more than `AGREE`."""
+    """Raise ValueError if the results of the runs `first` and `second` differ by more than
+    `AGREE`."""
     values: list[dict[str, torch.Tensor]] = []
     for side in (first, second):
         inputs.fresh()

@@ -1,4 +1,5 @@
-"""The lists of benchmark cases: combinations of works, settings and contestants.
+"""The lists of benchmark cases: each combines losses, a setting (sizes and features), and the
+implementations to time.
 
 N tokens, H hidden width, V vocabulary.
 """
@@ -56,9 +57,9 @@ class Case:
 
     Attributes:
         row: name in the report; cases of one row differ in shape.
-        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". Calls of
-            "small" cases run one at a time, so that host time is measured.
-        goal: the design goal shown in the report.
+        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". In "small"
+            cases each call runs alone, so that the CPU time of the call is measured.
+        goal: the speed that headloss should reach, as text for the report.
     """
 
     row: str
@@ -79,7 +80,8 @@ SMALL = (256, 512, 1024, 2048, 4096, 8192)
 SMALL_HEADS = ((896, 151936), (2048, 151936), (4096, 128256))
 WIDE = Setting(tokens=16384, width=4096, vocabulary=128256)
 NARROW = Setting(tokens=16384, width=2048, vocabulary=151936)
-# Variants of small calls: the works, and the changed fields of the setting.
+# Variants of small calls by name: names of the losses, and the fields of `Setting` that differ from
+# `NARROW`.
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "another number of tokens each": (("ce", "grpo"), {"changing": True}),
     "bias": (("ce", "grpo"), {"bias": True, "trains": ("hidden", "weight", "bias")}),
@@ -98,7 +100,7 @@ AHEAD = "0.98, and ahead of QuACK"
 
 
 def table() -> Iterator[Case]:
-    """Yield the cases of the table of goals."""
+    """Yield the cases of the benchmark table, each with its design goal."""
 
     def row(row: str, works: str, setting: Setting, *contestants: str, goal: str = "") -> Case:
         return Case(
@@ -151,7 +153,8 @@ def table() -> Iterator[Case]:
     goal = "0.88 within 2200 MiB; recompute 0.6"
     peers = ("torch.compile", "Liger JSD")
     yield row("distillation", "distillation", teacher, *ours, *peers, goal=goal)
-    # Logits of 16 GiB: a copy takes 8 ms, so that launch overhead does not distort the bandwidth.
+    # Logits of 16 GiB take 8 ms to copy: next to 8 ms, the overhead of a kernel launch is
+    # negligible.
     for tokens, vocabulary in (
         (66560, 128256),
         (262144, 32768),

@@ -1,7 +1,9 @@
-"""The contestants: headloss through its public functions, plain PyTorch, and other libraries.
+"""The implementations being timed: headloss through its public functions, plain PyTorch, and other
+libraries.
 
-T tokens, V vocabulary. For a work and a setting, a contestant makes a function from `Inputs` to
-`Found`. Packages are imported at that moment; a library that is not installed is skipped by name.
+T tokens, V vocabulary. `Contestant.make` prepares, for a benchmarked loss and a setting, a function
+from `Inputs` to `Found`. `make` imports the library, so that the benchmark can report a missing
+library and go on.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ class Found:
     """The result of a run.
 
     Attributes:
-        values: any of "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T], and the
-            gradients by the names in `works.LEAVES`.
+        values: results by name: "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T],
+            and gradients under the names in `works.LEAVES`.
         report: function that reads further values, not needed in a training step.
         accumulator: bytes of a float32 [V, H] accumulator of dW, in addition to the returned dW.
-        factor: the pending factor of all gradients.
-        how: schedule and sizes, if reported by the contestant.
+        factor: a number by which all returned gradients must still be multiplied.
+        how: the schedule and chunk sizes of the call, if the implementation reports them.
     """
 
     values: dict[str, Tensor]
@@ -44,7 +46,8 @@ class Found:
     report: Callable[[], dict[str, Tensor]] = dict
 
     def read(self) -> Found:
-        """Return a copy with the values of `report` merged into `values`."""
+        """Return a copy of the result whose `values` also contain the values returned by
+        `report()`."""
         return replace(self, values=self.values | self.report(), report=dict)
 
 
@@ -53,12 +56,12 @@ Run = Callable[[Inputs], Found]
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """An implementation of works.
+    """An implementation of benchmarked losses.
 
     Attributes:
-        make: function that makes a run of a work; ImportError or AttributeError if a package is not
-            installed.
-        works: names of the supported works; None: all.
+        make: function that prepares the computation of a benchmarked loss; ImportError or
+            AttributeError if a package is not installed.
+        works: names of the benchmarked losses that the implementation can compute; None: all.
         rounded: the implementation rounds logits to the inputs' dtype or drops small gradients, by
             design.
         gpu: the implementation needs a GPU.
@@ -88,7 +91,7 @@ def _options(**named: Any) -> hl.Options:
 
 def _headloss(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
-        chosen = _options(**options)  # once per run, like a trainer
+        chosen = _options(**options)  # A trainer too makes its options only once.
 
         def run(inputs: Inputs) -> Found:
             batch, objective = work.batch(inputs), work.objective(inputs)
@@ -116,7 +119,8 @@ def _in_place(metrics: bool = False, **options) -> Callable[[Work, Setting], Run
 
 
 def _captured(make: Callable[[Work, Setting], Run]) -> Callable[[Work, Setting], Run]:
-    """Wrap a contestant with static shapes: capture forward and backward once per set of inputs."""
+    """Wrap an implementation with static shapes: capture forward and backward in a CUDA graph, once
+    per set of inputs."""
 
     def of_graphs(work: Work, setting: Setting) -> Run:
         run = make(work, setting)
@@ -163,7 +167,8 @@ def _found(out: hl.Output, inputs: Inputs) -> Found:
         how=f"{plan.schedule} of {size} tokens, {plan.backend}",
         report=report,
     )
-        # Without gradients the reported values are the purpose of the call.
+    # A call without gradients exists to return log-probs, so that these are computed in the
+    # timed call.
     return found if inputs.leaves() else found.read()
 
 
@@ -176,8 +181,8 @@ def _head_stats(work: Work, setting: Setting) -> Run:
 
 
 def _stats_elsewhere(schedule: str, gradients: tuple[str, ...] = STATISTICS) -> Any:
-    """Make a run of `head_stats` under a loss in plain PyTorch, like a trainer with its own
-    loss."""
+    """Make a run that computes log-probs by `head_stats` and the loss in plain PyTorch, like a
+    trainer with its own loss."""
 
     def make(work: Work, setting: Setting) -> Run:
         def values(inputs: Inputs) -> Values:
@@ -246,7 +251,8 @@ def _sums(values: dict[str, Tensor], float32_sums: bool) -> Found:
 
 
 def _values_of_logits(work: Work) -> Callable[..., Values]:
-    """Compute a work's values from float32 logits (and a teacher's), by PyTorch functions."""
+    """Compute the log-probs, entropies and divergences that a benchmarked loss reads, from float32
+    logits in plain PyTorch."""
 
     def values(
         z: Tensor,
@@ -285,7 +291,8 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
         return F.cross_entropy(z.float(), y)
 
     if compiled:
-        dynamic = None if setting.changing else False  # None: dynamic from the second size
+        # None: compiled with dynamic shapes from the second size on.
+        dynamic = None if setting.changing else False
         of_products, cross_entropy, of_given = (
             torch.compile(f, dynamic=dynamic) for f in (of_products, cross_entropy, of_given)
         )
@@ -336,7 +343,8 @@ def _liger_scaled(work: Work, setting: Setting) -> Run:
     entropy = "entropy" in work.reads
     apply = module.LigerFusedLinearScaledCrossEntropyFunction.apply
     arguments = (1.0, -100, 1, entropy)
-    module._resolve_implementation(torch.device("cuda"))  # raises if the Hopper path is missing
+    # Raises an error if Liger's Hopper kernel is missing.
+    module._resolve_implementation(torch.device("cuda"))
 
     def values(i: Inputs) -> Values:
         found = apply(i.hidden, i.weight, i.targets, *arguments)
@@ -430,7 +438,8 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
         _quack_without_semantic_keys()
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        chunk = 4096 if setting.width != 4096 else 8192  # scaled exp refuses chunks of H tokens
+        # QuACK's scaled exp does not accept chunks of H tokens.
+        chunk = 4096 if setting.width != 4096 else 8192
         run = _by_loss(
             lambda i: chunked_linear_cross_entropy(
                 i.hidden, i.weight, i.targets, chunk, use_scaled_exp=scaled, tuned=False
@@ -445,7 +454,8 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
 
 
 def _quack_without_semantic_keys() -> None:
-    """Replace QuACK's cache keys, which refuse values of newer compilers, by opaque keys."""
+    """Patch QuACK's kernel cache: values of newer compilers, for which QuACK raises TypeError, get
+    a key made from their type's name."""
     from quack.gemm_runtime import identity
 
     inner = identity.semantic_value_key

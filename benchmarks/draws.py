@@ -1,4 +1,5 @@
-"""Random parts of inputs: columns, nearly certain tokens, group advantages.
+"""Random inputs of benchmarks: chosen columns, hidden states of nearly certain tokens, and
+advantages of groups of answers.
 
 T tokens, H hidden width, V vocabulary, K columns, S segments.
 """
@@ -17,22 +18,23 @@ def columns_of(targets: Tensor, vocabulary: int, k: int, generator: torch.Genera
     return (targets.unsqueeze(1) + torch.cat([steps.new_zeros(1), steps])) % vocabulary
 
 
-TAILS = (1e-6, 1e-2)  # range of 1 - p(y) of nearly certain tokens
-ANSWERS = 8  # per question
-RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # number of right answers, question by question
+TAILS = (1e-6, 1e-2)  # The range of 1 - p(y), for a nearly certain target y.
+ANSWERS = 8  # Answers for each question.
+RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # The number of right answers to each question.
 
 
 @torch.no_grad()
 def nearly_certain(
     hidden: Tensor, weight: Tensor, targets: Tensor, share: float, generator: torch.Generator
 ) -> Tensor:
-    """Return hidden states with a log-uniform 1 - p(y) in `TAILS` for a `share` of the tokens."""
+    """Return hidden states in which a fraction `share` of the tokens has a target probability p(y)
+    near 1: 1 - p(y) is drawn log-uniformly from the range `TAILS`."""
     draw = torch.rand(2, len(targets), generator=generator, device=targets.device)
     low, high = TAILS
     tail = low * (high / low) ** draw[1].double()
-    wanted = (-tail).log1p() - tail.log()  # log(p / (1 - p))
+    wanted = (-tail).log1p() - tail.log()  # The log-odds log(p / (1 - p)) of the target.
     own, some = weight[targets].float(), draw[0] < share
-    for _ in range(4):  # a step along the target's weight row moves its logit
+    for _ in range(4):  # Adding the target's weight row raises the target's logit.
         logp = hl.head_stats(hidden, hl.Head(weight), targets).logp.double()
         step = wanted - (logp - (-logp.expm1()).clamp_min(1e-12).log())
         moved = hidden.float() + step.float()[:, None] * own / own.square().sum(1, keepdim=True)

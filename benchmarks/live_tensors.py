@@ -14,7 +14,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.largest = 0  # elements of the largest tensor
+        self.largest = 0  # Number of elements of the largest live tensor.
         self.peak = 0
         self._live: dict[int, int] = {}  # bytes by storage
 

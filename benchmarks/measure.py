@@ -136,8 +136,8 @@ def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
     """Return the peak bytes in excess of the inputs, and its parts: the returned tensors
     (gradients, per-token values), the float32 accumulator of dW, and the remaining working memory.
 
-    The accumulator and the returned dW do not exist at once, so only the larger is subtracted from
-    the peak.
+    The float32 accumulator of dW and the returned dW never exist at the same time, so that only the
+    larger one is subtracted from the peak.
     """
     given = inputs.logits
     taken = set() if given is None else {given.untyped_storage().data_ptr()}
@@ -160,13 +160,15 @@ def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
 
 # ---------------------------------------------------------------------- a case
 
-SMALL = 3  # factor on the repeats of small calls
-SLOW, FEW = 4.0, 3  # contestants slower than SLOW limits run FEW times, the minimum
+SMALL = 3  # Small calls are repeated `SMALL` times as often as large calls.
+# An implementation that needs more than `SLOW` times the matrix products' time runs only `FEW`
+# times.
+SLOW, FEW = 4.0, 3
 
 
 @dataclass
 class Entry:
-    """A contestant of a case, and its results."""
+    """An implementation being timed in a case, and its results."""
 
     work: Work
     contestant: Contestant
@@ -186,9 +188,9 @@ def run_case(
     """Check correctness, then time: return one row for each work and contestant.
 
     Args:
-        keep: filter of contestant names.
-        seconds: time limit for one contestant, half of it for small calls; at least `FEW` runs are
-            made.
+        keep: function of an implementation's name; False leaves the implementation out.
+        seconds: time limit for one implementation (half as long for small calls); at least `FEW`
+            calls are timed.
     """
     torch.compiler.reset()
     setting, alone = case.setting, case.group == "small"
@@ -206,10 +208,10 @@ def run_case(
         limit = make_limit(setting, inputs[0])
         for entry in entries:
             if entry.run is not None:
-                part = 0.5 if alone else 1.0  # half of the time for small calls
+                part = 0.5 if alone else 1.0  # Small calls get half of the time limit.
                 try:
                     _race(entry, limit, inputs, turns, device, alone, part * seconds)
-                except Exception as failure:  # such as no memory for two sets of inputs
+                except Exception as failure:  # for example out of memory
                     entry.row |= {"status": "failed", "reason": one_line(failure)}
                     entry.stretches.clear()
     setting = replace(setting, tokens=statistics.median(len(i.targets) for i in inputs))
@@ -230,8 +232,8 @@ def run_case(
 def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
     """Run every contestant that compiles code once, ignoring errors.
 
-    Given logits are left out because they are large, and eager PyTorch because it compiles
-    nothing.
+    Cases with logits passed in by the caller are left out because the logits are large, and eager
+    PyTorch because it compiles nothing.
     """
     if case.setting.given:
         return
@@ -246,7 +248,8 @@ def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> N
                 for inputs in sets:
                     run(inputs)
                 synchronize(device)
-            except Exception as failure:  # reported again by the timed run
+            # The same error occurs again, and is reported, in the timed run.
+            except Exception as failure:
                 print(f"{case.name}, {name}: {one_line(failure)}")
 
 
@@ -271,8 +274,8 @@ def _times(ms: list[float], limit: float, setting: Setting) -> dict[str, Any]:
 def _gate(
     entries: list[Entry], sets: list[Inputs], setting: Setting, device: torch.device
 ) -> None:
-    """Measure errors and memory of each contestant's last call; only a correct contestant keeps
-    `run`."""
+    """Measure errors and memory of the last call of each implementation, and set `entry.run` if the
+    implementation is correct."""
     oracle = make_oracle(entries[0].work, sets[-1], setting)
     for entry in entries:
         contestant, work = entry.contestant, entry.work
@@ -293,7 +296,8 @@ def _gate(
             _measure(entry, run, sets, oracle, setting, device)
         except NotImplementedError as unfit:
             entry.row = {"status": "skipped", "reason": one_line(unfit)}
-        except Exception as failure:  # an error of one contestant must not stop the case
+        # An error of one implementation must not stop the benchmark case.
+        except Exception as failure:
             entry.row = {"status": "failed", "reason": one_line(failure)}
         if device.type == "cuda":
             gc.collect()
@@ -343,7 +347,7 @@ def _measure(
     measured = errors(found, oracle)
     out = misses(measured, tolerance)
     del found
-    if before:  # recompilation leaves reference cycles that hold gradients
+    if before:  # Recompilation leaves reference cycles, which keep gradients in memory.
         gc.collect()
     found, peak, _ = footprint(whole(run), inputs, device)
     entry.row = {
@@ -366,10 +370,10 @@ def _race(
     alone: bool,
     seconds: float,
 ) -> None:
-    """Time one contestant and the limit alternately.
+    """Time one implementation and the necessary matrix products, by alternating calls.
 
-    A GPU at its power cap runs faster after a call with little power draw. Each contestant
-    therefore alternates with the limit alone.
+    A GPU at its power cap runs faster after a call with little power draw. For equal conditions,
+    the calls of the implementation alternate with only the calls of the matrix products.
     """
     assert entry.run is not None
     run = entry.run if alone else whole(entry.run)

@@ -9,12 +9,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-GAP = 0.055  # between two labels, as a share of the axes' height
+GAP = 0.055  # Smallest distance between two labels, as a fraction of the axes' height.
 
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
     """Write the label of each line at the line's right end, without overlaps."""
-    axes.figure.canvas.draw()  # fixes the scales of the axes
+    axes.figure.canvas.draw()  # Drawing the figure fixes the scales of the axes.
     ends = []
     for line in lines:
         end = line.get_xydata()[-1]  # type: ignore[index]

@@ -16,8 +16,8 @@ from works import LEAVES, Inputs, Setting, Values, Work
 
 # ---------------------------------------------------------------------- the oracle
 
-SAMPLES = 128  # compared rows of dX, and of dW
-BLOCK = 1 << 28  # logits per block of the oracle: 2 GiB of float64
+SAMPLES = 128  # The number of rows of dX, and of dW, that are compared.
+BLOCK = 1 << 28  # Logits in a block of the oracle; in float64 a block has 2 GiB.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,14 @@ class Oracle:
     """Float64 reference values, and reference gradients: of sampled tokens, of sampled columns of
     the logits, and of the whole down projection of an adapter."""
 
-    values: dict[str, Tensor]  # loss, nll, logps, entropies
-    rows: Tensor  # sampled rows of hidden
-    columns: Tensor  # sampled rows of weight, of bias and of an adapter's up projection
+    values: dict[str, Tensor]  # By name: loss, nll, logps, entropies.
+    rows: Tensor  # Indices of the compared tokens.
+    # Indices of the compared rows of the weight, the bias and an adapter's up projection.
+    columns: Tensor
     gradients: dict[str, Tensor]
 
     def places(self, name: str) -> Tensor | slice:
-        """Return the compared rows of the gradient `name`."""
+        """Return the indices of the rows in which the gradient `name` is compared with float64."""
         return {"hidden": self.rows, "lora_a": slice(None)}.get(name, self.columns)
 
 
@@ -174,7 +175,8 @@ def _sampled(
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """The allowed errors: absolute for values, relative norms for gradients."""
+    """The largest allowed errors of an implementation: absolute for values, and in norm relative to
+    the norm for gradients."""
 
     name: str
     values: float

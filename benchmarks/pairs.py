@@ -1,14 +1,16 @@
-"""Pairs of small training steps, which the host bounds: with headloss, and stock, in one process.
+"""Time small training steps, in which the GPU waits for the CPU, alternately with headloss and with
+Transformers' own loss.
 
     python3 benchmarks/pairs.py --device cuda --json benchmarks/results/pairs.json
     python3 benchmarks/pairs.py --device cuda --only 'compiled*'
     python3 benchmarks/pairs.py --quick --device cpu
 
-A step is the forward and the backward pass of a model of `step_cases`. Each side has weights of
-its own and `num_items_in_batch`, as with `Trainer`. Sides alternate in PAIRS pairs; a row has the
-median of each side and of the ratio within a pair, and its quartiles. Rows named "host" are the
-time until a call of the head alone returns, without waiting for the GPU, against eager PyTorch's
-cross-entropy.
+A step is the forward and the backward pass of a model of `step_cases`. The model with headloss and
+the stock model have separate weights, and both get `num_items_in_batch`, as under `Trainer`. The
+two implementations alternate in `PAIRS` pairs of steps. A row has the median time of each
+implementation, and the median and quartiles of the ratio of times in a pair. Rows named "host" are
+the time until a call of the head alone returns, without waiting for the GPU, against eager
+PyTorch's cross-entropy.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ Row = dict[str, Any]
 
 
 def pairs(ours: Step, stock: Step, device: torch.device) -> Row:
-    """Medians over alternating pairs of steps."""
+    """Return the medians of times and of time ratios over alternating pairs of steps."""
     times: dict[Step, list[float]] = {ours: [], stock: []}
     for i in range(WARM_UP + PAIRS):
         for side in (ours, stock) if i % 2 else (stock, ours):
@@ -69,13 +71,14 @@ def applied_rows(name: str, setting: Setting, device: torch.device) -> Iterator[
 
 
 def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row]:
-    """The same, both models under `torch.compile` in its default mode."""
+    """Time training steps under `Trainer` with both models compiled by `torch.compile` in its
+    default mode."""
     stock = make_model(setting, device)
     model = copy.deepcopy(stock)
     apply(model)
     compiled = torch.compile(model), torch.compile(stock)
     for rows in (1, 4):
-        torch.compiler.reset()  # each batch with shapes of its own
+        torch.compiler.reset()  # Every batch has different shapes.
         step = steps_of(stock, rows, setting, device)
         ours, theirs = map(step, compiled)
         with warnings.catch_warnings(record=True) as caught:
@@ -89,7 +92,8 @@ def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator
 def steps_of(
     like: Any, rows: int, setting: Setting, device: torch.device
 ) -> Callable[[Any], Step]:
-    """A step of a model on a batch of so many rows, with labels that `like` predicts."""
+    """Make a training step of a model on a batch of `rows` sequences, with labels drawn from the
+    predictions of the model `like`."""
     length = setting.batches[0][1]
     batch = make_batch(like, rows, length, device)
     inputs = {"input_ids": batch.ids, "labels": batch.labels}
@@ -102,7 +106,8 @@ def steps_of(
 
 
 def work_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row]:
-    """SFT, GRPO and DPO of `steps.py`, against Transformers' logits."""
+    """Time the losses SFT, GRPO and DPO of `steps.py` with headloss, and with full logits from
+    Transformers."""
     stock = make_model(setting, device)
     model = copy.deepcopy(stock)
     length = setting.batches[0][1]
@@ -118,7 +123,7 @@ def work_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row
 
 
 def host_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row]:
-    """The head alone, batch and objective made in each call."""
+    """Time the head and its loss without a backbone; each call makes its batch and objective."""
     h, v, n = setting.sizes["hidden_size"], setting.sizes["vocab_size"], setting.batches[0][1]
     generator = torch.Generator(device).manual_seed(0)
     made = (torch.randn(k, h, device=device, generator=generator) for k in (n, v))

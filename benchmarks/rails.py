@@ -5,12 +5,12 @@
     python benchmarks/rails.py --against OLD --device cuda --only 'GRPO*' 'small*'
     python benchmarks/rails.py --names
 
-OLD is a folder with the older version's headloss/. Random calls of both versions are compared
-(tests/helpers/fuzz.py). Timed calls of the new version alternate with calls of the old version or
-of another library. A row passes if the lower confidence bound of the median ratio (theirs / ours,
-30 pairs) reaches the row's bar. Lines and tokens of code are counted. On two GPUs, calls on two
-ranks are timed too. Rows with missing requirements are left out with a note; Fast-LLM is imported
-from PYTHONPATH.
+OLD is a folder with the older version's headloss/. Random calls of the old and the new version are
+compared (tests/helpers/fuzz.py). Timed calls of the new version alternate with calls of the old
+version or of another library. A row passes if the lower confidence bound of the median ratio of
+times (compared implementation / new version, 30 pairs) is at least the row's required ratio. Lines
+and tokens of code are counted. On two GPUs, calls on two ranks are timed too. Rows with missing
+requirements are left out with a note; Fast-LLM is imported from PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ from counts import counts  # noqa: E402
 
 LEAST = against.LEAST
 PAIRS, CALLS = 30, {"cpu": 500, "cuda": 5000}
-RACES = 0.6  # share of the time limit after which no timed row begins
-STARTS = 20.0  # seconds for the start and end of the random-call processes
+RACES = 0.6  # No timed row begins after this fraction of the time limit.
+STARTS = 20.0  # Seconds reserved for starting and ending the processes of the random calls.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """A row of the comparison.
+    """A row of the regression benchmark.
 
-    `theirs` is "old", "limit" (the necessary matrix products, or a copy) or another contestant.
-    `bar` is the required ratio theirs / ours, None if the ratio is only measured.
+    `theirs` names what the new version is compared with: "old" (the old version), "limit" (the
+    necessary matrix products, or a copy of the logits), or the name of another implementation.
+    `bar` is the smallest allowed ratio of times, `theirs` divided by the new version; None if the
+    ratio is only reported.
     """
 
     name: str
@@ -64,7 +66,7 @@ class Rail:
     ours: str = "headloss"
     theirs: str = "old"
     bar: float | None = LEAST
-    alone: bool = False  # calls run one at a time, including host time
+    alone: bool = False  # Each call is timed alone, including its CPU time.
 
     @property
     def case(self) -> Case:
@@ -81,7 +83,8 @@ class Rail:
 
 
 def rails() -> Iterator[Rail]:
-    """Yield all rows, at equal memory; a bar below 1 is a loss accepted for less code."""
+    """Yield all rows of the regression benchmark. If a row may be slower than the old version
+    (`bar` below `LEAST`), the lost speed was accepted for less code."""
     for ours in ("headloss, 2200 MiB", "headloss, 1200 MiB", "headloss, recompute"):
         yield Rail(name=f"GRPO, {ours[10:]}", work="grpo", setting=WIDE, ours=ours)
     for shape, setting in (("H=4096", WIDE), ("H=2048", NARROW)):
@@ -104,7 +107,8 @@ def rails() -> Iterator[Rail]:
 
 
 def kinds() -> Iterator[Rail]:
-    """Yield rows of further kinds of calls, with 4096 tokens."""
+    """Yield rows of less common calls (held schedule, frozen head, candidates, distillation,
+    float16 ..), with 4096 tokens."""
     few = replace(WIDE, tokens=4096)
     yield Rail(name="held", work="grpo", setting=few, ours="head_stats, held")
     yield Rail(name="function", work="grpo", setting=few, ours="head_function, token")
@@ -139,7 +143,8 @@ BEFORE = {4096: {"ce": 1.08, "grpo": 1.08, "gspo, wide clip": 1.15}}
 
 
 def small() -> Iterator[Rail]:
-    """Yield rows of small isolated calls; rows of CUDA graphs have no bar."""
+    """Yield rows in which small calls are timed one at a time. Rows of CUDA graphs are measured,
+    and cannot fail."""
     for (width, vocabulary), tokens in itertools.product(
         ((896, 151936), (4096, 128256)), (256, 1024, 4096)
     ):
@@ -156,12 +161,14 @@ def small() -> Iterator[Rail]:
             yield replace(row, bar=None, alone=True)
 
 
-# By number of columns: the number of tokens, and the required share of a copy's bandwidth.
+# For each number of columns V: the number of tokens, and the required speed as a fraction of a
+# copy's bandwidth.
 COPY = {32768: (262144, 0.86), 128256: (66560, 0.68), 151936: (56320, 0.67), 262144: (32768, 0.55)}
 
 
 def given() -> Iterator[Rail]:
-    """Yield rows of 16 GiB of given logits: against a copy, and isolated calls against Fast-LLM."""
+    """Yield rows in which the caller passes in 16 GiB of logits: calls compared with a copy of the
+    logits, and single calls compared with Fast-LLM."""
     for vocabulary, (tokens, bar) in COPY.items():
         setting = Setting(
             tokens=tokens, width=512, vocabulary=vocabulary, trains=("hidden",), given=True
@@ -184,7 +191,7 @@ def given() -> Iterator[Rail]:
 
 
 def tiny(rail: Rail) -> Rail:
-    """Return the row at a size for a CPU."""
+    """Return a copy of the benchmark row with sizes that a CPU can run."""
     return replace(rail, setting=cases.small_setting(rail.setting, tokens=32, vocabulary=131))
 
 
@@ -217,7 +224,8 @@ def run_races(
 
 
 def sides(rail: Rail, before: Any, inputs: works.Inputs) -> tuple[Side, Side]:
-    """Return the two alternating sides of a row: theirs and ours."""
+    """Return the two runs that alternate in a row: the compared implementation `theirs`, and the
+    new version."""
     new = works.hl
     package = before if rail.theirs == "old" else new
     theirs = rail.ours if rail.theirs == "old" else rail.theirs
@@ -233,7 +241,8 @@ def verdict(rail: Rail, ratios: list[float]) -> Row:
 
 
 def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
-    """Run both sides of every row once to compile their kernels, ignoring errors."""
+    """Run each row's old and new implementation once, to compile kernels before the timing; errors
+    are ignored."""
     for rail in chosen:
         if rail.setting.given:
             continue
@@ -244,7 +253,7 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
                     with against.using(side.package):
                         side.run(inputs)
             synchronize(device)
-        except Exception as failure:  # reported again by the timed run
+        except Exception as failure:  # The error occurs again, and is reported, in the timed run.
             print(f"{rail.name}: {one_line(failure)}")
 
 
@@ -323,7 +332,8 @@ def is_well(found: Row) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; return 1 if a call differs or a row misses its bar, else 0."""
+    """Run the regression benchmark; return 1 if a random call differs between the versions or if a
+    row is slower than required, else 0."""
     arguments = _parse(argv)
     begin, quick = time.perf_counter(), arguments.quick
 

@@ -1,4 +1,5 @@
-"""Tools for one rank of a group: announced steps, timers, counted bytes of collectives.
+"""Tools for one rank of a process group: steps whose names are printed, timers, and a counter of
+the bytes that collectives send.
 
 A hanging step can be identified: the name of a step is printed before the step begins, every rank's
 stack is printed after `HANG` seconds, and a collective with a missing rank fails after `TIMEOUT`
@@ -20,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast needs a fabric manager
-HANG, TIMEOUT = 45, 60  # seconds
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast (NVLS) needs a fabric manager.
+HANG, TIMEOUT = 45, 60  # Seconds.
 
 
 def share_a_gpu(rank: int) -> None:
     """Let NCCL run two ranks on one GPU, which NCCL refuses for ranks on one host.
 
-    Each rank gets a host name of its own, and the ranks communicate over sockets. Call the function
-    before a process group exists.
+    Each rank gets a host name of its own, and the ranks communicate over sockets. `share_a_gpu`
+    must be called before a process group exists.
     """
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
@@ -49,9 +50,12 @@ class Ranks:
         with self.step("join the process group"):
             if not quick:
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-                backend = "cpu:gloo,cuda:nccl"  # gloo exchanges records without the GPU
+                # By gloo, ranks compare the arguments of a call without the GPU.
+                backend = "cpu:gloo,cuda:nccl"
                 torch.cuda.set_device(self.device)
-                options["device_id"] = self.device  # makes communicators here, not at first use
+                # With a device id, NCCL makes its communicators at once, not at the first
+                # collective.
+                options["device_id"] = self.device
             distributed.init_process_group(backend, **options)
             self.size, self.group = distributed.get_world_size(), distributed.group.WORLD
             self.wait()
@@ -152,7 +156,8 @@ def _share(group: Any) -> float:
     return _others(group) / (_others(group) + 1)
 
 
-# By collective: the argument index of a rank's input, and how often a ring sends the input.
+# For each collective: the index of the argument with a rank's input, and how many times a ring
+# algorithm sends that input.
 SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
     "all_gather_into_tensor": (1, _others),
     "all_gather_single": (1, _others),
@@ -195,11 +200,12 @@ def counted() -> Iterator[dict[str, float]]:
 
 
 def shares(step: Callable[[], Any], ranks: Ranks, turns: int = 3) -> dict[str, float]:
-    """Return shares of the time from a step's first to its last kernel, as medians of `turns`
+    """Return how the time from a step's first to its last kernel is spent, as medians over `turns`
     steps.
 
-    "collectives" is the share with a running collective, "exposed" with only a collective running,
-    "idle" without any running kernel.
+    "collectives" is the fraction of the step's time in which a collective runs. "exposed" is the
+    fraction in which a collective runs and no other kernel does. "idle" is the fraction in which no
+    kernel runs.
     """
     from torch.profiler import ProfilerActivity, profile
 

@@ -33,7 +33,7 @@ gradients; `rounded`, for those who round logits or leave small gradients out by
 
 
 def tables(results: dict) -> str:
-    """Return the tables of all cases with all contestants."""
+    """Return a Markdown table for each benchmark case, with one line per implementation."""
     parts, marks = [machine(results), NOTES], marks_of(results)
     for name, rows in _by_case(results["rows"]):
         about = _about(max(rows, key=lambda row: row["run"]))
@@ -110,7 +110,8 @@ def _ahead(row: Row, share: float) -> bool:
 
 
 def losing(results: dict) -> str:
-    """Return a short list of libraries ahead of headloss, including small calls."""
+    """Return a short Markdown list of the cases in which another library is faster than headloss or
+    needs less memory, including small calls."""
     said, less = [], set()
     for found, ours, peers in _sides(results):
         best, least = max(r["of_limit"] for r in ours), min(map(_beyond, ours))
@@ -138,7 +139,8 @@ def _losing_small(results: dict) -> list[str]:
         name = NAMES.get(work, work)
         name += "" if kind == f", {name}" else kind
         cases = [{row["contestant"]: row for row in found} for _, found in _by_case(of)]
-        cases = [found for found in cases if len(found) > 1]  # without calls that failed the gate
+        # Calls that failed the correctness gate have no time.
+        cases = [found for found in cases if len(found) > 1]
         slower, more = [], []
         for found in cases:
             own = [found.pop(name) for name in list(found) if is_ours(found[name])]
@@ -165,13 +167,14 @@ def _losing_small(results: dict) -> list[str]:
 
 
 def _kind(row: Row) -> str:
-    """Return the variant of a small call after a comma, empty for a plain call."""
+    """Return the variant in a small call's name (", LoRA" for example); empty for a call without a
+    variant."""
     return row["row"].removeprefix("small calls")
 
 
 def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
-    """Yield all rows, headloss rows and other libraries' rows of the newest run, for each case and
-    work."""
+    """For each benchmark case and loss, yield three lists of the newest run's rows: all rows, the
+    rows of headloss, and the rows of other libraries."""
     for _, found in _by_case(_of(results, "table")["rows"]):
         newest = max(row["run"] for row in found)
         found = [row for row in found if row["run"] == newest and "ms" in row]
@@ -183,8 +186,8 @@ def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
 
 
 def _beyond(row: Row) -> int:
-    """Return the peak bytes in excess of returned tensors; an excess of the dW accumulator
-    counts."""
+    """Return the peak bytes in excess of the inputs and the returned tensors. If the float32
+    accumulator of dW is larger than the returned dW, the difference is included."""
     return row["working_bytes"] + max(0, row["accumulator_bytes"] - _returned_weight(row))
 
 
@@ -234,7 +237,8 @@ def _shares(rows: list[Row | None]) -> list[str]:
 
 
 def small(results: dict) -> str:
-    """Return a table of small isolated calls: time, host time, and peak memory of each."""
+    """Return a table of small calls that were timed one at a time: time, CPU time, and peak memory
+    of each call."""
     names = ("headloss", "torch.compile", "eager")
     head = ("H, V", "N", "work", *names)
     lines = [head, (*("---",) * 3, *("---:",) * 3)]
@@ -262,7 +266,8 @@ def invariance(rows: list[Row]) -> str:
 
 
 def _of(results: dict, group: str) -> dict:
-    """Return the rows of one group, and all runs up to the last run with a row of the group."""
+    """Return the results of one `Case.group`: its rows, and the descriptions of all runs up to the
+    last run with such a row."""
     rows = [row for row in results["rows"] if row["group"] == group]
     runs = 1 + max((row["run"] for row in rows), default=-1)
     return {"runs": results["runs"][:runs] or results["runs"], "rows": rows}
@@ -292,8 +297,8 @@ def _by_case(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def machine(results: dict) -> str:
-    """Describe machine, versions and commit of the last run, and of earlier runs with rows in
-    use."""
+    """Describe the machine, the versions and the commit of the last run, and of each earlier run
+    that still has rows in the results file."""
     runs, marks = results["runs"], marks_of(results)
     lines = [_run(runs[-1])]
     for number in sorted({row["run"] for row in results["rows"] if marks[row["run"]]}):
@@ -365,7 +370,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 QUANTITIES = ("logps", "loss", "nll", "hidden", "head")
-HEAD = ("weight", "bias", "lora_a", "lora_b")  # gradients of the parts of a head
+# Names of the gradients of the head's weight, bias and LoRA factors.
+HEAD = ("weight", "bias", "lora_a", "lora_b")
 
 
 def markdown(lines: list[tuple[str, ...]]) -> str:
@@ -407,10 +413,11 @@ def _sweep(
     names: dict[str, str] | None = None,
     title: str | None = None,
 ) -> Path:
-    """Plot time and peak memory of each contestant against one size, with labels at the lines.
+    """Plot the time and the peak memory of each implementation against one size; each line has its
+    label at its end.
 
-    `names` maps contestants to labels; None plots all contestants under their names. A line ends in
-    a cross if the contestant ran out of memory.
+    `names` maps implementations to labels; None plots all implementations under their own names. A
+    line ends in a cross if the implementation ran out of memory.
     """
     import matplotlib.pyplot as plt
 
@@ -448,11 +455,12 @@ def _sweep(
 
 
 def _whole(row: Row) -> int:
-    """Return peak bytes in excess of the inputs, with returned gradients and the dW accumulator."""
+    """Return the peak bytes in excess of the inputs; the peak includes returned gradients and the
+    float32 accumulator of dW."""
     return row.get("peak_bytes", row["working_bytes"] + row["accumulator_bytes"])
 
 
-PROBLEM = {  # labels in the README's picture
+PROBLEM = {  # Labels of the lines in the plot of the README.
     "headloss": "headloss",
     "headloss, 5 GiB": "headloss, 5 GiB budget",
     "headloss, recompute": "headloss, recompute",
@@ -499,7 +507,8 @@ def _one_and_five(rows: list[Row], path: Path) -> Path:
 
 
 def _bars(rows: list[Row], path: Path) -> Path:
-    """Plot the fraction of the limit for every contestant, with a panel for each case."""
+    """Plot the speed of every implementation, as a fraction of the speed of the necessary matrix
+    products; each benchmark case has a panel."""
     import matplotlib.pyplot as plt
 
     cases = _by_case(rows)

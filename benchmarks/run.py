@@ -58,8 +58,8 @@ class Results:
         self._write()
 
     def add(self, rows: list[dict]) -> None:
-        """Replace the file's rows with equal case, work and contestant by `rows`, and write the
-        file."""
+        """Add `rows` to the results file and write the file. A new row replaces the old row with
+        equal case, loss and implementation."""
         new = {_key(row) for row in rows}
         kept = [row for row in self.content["rows"] if _key(row) not in new]
         self.content["rows"] = kept + [row | {"run": self.number} for row in rows]
@@ -132,7 +132,8 @@ def _output(command: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; return 0 if all headloss contestants passed the gate, else 1."""
+    """Run the benchmark; return 0 if every headloss configuration passed the comparison with
+    float64, else 1."""
     arguments = _parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda":
@@ -184,7 +185,7 @@ def _run_all(
     arguments: argparse.Namespace,
     keep: Callable[[str], bool],
 ) -> list[dict]:
-    """Run all cases independently; return the failed rows of headloss."""
+    """Run every case, also after a case that failed; return the rows in which headloss failed."""
     repeats = arguments.repeats or (2 if arguments.list == "quick" else 9)
     begin, red = time.perf_counter(), []
     for case in chosen:

@@ -23,8 +23,8 @@ from headloss.integrations import transformers as adapter
 
 # ---------------------------------------------------------------------- models
 
-CAP = 262144  # most tokens of a sequence
-BETA = 0.1  # DPO's beta
+CAP = 262144  # The largest number of tokens in a sequence.
+BETA = 0.1  # The beta of the DPO loss.
 
 QWEN: dict[str, Any] = {  # Qwen2.5-0.5B
     "hidden_size": 896,
@@ -195,9 +195,9 @@ def long_batch(model: Any, length: int, device: torch.device) -> Batch:
 def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
     """Return the mean loss of log-probs [B, L - 1].
 
-    GRPO's old log-probs equal `logps`, as in a first update. DPO's reference log-probs of a
-    sequence are those of `logps` minus `log_ratios`, as if one head, with its rounding, scored both
-    models.
+    GRPO's old log-probs equal `logps`, as in a first update. In DPO the reference log-prob of a
+    sequence is the sum of `logps` minus `log_ratios`. The reference thus has the same rounding
+    error as `logps`, as if one head had scored both models.
     """
     if work == "SFT":
         return -logps.mean()
@@ -287,7 +287,8 @@ def with_trl(work: str, model: Any) -> Iterator[None]:
 
 @contextmanager
 def with_liger(work: str, model: Any) -> Iterator[None]:
-    """Patch only the head with Liger, since all contestants share one backbone."""
+    """Patch only the head with Liger, since all implementations are timed with the same
+    backbone."""
     if work == "SFT":
         from liger_kernel.transformers import monkey_patch
 
@@ -303,7 +304,7 @@ def with_liger(work: str, model: Any) -> Iterator[None]:
 class Contestant:
     """A function `loss(work, model, batch)`, called inside the context `patch(work, model)`.
 
-    `lacks` maps each unsupported work to the reason.
+    `lacks` maps each benchmarked loss that the implementation does not support to the reason.
     """
 
     loss: Callable[[str, Any, Batch], Tensor]

@@ -7,8 +7,9 @@
 The models are Transformers models with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of
 Llama-3-8B, in bfloat16, with random weights, all trained. Labels have a mean probability of a half.
 For each model, batch and work, the benchmark compares each contestant's loss and gradient with a
-float32 head on identical hidden states, and then times correct contestants alternately. `--longest`
-instead searches for each contestant's longest sequence.
+float32 head on identical hidden states, and then times correct contestants alternately. With
+`--longest` the program times nothing, and searches for the longest sequence that each
+implementation can train on without running out of memory.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ from step_cases import (
 from torch import Tensor
 
 ROUNDS = 5
-OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")  # PyTorch and Triton, cuBLAS
-BACKBONE = 0.03  # allowed relative error of a gradient rounded to bfloat16 in a backbone
+# Messages of PyTorch and Triton, and of cuBLAS.
+OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+BACKBONE = 0.03  # The backbone rounds gradients to bfloat16: allowed relative error.
 
 
 def race(
@@ -161,7 +163,8 @@ def _distance(weights: list[Tensor], want: list[Tensor]) -> tuple[Tensor, Tensor
 
 
 def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
-    """Return the largest fitting number of tokens, to within `unit` or a sixteenth.
+    """Return the largest number of tokens for which `fits` is true, to within `unit` tokens or a
+    sixteenth of the number.
 
     The number is a multiple of `unit` and at most `cap`, which is 4 units times a power of 2.
     """
@@ -210,10 +213,10 @@ def longest_row(
 
 
 def table(results: dict, largest: bool = False) -> str:
-    """Return a Markdown table with a line per model, batch and work, and a table of longest
-    sequences, if any.
+    """Return a Markdown table with a line for each model, batch and loss. If the results have a
+    search for the longest sequence, a second table follows.
 
-    `largest` restricts the first table to the largest batches.
+    `largest` restricts the table of times to the largest batches.
     """
     rule, columns = "---:", len(CONTESTANTS)
     timed = [("model", "step", "tokens", *CONTESTANTS), ("---", "---", *(rule,) * (1 + columns))]
@@ -272,7 +275,8 @@ Rows = Iterator[list[dict[str, Any]]]
 def timed_rows(
     name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
 ) -> Rows:
-    """Yield timed rows of each work and batch; DPO batches are pairs."""
+    """Yield timed rows for each loss and batch; DPO is timed only on batches with an even number of
+    sequences."""
     for work in WORKS:
         for rows, length in setting.batches:
             if work == "DPO" and rows % 2:

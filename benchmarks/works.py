@@ -1,7 +1,8 @@
-"""Works (losses to compute), their settings and their inputs.
+"""The benchmarked losses (class `Work`), their settings and their inputs.
 
-T tokens, H hidden width, V vocabulary, S segments. A work is defined twice: as a headloss
-objective, and in plain PyTorch on per-token values, for all other libraries and the oracle.
+T tokens, H hidden width, V vocabulary, S segments. Each benchmarked loss is written twice: as a
+headloss objective, and as a plain PyTorch function of per-token values (log-probs, entropies), for
+other libraries and for the float64 oracle.
 """
 
 from __future__ import annotations
@@ -27,23 +28,35 @@ from headloss.testing import trained_looking
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Sizes and features of a call; `trains` names the tensors that need a gradient."""
+    """Sizes and features of a call.
+
+    Attributes:
+        segments: the length of every segment, or a range of random lengths.
+        quiet: every `quiet`-th segment has advantage 0; 0: no segment.
+        trains: names of the tensors that need a gradient.
+        given: the caller passes in logits, which the call may overwrite.
+        certain: fraction of the tokens that are nearly certain, as in a trained model.
+        candidates: number of columns per token whose log-probs the loss reads.
+        support: number of columns per token that the softmax runs over; 0: the whole vocabulary.
+        lora: rank of a LoRA adapter on the head; 0: no adapter.
+        changing: each call has a different number of tokens.
+    """
 
     tokens: int
     width: int
     vocabulary: int
     dtype: torch.dtype = torch.bfloat16
-    segments: int | tuple[int, int] = 2048  # one length, or a range of ragged lengths
-    quiet: int = 0  # every `quiet`-th segment has advantage 0; 0: none
+    segments: int | tuple[int, int] = 2048
+    quiet: int = 0
     trains: tuple[str, ...] = ("hidden", "weight")
-    given: bool = False  # the logits exist already and may be overwritten
+    given: bool = False
     teacher: bool = False
-    certain: float = 0.0  # share of the tokens that are nearly certain, as in a trained model
-    candidates: int = 0  # columns per token with log-probs in the loss
-    support: int = 0  # columns per token in the softmax; 0: all
-    bias: bool = False  # the head has a bias
-    lora: int = 0  # rank of an adapter on the head; 0: none
-    changing: bool = False  # the number of tokens changes from call to call
+    certain: float = 0.0
+    candidates: int = 0
+    support: int = 0
+    bias: bool = False
+    lora: int = 0
+    changing: bool = False
 
     @property
     def first(self) -> int:
@@ -70,28 +83,38 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """A set of inputs; benchmarks alternate between several sets."""
+    """A set of inputs; benchmarks alternate between several sets.
 
-    hidden: Tensor  # [T, H]
-    weight: Tensor  # [V, H]
-    bias: Tensor | None = None  # [V]
-    lora_a: Tensor | None = None  # [r, H]
-    lora_b: Tensor | None = None  # [V, r]
-    targets: Tensor  # [T]
-    ids: Tensor  # [T] segment of each token
-    lengths: Tensor  # [S]
-    advantages: Tensor  # [S]
-    old: Tensor  # [T] float32
-    ref: Tensor  # [T] float32
+    Attributes:
+        hidden, weight, bias: [T, H], [V, H] and [V].
+        lora_a, lora_b: [r, H] and [V, r], for an adapter of rank r.
+        targets: [T]; `ids` [T] holds each token's segment.
+        lengths, advantages: [S].
+        old, ref: [T] float32 log-probs of the old and the reference policy.
+        candidates, support: [T, K] columns.
+        logits: [T, V], overwritten by each run; `pristine` is a copy that stays unchanged.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
+    targets: Tensor
+    ids: Tensor
+    lengths: Tensor
+    advantages: Tensor
+    old: Tensor
+    ref: Tensor
     teacher_hidden: Tensor | None = None
     teacher_weight: Tensor | None = None
-    candidates: Tensor | None = None  # [T, K] columns
-    support: Tensor | None = None  # [T, K] columns
-    logits: Tensor | None = None  # [T, V], overwritten by each run
+    candidates: Tensor | None = None
+    support: Tensor | None = None
+    logits: Tensor | None = None
     pristine: Tensor | None = None
 
     def fresh(self) -> None:
-        """Restore the logits, which a run overwrites."""
+        """Copy the unchanged logits back into `logits`, which a run overwrites."""
         if self.logits is not None:
             with torch.no_grad():
                 self.logits.copy_(self.pristine)
@@ -155,11 +178,12 @@ PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "su
 
 
 def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs]:
-    """Make inputs for `calls` calls: two sets, or one set of given logits, since two sets exceed 80
-    GB.
+    """Make inputs for `calls` calls: two sets, or only one set if the caller passes in logits,
+    since the logits of two sets exceed 80 GB.
 
-    Given logits are larger than any cache. With a changing number of tokens each call gets a set
-    with one token fewer, new tokens and new coefficients, and all sets share one head.
+    The logits of a single set are larger than any cache of the GPU. If `setting.changing` is true,
+    each call gets a set of its own with one token fewer than the previous set, and all sets share
+    one head.
     """
     if not setting.changing:
         seeds = (0,) if setting.given else (0, 100)
@@ -215,8 +239,8 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         support=columns[1],
     )
     logps = _logps(found)
-    # Noise per token like a policy update's, with nearly zero mean in a segment: the clipping
-    # of whole sequences, and the work of a call, must not depend on the seed.
+    # The noise has nearly zero mean in each segment, so that the number of clipped sequences, and
+    # with it the time of a call, does not depend on the seed.
     drift = 0.1 * noise(len(targets))
     drift = drift - found.segment_mean(drift)[ids] + 1e-4 * noise(len(lengths))[ids]
     found = replace(found, old=logps + drift, ref=logps + 0.2 * noise(len(targets)))
@@ -258,7 +282,8 @@ def _float32_logits(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
 
 
 class Values(NamedTuple):
-    """The [T] vectors that a loss reads; None if a contestant does not compute a vector."""
+    """The [T] vectors that a benchmarked loss reads; None for vectors that an implementation does
+    not compute."""
 
     logp: Tensor
     lse: Tensor | None = None
@@ -326,7 +351,8 @@ def _extras(values: Values, inputs: Inputs) -> Tensor:
 
 @cache
 def _reverse_kl(package: ModuleType) -> Callable[..., hl.Term]:
-    """Return reverse KL as a term of the headloss version `package`."""
+    """Return the reverse KL to a uniform distribution over the candidates, as a term that the
+    imported headloss `package` (old or new version) can use."""
 
     def reverse_kl(stats, batch, rest=False):
         return to_uniform(stats.candidate_logps, stats.candidate_tail if rest else None)
@@ -383,7 +409,9 @@ WORKS: dict[str, Work] = {
         Work(name="ce", objective=lambda _: hl.cross_entropy(), loss=_ce),
         Work(name="grpo", objective=lambda _: hl.grpo(), loss=_grpo, fields=POLICY),
         Work(name="gspo", objective=lambda _: hl.gspo(), loss=_gspo, fields=POLICY),
-        Work(  # so wide that rounded logits do not move a short sequence across the clip
+        # The clip bounds are so wide that the rounding of logits does not change which sequences
+        # are clipped.
+        Work(
             name="gspo, wide clip",
             objective=lambda _: hl.gspo(epsilon_low=0.1, epsilon_high=0.1),
             loss=partial(_gspo, low=0.1, high=0.1),

@@ -18,8 +18,8 @@ from headloss.engine.plan import MIB, PlanInputs, make_plan
 from headloss.train import Result
 from headloss.train.report import legend, score, table
 
-QWEN = {"width": 1024, "vocabulary": 151936}  # of Qwen3-0.6B
-SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # top-p, whose kept ids are replayed in the loss
+QWEN = {"width": 1024, "vocabulary": 151936}  # The size of Qwen3-0.6B's head.
+SAMPLER = {"gspo": ("trainer.top_p=0.95",)}  # GSPO samples by top-p; its loss is over the kept ids.
 
 
 def main(output: Path = Path("runs/demo"), overrides: tuple[str, ...] = ()) -> int:
@@ -75,7 +75,7 @@ def pages(results: dict[str, Result], comparison: Path) -> str:
 def logits(recipe: train.Recipe, result: Result) -> str:
     """Return the planned memory of one loss call, with plain logits and with headloss.
 
-    The sizes are those of the demo's model, and the width and vocabulary of Qwen3-0.6B.
+    The memory is planned for two sizes of head: that of the demo's model, and that of Qwen3-0.6B.
     """
     tokens = int(sum(line["headloss/tokens"] for line in result.metrics) / len(result.metrics))
     rows = int(result.metrics[0]["headloss/segments"])

@@ -21,8 +21,8 @@ from headloss import train
 from headloss.train.model import load as load_model
 from headloss.train.task import load as load_task
 
-Past = list[tuple[Tensor, Tensor]]  # attention keys and values of each unrolled step
-END = 1  # the end-of-answer token of the demo
+Past = list[tuple[Tensor, Tensor]]  # Attention keys and values, by unrolled step.
+END = 1  # The id of the demo's end-of-answer token.
 
 
 class Draft(nn.Module):
@@ -41,11 +41,12 @@ class Draft(nn.Module):
     def step(self, hidden: Tensor, tokens: Tensor, first: int, past: Past) -> Tensor:
         """Return the draft's next states [B, T, H] and append the step's keys and values to `past`.
 
-        `hidden` [B, T, H] holds the states of the previous step, or the fused verifier states in
-        the first step; `tokens` [B, T, H] holds embeddings. Index i of every step belongs to the
-        draft that starts from row i. Index i attends to the first step's states up to index i. Of
-        every later step, index i attends only to the state at index i, because a decoder that
-        starts from row i has drafted no other states.
+        In the first step, `hidden` [B, T, H] holds the verifier's fused states, and in later steps
+        the states that the previous call returned. `tokens` [B, T, H] holds embeddings. In every
+        step, position i holds the draft that starts from row i. This draft attends to the states of
+        the first unrolled step at positions up to i. In later unrolled steps, a draft attends only
+        to its own states, because a decoder that starts from row i has drafted no states of other
+        rows.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -86,9 +87,9 @@ class Verifier:
 def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor:
     """Return the draft's states [B, T, S, H] for each row and unrolled step.
 
-    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. The state of
-    row r in step s belongs to the draft that starts from row r - 1 - s, and is zero if no draft
-    starts from row r - 1 - s.
+    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. Row r of
+    unrolled step s holds the state of the draft that starts from row r - 1 - s. The state is zero
+    if the text has no draft from row r - 1 - s.
     """
     count, past, drafted = layers.shape[1] - steps, Past(), []
     hidden = draft.fuse(layers[:, :count])
@@ -103,7 +104,7 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
     layers, states = verifier.states(ids)
     drafted = unrolled(draft, layers, verifier.embed(ids), steps)
     row, step = torch.arange(ids.shape[1])[:, None], torch.arange(steps)
-    there = (row > step) & (row <= step + ids.shape[1] - steps)  # [T, S]
+    there = (row > step) & (row <= step + ids.shape[1] - steps)  # Mask [T, S] of drafted states.
     likeliest = hl.head_topk(states, verifier.head, 1).ids  # [B, T, 1]
     batch = hl.Batch(
         torch.where(scored[..., None] & there, likeliest, -100),
@@ -118,9 +119,11 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
 
 @torch.no_grad()
 def propose(draft: Draft, verifier: Verifier, layers: Tensor, ids: Tensor, count: int) -> Any:
-    """Return drafted tokens [count], and the distributions [count, V] of the draws.
+    """Draft `count` tokens; return their ids [count], and the distributions [count, V] from which
+    each id was drawn.
 
-    The drafted tokens follow `ids` [T + 1]; `layers` has verifier states of the first T ids.
+    The draft continues the text `ids` [T + 1]. `layers` holds the verifier's states of the first T
+    ids of the text.
     """
     hidden, tokens, past = draft.fuse(layers), ids[1:], Past()
     drafted, distributions = [], []
@@ -153,14 +156,14 @@ def accepted_length(
 ) -> tuple[float, float]:
     """Return the mean number of tokens per verifier pass, for this draft and for a perfect draft.
 
-    An answer stops at its end token or after about 12 tokens, so that the last pass of an answer
-    brings fewer tokens, also with a perfect draft.
+    An answer stops at its end token or after about 12 tokens. Even with a perfect draft, the last
+    pass of an answer may therefore yield fewer tokens than were drafted.
     """
     tokens = passes = least = 0
     for prompt in prompts:
         layers, states = verifier.states(prompt[None])
         q = (states[0, -1] @ verifier.model.lm_head.weight.T).softmax(-1)
-        ids = torch.cat([prompt, q.multinomial(1)])  # the first token, without a draft
+        ids = torch.cat([prompt, q.multinomial(1)])  # The verifier draws the first token alone.
         while ids[-1] != END and len(ids) < len(prompt) + 12:
             drafted, p = propose(draft, verifier, layers, ids, count)
             layers, states = verifier.states(torch.cat([ids, drafted])[None])

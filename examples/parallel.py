@@ -39,16 +39,16 @@ def main() -> None:
     world = distributed.get_world_size()
     mesh = init_device_mesh(kind, (world // 2, 2), mesh_dim_names=("data", "tp"))
 
-    torch.manual_seed(0)  # equal weights on every rank
+    torch.manual_seed(0)  # All ranks start from equal weights.
     sizes: Any = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 501, "pad_token_id": 0}
     layers: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     policy = Policy(LlamaForCausalLM(LlamaConfig(**sizes, **layers))).to(kind)
     rows = distribute_tensor(policy.head.weight.detach(), mesh["tp"], [Shard(0)])
-    policy.head.weight = nn.Parameter(rows)  # headloss finds the mesh dimension "tp"
-    fully_shard(policy, mesh=mesh["data"])  # over the data-parallel ranks
+    policy.head.weight = nn.Parameter(rows)  # headloss reads the vocabulary group from the DTensor.
+    fully_shard(policy, mesh=mesh["data"])  # FSDP2 shards over the data-parallel ranks.
 
     row = mesh["data"].get_local_rank()
-    torch.manual_seed(1 + row)  # equal batches in a vocabulary group
+    torch.manual_seed(1 + row)  # Ranks of one vocabulary group draw equal batches.
     ids = torch.randint(1, 501, (2, 9 + row), device=kind)
     advantages = torch.tensor([1.0, -0.5], device=kind)  # one for each row
     batch = hl.Batch.from_labels(ids, advantages=advantages, old_logps=hl.CURRENT)

@@ -12,7 +12,7 @@ ITEMS, LENGTH, WIDTH = 2000, 20, 32
 
 
 @hl.term
-def bce(stats, batch):  # [T], of the clicked item and the sampled negatives
+def bce(stats, batch):  # Binary cross-entropy [T] of the clicked item and its sampled negatives.
     z = stats.candidate_logps + stats.lse[:, None]
     return -(logsigmoid(z[:, 0]) + logsigmoid(-z[:, 1:]).sum(1)) / z.shape[1]
 
@@ -27,7 +27,7 @@ class SASRec(nn.Module):
         )
         self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, clicks):  # [B, L] -> [B, L, H]
+    def forward(self, clicks):  # Map clicks [B, L] to hidden states [B, L, H].
         length = clicks.shape[1]
         x = self.items(clicks) + self.places.weight[:length]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
@@ -37,8 +37,8 @@ class SASRec(nn.Module):
 def draw(users):
     """Return [users, LENGTH + 1] synthetic clicks.
 
-    In 70 % of clicks a user moves on by one to three items in the same group of 20 items. All other
-    clicks are drawn by the popularity of the items.
+    With probability 0.7, the next click is one to three items after the previous click, within a
+    group of 20 items. With probability 0.3, the next click is drawn by the popularity of the items.
     """
     popular = torch.distributions.Categorical(1 / torch.arange(1.0, ITEMS + 1))
     clicks = [popular.sample((users,))]

@@ -1,9 +1,10 @@
-"""Show that the ratio of training to scoring is exactly 1 for equal hidden states.
+"""Show that, for equal hidden states, a token's policy ratio between training and scoring is
+exactly 1.
 
 The example scores answers one by one, and trains on chunks that mix several answers. On a GPU a
-token's log-prob has equal bits in scoring and training (bfloat16 heads without bias or adapter). A
-remaining mismatch between sampler and trainer is then not caused by the head. On a CPU the bits
-may differ.
+token's log-prob has equal bits in scoring and training (bfloat16 heads without bias or adapter). If
+a sampler's and a trainer's log-probs still differ on a GPU, the cause is not the head. On a CPU,
+log-probs in scoring and training may differ in the last bits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main() -> None:
     weight = torch.randn(vocabulary, width, device=DEVICE, dtype=DTYPE) * width**-0.5
     targets = torch.randint(vocabulary, (tokens,), device=DEVICE)
     head = hl.Head(weight.requires_grad_())
-    with torch.no_grad():  # each answer in a call of its own
+    with torch.no_grad():  # Score each answer in a separate call.
         answers = zip(hidden.split(LENGTHS), targets.split(LENGTHS), strict=True)
         old = torch.cat([hl.head_stats(x, head, y).logp for x, y in answers])
     segments = hl.Segments.from_lengths(torch.tensor(LENGTHS, device=DEVICE))
