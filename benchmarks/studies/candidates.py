@@ -7,9 +7,9 @@ Page: docs/candidates.md.
 
 For each K, with and without the probability of all other columns, the study checks correctness
 first: candidates' log-probs, and hidden and weight gradients of a few tokens and columns, against
-float64. Then the study measures the time of forward and backward, compared with GRPO alone, the
-peak memory in excess of inputs and gradients, and the two kernels on chosen columns. An incorrect
-call gets no time.
+float64. For correct calls the study measures the time of forward and backward, compared with GRPO
+alone, the peak memory in excess of inputs and gradients, and the time of the two kernels for
+candidate columns. An incorrect call gets no time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def objective(k: int, rest: bool) -> hl.Objective:
 
 
 def call(hidden: Tensor, weight: Tensor, batch: hl.Batch, made: hl.Objective, schedule: str) -> Any:
-    # GRPO alone would leave out clipped rows, and would hide the cost of candidates.
+    # Without `skip_rows=False`, GRPO alone would skip clipped rows, and the measured cost of
+    # candidates would include the rows that GRPO skips.
     options = hl.Options(metrics=False, schedule=schedule, skip_rows=False)
     out = hl.head_loss(hidden, hl.Head(weight), batch, made, options)
     return out, torch.autograd.grad(out.loss, (hidden, weight))
@@ -55,9 +56,10 @@ def check(
 ) -> dict[str, float]:
     """Return the errors of a few tokens and columns; ValueError if an error is too large.
 
-    For gradients ("hidden", "weight") the result also contains the error of the true logit gradient
-    rounded to the inputs' dtype. An error may be three times the rounding error, and at most
-    GRADIENTS. A ratio exactly at the edge of GRPO's clip counts on the side chosen by the call.
+    For the gradients "hidden" and "weight" the result also contains a lower limit of the error:
+    that of a float64 logit gradient after rounding to the inputs' dtype. An error may be at most
+    three times the rounding error, and at most `GRADIENTS`. A ratio exactly at the edge of GRPO's
+    clip counts on the side chosen by the call.
     """
     ids, n = batch.candidate_ids, len(batch.targets)
     out, (dx, dw) = call(hidden, weight, batch, made, schedule)
@@ -88,7 +90,8 @@ def check(
         if part[0] == 0:
             logps, into, into_rounded = logp.detach(), g @ w, (narrow @ w).to(x.dtype)
     found["logp"] = float((out.logps[: len(logps)].double() - logps).abs().max())
-    wrong = found["logp"] > (10 * WORST if rest else WORST)  # float32 logits for all other columns
+    # The allowed error of `candidate_tail` is larger, because float32 logits are summed.
+    wrong = found["logp"] > (10 * WORST if rest else WORST)
     for name, got, exact, other in (
         ("hidden", dx[: len(into)], into, into_rounded),
         ("weight", dw[columns], want, rounded.to(x.dtype)),
@@ -103,7 +106,8 @@ def check(
 
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, Any]:
-    """Time the kernels on chosen columns alone: milliseconds, and TB/s of the gathered rows."""
+    """Time only the kernels for candidate columns: milliseconds, and TB/s at which the kernels read
+    the candidates' rows of the head."""
     backend = kernels.load("triton")
     x, w = hidden.detach(), weight.detach()
     ms = milliseconds(lambda: backend.chosen_logits(x, w, ids, Transform()), repeats)

@@ -9,11 +9,12 @@ Page: docs/does-it-matter.md.
 
 Models trained to spell words backward (`spelling`), with largest logits of 20 to 60, sample groups
 of completions. The policy then makes 1, 4 and 16 AdamW steps on the completions, with a float64
-head. After each move, old and new log-probs are computed by stock TRL in bf16, by TRL with
-`cast_lm_head_to_fp32` and by headloss, on one bfloat16 backbone. The last norm's output and the
-head's weights are bfloat16, so that only the head's arithmetic differs. *Wrong side*: tokens (GRPO,
-clip 0.2) or sequences (GSPO, clip 3e-4 and 4e-4) that are clipped wrongly, or wrongly not clipped.
-*Error*: the norm of the error of the whole model's gradient over the norm of the true gradient.
+head. After the policy has moved, three heads compute the old and the new log-probs from the same
+bfloat16 hidden states: stock TRL in bf16, TRL with `cast_lm_head_to_fp32`, and headloss. The last
+norm's output and the head's weights are bfloat16, so that only the head's arithmetic differs.
+*Wrong side*: tokens (GRPO, clip 0.2) or sequences (GSPO, clip 3e-4 and 4e-4) that are clipped
+wrongly, or wrongly not clipped. *Error*: the norm of the error of the whole model's gradient over
+the norm of the true gradient.
 
 B completions of C tokens.
 """
@@ -49,12 +50,19 @@ TITLES = {"wrong": "wrong side", "error": "gradient's error"}
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Completions of a policy: the inputs of a trainer's step, except the log-probs."""
+    """Completions of a policy: the inputs of a trainer's step, except the log-probs.
 
-    ids: Tensor  # [B, P + C], prompts left-padded
-    attended: Tensor  # [B, P + C]
-    mask: Tensor  # [B, C] bool, True at tokens of the completion
-    advantages: Tensor  # [B]
+    Attributes:
+        ids: [B, P + C], prompts of P tokens (padded on the left) and completions of C tokens.
+        attended: [B, P + C], 0 at padding.
+        mask: [B, C] bool, True at tokens of the completion.
+        advantages: [B].
+    """
+
+    ids: Tensor
+    attended: Tensor
+    mask: Tensor
+    advantages: Tensor
 
 
 @torch.no_grad()
@@ -271,8 +279,8 @@ def table(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Plot, for each loss, the share on the wrong side and the gradient's error against the largest
-    logit."""
+    """For each loss, plot two quantities against the model's largest logit: the fraction of tokens
+    or sequences on the wrong side of the clip, and the gradient's error."""
     import matplotlib
 
     matplotlib.use("agg")

@@ -5,8 +5,9 @@ Page: benchmarks/README.md.
     python benchmarks/studies/cpu_memory.py --output benchmarks/results/cpu_memory.json
 
 Each contestant runs in a separate process on identical inputs: T tokens, hidden width H, vocabulary
-V. The result is the peak resident set in excess of the resident set before the call (Linux),
-including the two returned gradients. Contestants of one work must agree on the loss.
+V. A call's memory is the largest resident set of the process during the call, minus the resident
+set before the call (on Linux). The memory includes the two returned gradients. All implementations
+of a benchmarked loss must return equal values.
 """
 
 from __future__ import annotations

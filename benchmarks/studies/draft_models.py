@@ -6,10 +6,11 @@ Page: docs/draft-models.md.
     python benchmarks/studies/draft_models.py --quick                 # small, on a CPU
 
 The study first checks correctness against float64: every divergence, shared rows, a larger
-vocabulary and additional columns of the head. Then the study measures the time of forward and
-backward, the error of the hidden gradient, and the peak memory in excess of inputs and gradients.
-Heads are frozen, as in draft-model training. At last the study measures a training step of a whole
-draft model (draft_cases.py). speculators' losses need speculators on the path.
+vocabulary and additional columns of the head. For correct calls the study measures the time of
+forward and backward, the error of the hidden gradient, and the peak memory in excess of inputs and
+gradients. The heads of draft and verifier are frozen, as in draft-model training. The last part
+measures a training step of a whole draft model (draft_cases.py). The losses of the library
+speculators are timed only if speculators can be imported.
 
 T positions, S unrolled steps, H hidden width, V vocabulary, R additional columns of the head.
 """
@@ -49,7 +50,8 @@ PLAIN = hl.Options(metrics=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a draft loss: T S rows of the draft, which read T rows of the verifier."""
+    """Sizes of a draft loss: T x S hidden states of the draft (T positions, S unrolled steps),
+    compared with T hidden states of the verifier."""
 
     tokens: int
     steps: int
@@ -100,8 +102,8 @@ class Region:
         return hl.Head(self.weight, beside=(tuple(self.leaves[1:]),) if self.leaves[1:] else ())
 
     def ours(self, objective: Any, argmax: bool = False) -> Callable[[], list[Tensor]]:
-        """Make a headloss call for all steps; with `argmax` the verifier's likeliest token is the
-        target."""
+        """Make a headloss call for all unrolled steps of the draft. With `argmax`, the verifier's
+        likeliest token is the target."""
         batch, head = self.batch(), self.head()
         teacher = hl.Head(self.weight)
 
@@ -117,8 +119,8 @@ class Region:
     # ------------------------------------------------------------------ theirs
 
     def theirs(self, losses: list[tuple[float, str]]) -> Callable[[], list[Tensor]]:
-        """Make speculators' computation: logits of the verifier and of each draft step, all kept
-        for the backward pass."""
+        """Make the computation of the library speculators: it computes the logits of the verifier
+        and of each draft step, and keeps all of them for the backward pass."""
         steps, rows = self.shape.steps, len(self.hidden)
 
         def run() -> list[Tensor]:

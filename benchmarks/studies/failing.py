@@ -1,13 +1,15 @@
-"""The end of the surviving rank after a rank fails in the middle of a call: error and delay.
+"""What happens to a rank after the other rank fails in the middle of a call: the error, and the
+delay until the error.
 
 Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/failing.py --output benchmarks/results/failing.json      # NCCL
     python benchmarks/studies/failing.py --backend gloo                                # on the CPU
 
-Two processes share the vocabulary, or segments across ranks. In the second call the second
-process's term raises, or the second process is killed. No launcher is used, since a launcher would
-end the first process itself. All pairs of processes run at once.
+Two processes share the vocabulary, or segments across ranks. In the second of two calls, the term
+raises an error in the second process, or the second process is killed. The processes are started
+without a launcher such as torchrun, which would end the surviving process. Each case has its own
+pair of processes, and all pairs run at the same time.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ from torch import Tensor, distributed
 import headloss as hl
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 1024
-ARMED = 100.0  # does not occur in a term's trial run
+ARMED = 100.0  # A value that the batch of a term's trial run never contains.
 SAYS = re.compile(r"RankError: .*|.*(?:Watchdog caught|timed out|remote process|Timeout).*", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    over: str  # "vocabulary", "segments"
-    how: str  # "raises", "killed"
-    waits: str = ""  # "blocking": TORCH_NCCL_BLOCKING_WAIT=1, a host wait per collective
+    over: str  # The two processes share "vocabulary" or "segments".
+    how: str  # The failing process "raises" or is "killed".
+    # "blocking" sets TORCH_NCCL_BLOCKING_WAIT=1: the CPU waits for every collective.
+    waits: str = ""
 
 
 def cases(backend: str) -> list[Case]:
@@ -63,7 +66,8 @@ def cases(backend: str) -> list[Case]:
 
 @hl.term
 def fragile(stats: Any, batch: Any, how: str = "", folder: str = "") -> Tensor:
-    """Fail on the second rank if the batch contains `ARMED`, thus in the middle of a call."""
+    """Fail on the second rank if `batch.armed` contains `ARMED`; the failure then happens in the
+    middle of a call."""
     if distributed.get_rank() == 1 and bool((batch.armed == ARMED).any()):
         Path(folder, "failed").touch()
         if how == "killed":
@@ -119,7 +123,7 @@ def work(case: Case, rank: int, backend: str, folder: str, seconds: float) -> No
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # the process group cannot be destroyed after a failure
+        os._exit(1)  # After a failed collective the process group cannot be destroyed.
     os._exit(0)
 
 

@@ -44,7 +44,8 @@ NEEDS = frozenset({"logp"})
 
 
 def sweep_of(v: int) -> list[Shape]:
-    """Return candidate launch shapes for rows of v columns."""
+    """Return the launch shapes (block sizes, numbers of warps ..) to try for logits with v
+    columns."""
     found = []
     for warps, turns, registers in itertools.product((4, 8, 16, 32), (1, 4, 16, 64), (32, 64)):
         if v / warps >= 1000:
@@ -53,7 +54,8 @@ def sweep_of(v: int) -> list[Shape]:
 
 
 class Problem:
-    """Logits with a mean p(target) near one half, a pristine copy, and further inputs of a call."""
+    """Logits with a mean probability of the target near one half, an unchanged copy of the logits,
+    and the other inputs of a `logits_loss` call."""
 
     def __init__(self, n: int, v: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -79,7 +81,8 @@ class Problem:
 
 
 def milliseconds(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
-    """Return the median time of a run, without the time of `before`."""
+    """Return the median time of `run`. Each run follows a call of `before`, whose time is not
+    counted."""
     found = []
     for turn in range(repeats + 1):
         before()

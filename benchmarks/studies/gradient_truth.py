@@ -11,13 +11,15 @@ is scaled until the largest logit has the wanted size, and every target is sampl
 contestant computes the gradients of hidden states and weight; the hidden gradient is then
 backpropagated through the common backbone. The reference head computes in float64.
 
-The old policy differs from the current policy by noise on the hidden states. The noise moves a
-token's log-prob by 0.1 (standard deviation) for GRPO, and a sequence's mean by 3.5e-4 for GSPO, so
-that a few percent of the tokens and about a fifth of the sequences are clipped. In "grpo" and
-"gspo" all contestants get identical old log-probs from a float64 head, like those of an exact
-sampler. In "grpo, own old" and "gspo, own old" each contestant computes the old log-probs itself,
-like a trainer that scores a batch before the first update. With a single update per batch the old
-log-probs are the current ones and no token is clipped; the rounding error is then that of "ce".
+The old policy differs from the current policy by noise on the hidden states. For GRPO the noise
+changes a token's log-prob by 0.1 (standard deviation), so that a few percent of the tokens are
+clipped. For GSPO the noise changes a sequence's mean log-prob by 3.5e-4, so that about a fifth of
+the sequences are clipped. In "grpo" and "gspo" all contestants get identical old log-probs from a
+float64 head, like those of an exact sampler. In "grpo, own old" and "gspo, own old" each
+implementation under test computes the old log-probs itself, like a trainer that scores a batch
+before the first update. If a trainer makes only one update per batch, the old log-probs equal the
+current log-probs, and no token is clipped. The gradient then has the rounding error that the study
+measures for cross-entropy ("ce").
 
 T tokens in B sequences of C, H hidden width, V vocabulary.
 """
@@ -47,7 +49,7 @@ from step_cases import QWEN, TINY
 from torch import Tensor
 from works import Inputs, Values, Work
 
-BLOCK = 1 << 28  # float64 logits per block: 2 GiB
+BLOCK = 1 << 28  # In float64 a block of logits needs 2 GiB.
 PLAIN = "eager"
 NAMES = {PLAIN: "plain bf16 logits"}
 CHOSEN = {
@@ -70,7 +72,7 @@ class Shape:
 
     @property
     def call(self) -> works.Setting:
-        """Return the setting for contestants."""
+        """Return the setting with which the timed implementations are prepared."""
         return works.Setting(
             tokens=self.sequences * self.length,
             width=self.sizes["hidden_size"],
@@ -214,7 +216,9 @@ class Bench:
         now, noise = exact_logps(inputs.hidden, inputs), self.noise(*inputs.hidden.shape)
         size = 1e-2
         hidden = inputs.hidden.detach()
-        for _ in range(5):  # nearly linear, except for the rounding of hidden states
+        # The log-prob's change is nearly linear in `size`; only the rounding of hidden states
+        # disturbs it.
+        for _ in range(5):
             old = (hidden + size * hidden.float().square().mean().sqrt() * noise).to(hidden.dtype)
             moved = now - exact_logps(old, inputs)
             found = float((moved if work == "grpo" else inputs.segment_mean(moved)).std())
@@ -249,7 +253,7 @@ def _square_between(found: list[Tensor], true: list[Tensor]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A batch with its true gradients."""
+    """A batch with the float64 gradients of its loss."""
 
     work: str
     inputs: Inputs
@@ -271,7 +275,8 @@ def take(bench: Bench, work: str, inputs: Inputs) -> Sample:
 
 
 def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -> dict[str, Any]:
-    """Return the norms of a contestant's errors over the norms of the true gradients."""
+    """Return the error of each gradient of an implementation: the norm of the difference from
+    float64, divided by the norm of the float64 gradient."""
     found = run(inputs).read()
     hidden, weight = (found.values[n].detach() * found.factor for n in ("hidden", "weight"))
     whole, truth = bench.whole(hidden), sample.truth
@@ -299,7 +304,8 @@ def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -
 
 
 class Runs:
-    """A contestant's run for each work, made once, or the reason for a missing run."""
+    """For each implementation and loss: the prepared computation, or the reason why the
+    implementation cannot run."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -355,7 +361,7 @@ def _with_own_old(
 def run_shape(
     bench: Bench, chosen: Callable[[str], bool], wanted: tuple[str, ...]
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each size of logits."""
+    """For each size of the largest logit, yield the list of result rows."""
     runs = Runs(bench.shape, bench.device)
     for largest in bench.shape.logits:
         inputs, true_size = bench.inputs(largest)
@@ -411,8 +417,8 @@ def table(results: dict) -> str:
 
 
 def _side(row: dict[str, Any]) -> str:
-    """Format the number on the wrong side of the clip, and the largest true distance from the
-    clip."""
+    """Format the fraction of tokens or sequences that an implementation puts on the wrong side of
+    the clip, and the largest distance of one of them from the clip in float64."""
     far = f" ({row['wrong_by']:.0e})" if row.get("wrong_by") else ""
     return percent(row["wrong_side"]) + far
 
@@ -448,7 +454,7 @@ def _errors(results: dict, work: str, size: float) -> dict[str, float]:
 
 
 def claim(results: dict) -> str:
-    """Return the main result in a sentence."""
+    """Return the main result as Markdown sentences for the README."""
     found = (_errors(results, "grpo", size) for size in (27, 40))
     small, large = (
         [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found
@@ -465,7 +471,8 @@ def claim(results: dict) -> str:
 
 
 def summary(results: dict) -> str:
-    """Return a line for each contestant and loss, with common old log-probs."""
+    """Return a Markdown table with a line for each loss and implementation, for the losses in which
+    all implementations get identical old log-probs."""
     kept = {"runs": results["runs"], "rows": [r for r in results["rows"] if r["work"] in CHOSEN]}
     sizes = sorted({row["size"] for row in kept["rows"]})
     lines = [("loss", "contestant", *(f"{s:g}" for s in sizes)), ("---", "---")]
@@ -526,7 +533,7 @@ def _panel(panel: Any, rows: list[dict], names: list[str]) -> None:
 
 
 def _together(ends: list[tuple[float, str, str]]) -> list[tuple[float, list[tuple[str, str]]]]:
-    """Group the names and colors of lines with nearly equal ends."""
+    """Group lines of the plot whose right ends are so close that their labels would overlap."""
     groups: list[tuple[float, list[tuple[str, str]]]] = []
     for end, name, color in sorted(ends, key=lambda line: line[0]):
         if not groups or end > 1.02 * groups[-1][0]:

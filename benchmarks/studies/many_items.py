@@ -5,10 +5,11 @@ Page: docs/other-heads.md.
     python benchmarks/studies/many_items.py --output many_items.json    # on one GPU, three minutes
 
 The study measures the time of a call with its gradients, the bytes in excess of inputs and returned
-gradients, and the errors of both gradients against float64. Errors cover 64 rows of hidden states,
-and the weight rows of 24 targets and the last 24 items. A missing library is left out by name.
-Kernels are compiled beforehand, in parallel processes. Rows after the time limit `--seconds` are
-left out by name.
+gradients, and the errors of both gradients against float64. Gradient errors are measured on the
+hidden states of 64 tokens, and on 48 rows of the weight: those of 24 targets and of the last 24
+items. If a library is not installed, the program prints the library's name and goes on. Kernels are
+compiled beforehand, in parallel processes. Rows that do not begin before the time limit `--seconds`
+are not timed; the program prints their names.
 
 N tokens, V items, H hidden width, K negatives per token.
 """
@@ -31,12 +32,12 @@ from torch import Tensor
 import headloss as hl
 
 MILLION = 1_000_000
-CHUNK = 2048  # tokens per chunk of logits in torch.compile and PyTorch 2.15
-BETA = 0.75  # gBCE's beta
+CHUNK = 2048  # Tokens in a chunk of logits, for torch.compile and PyTorch 2.15.
+BETA = 0.75  # The exponent beta of gBCE.
 
 
 class Case(NamedTuple):
-    """A work, its contestant, and sizes."""
+    """A benchmarked loss, the implementation to time, and sizes."""
 
     work: str  # "cross-entropy", "sampled" or "gbce"
     who: str

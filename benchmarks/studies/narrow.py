@@ -1,4 +1,5 @@
-"""Correctness, tile shapes and time of the sweeps of a narrow head.
+"""Correctness, tile shapes and time of the kernels for a narrow head (width H <= 256), each of
+which is one pass over the vocabulary.
 
 Page: benchmarks/NOTES.md.
 
@@ -6,9 +7,9 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/narrow.py --tune --widths 64 128 256      # tile shapes
 
 The study first checks log-probs, hidden gradient and weight gradient of a few tokens and columns
-against float64. Then the study times the forward sweep with and without the sums of the hidden
-gradient, and the sweep of the weight gradient. Kernels are compiled beforehand, in parallel
-processes.
+against float64. After the check the study times the forward pass over the vocabulary, with and
+without the sums for the hidden gradient, and the pass that computes the weight gradient. Kernels
+are compiled beforehand, in parallel processes.
 
 N tokens, V items, H hidden width.
 """
@@ -34,7 +35,8 @@ from headloss.statistics.softmax import Normalizer, SoftmaxCoefficients, finish
 
 N, V = 16384, 1_000_000
 NEEDS = frozenset({"logp", "entropy"})
-# (rows, columns, warps, stages) of tiles, for sweeps whose programs own tokens or columns.
+# Tile shapes to try, as (rows, columns, warps, stages): for kernels in which a program owns a block
+# of tokens, and for kernels in which a program owns a block of columns.
 TRIED = {
     "tokens": {
         64: ((128, 64, 4, 3), (64, 128, 4, 4), (64, 128, 4, 2), (64, 64, 4, 4)),
@@ -72,7 +74,8 @@ class Inputs:
 
 
 def acts(inputs: Inputs) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Yield the name, the kind of tile shape, and a run of each sweep."""
+    """For each pass over the vocabulary, yield a name, which list of tile shapes applies, and a
+    function that runs the pass."""
     x, w, forward = inputs.x, inputs.w, inputs.forward
     state, _ = narrow.narrow_partials(x, w, forward)
     backward = inputs.backward(state)

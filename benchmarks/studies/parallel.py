@@ -11,14 +11,15 @@ rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a
 number of ranks, and writes a Markdown table next to the file. `--quick` runs everything on the CPU,
 at tiny sizes.
 
-"slice of 8" is vocabulary parallelism with an eighth of the vocabulary on each rank, whatever the
-number of ranks: the computation of one of 8 ranks, with the collectives of fewer ranks. "peers" are
-other libraries' cross-entropies over slices of the vocabulary, each compared with headloss's loss
-and gradients. "slice by itself" is the slowest rank's back-to-back time if a rank's slice is the
-whole vocabulary. "timeline" prints rank 0's back-to-back calls of the first objective, and times of
-their matrix products. "grid" is two rows of ranks with different tokens of common sequences, and
-slices of the vocabulary within a row. `--against OLD` times two versions instead, over slices of
-the vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
+In "slice of 8" each rank holds an eighth of the vocabulary, whatever the number of ranks: a rank
+computes as much as one of 8 ranks, but the collectives run over fewer ranks. "peers" times the
+vocabulary-parallel cross-entropies of other libraries, and compares each loss and gradient with
+headloss's. "slice by itself" is the back-to-back time of the slowest rank, if each rank treats its
+slice as a whole vocabulary and no collectives run. "timeline" prints the kernels of back-to-back
+calls on rank 0, for the first objective, and the times of the calls' matrix products. In "grid" the
+ranks form two rows: the rows hold different tokens of the same sequences, and the ranks of a row
+hold slices of the vocabulary. `--against OLD` times two versions instead, over slices of the
+vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
 
 T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V
 vocabulary.
@@ -56,18 +57,20 @@ import headloss as hl
 OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
 AGAINST, SHAPES = ("ce", *OBJECTIVES), ((1024, 4096, 128256), (4096, 4096, 128256))
-LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95  # bars of --against: rank comparison may cost 2 %
+# Required ratios of --against: the comparison of ranks may cost 2 %.
+LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95
 SLICES = 8
 IN_A_ROW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The measured sizes; the defaults are the table's."""
+    """Sizes of the measured calls; the default values are those of the published table."""
 
     shapes: tuple[tuple[int, int, int], ...] = ((16384, 4096, 128256), (16384, 8192, 152064))
-    segment: int = 1024  # tokens per sequence
-    per_rank: tuple[int, int, int] = (32768, 2048, 151936)  # segments across ranks, FSDP2
+    segment: int = 1024  # Tokens in a sequence.
+    # T, H and V of the calls with segments across ranks, and with FSDP2.
+    per_rank: tuple[int, int, int] = (32768, 2048, 151936)
     dtype: torch.dtype = torch.bfloat16
 
     def inputs(self, shape: tuple[int, int, int], ranks: Ranks) -> Inputs:
@@ -105,8 +108,8 @@ class Clock:
     alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
     def here(self, step: Step, *names: Any) -> dict[str, float]:
-        """Time a step without collectives on rank 0 while all other ranks idle; cached by
-        `names`."""
+        """Time a step without collectives on rank 0 while all other ranks idle. A second call with
+        equal `names` returns the time of the first call."""
         if names not in self.alone:
             with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
                 found = self.times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
@@ -275,8 +278,9 @@ def two_rows(ranks: Ranks) -> DeviceMesh:
 
 
 def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
-    """Make a GSPO step on a grid: each row of ranks holds half of each sequence, each rank of a row
-    a vocabulary slice; weight gradients are summed over the rows, as in data parallelism."""
+    """Make a GSPO step on a grid of ranks. Each of the two rows of the grid holds half of each
+    sequence, and each rank of a row holds a slice of the vocabulary. Weight gradients are summed
+    over the rows, as in data parallelism."""
     data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
     row_of, column = mesh.get_coordinate() or (0, 0)
     shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()
@@ -299,7 +303,8 @@ def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: An
 
 
 def grid(clock: Clock, sizes: Sizes, shape: tuple[int, int, int]) -> list[Row]:
-    """Time GSPO on two rows of ranks."""
+    """Time GSPO on a grid of ranks: two groups of ranks hold different tokens of the sequences, and
+    the ranks of a group hold slices of the vocabulary."""
     ranks = clock.ranks
     if not on_a_grid(ranks):
         return []
@@ -323,7 +328,7 @@ def segments_parallel(clock: Clock, sizes: Sizes) -> list[Row]:
         batch, objective = WORKS["gspo"].batch(inputs), WORKS["gspo"].objective(inputs)
         spread = hl.Segments.from_ids(inputs.ids, count=len(inputs.lengths), group=ranks.group)
         over = hl.Batch(batch.targets, spread, **batch.fields)  # type: ignore[arg-type]
-    options = hl.Options(metrics=False, schedule="recompute")  # equal to one rank's options
+    options = hl.Options(metrics=False, schedule="recompute")  # The options of a call on one rank.
     head = hl.Head(inputs.weight)
     row = {"work": "segments", "objective": "gspo"} | dict(zip("THV", shape, strict=True))
     step = loss_step(inputs.hidden, head, batch, objective, options)
@@ -360,7 +365,8 @@ def sharded_data(clock: Clock, sizes: Sizes) -> list[Row]:
 
 
 def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Iterator[list[Row]]:
-    """Yield the rows of each kind of work, until the time limit."""
+    """For each kind of measurement that was asked for, yield a list of result rows, until the time
+    limit."""
     clock = Clock(ranks=ranks, repeats=repeats, timelines="timeline" in kinds)
     works: list[Callable[[], list[Row]]] = []
     for kind in [k for k in KINDS[:2] if k in kinds]:
@@ -384,8 +390,9 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 
 
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
-    """Return the ideal time over the measured time. A vocabulary slice is a share of the work; with
-    other kinds of parallelism each rank adds work."""
+    """Return the ideal time over the measured time. With slices of the vocabulary, more ranks
+    divide the computation of a fixed batch. With other kinds of parallelism, each rank brings its
+    own tokens."""
     shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
     return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 
@@ -449,7 +456,8 @@ def save(results: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def race_versions(ranks: Ranks, sizes: Sizes, chosen: argparse.Namespace) -> int:
-    """Run `--against`, with rows in the format of rails.py; return 1 if a row is slower."""
+    """Compare two versions for the option `--against`; write result rows in the format of rails.py,
+    and return 1 if the new version is slower in a row."""
     before = against.load(chosen.against)
     shapes = sizes.shapes if chosen.shapes or chosen.quick else SHAPES
     rows = [row for s in shapes for row in versions(ranks, sizes, s, before, chosen.repeats)]

@@ -33,8 +33,9 @@ Found = dict[str, Any]  # "ok", and measured values
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A grid of ranks: `data` rows with different tokens of common segments, `vocabulary` columns
-    with different rows of the head; `spread` turns on sequence parallelism."""
+    """A grid of ranks with `data` rows and `vocabulary` columns. Rows of the grid hold different
+    tokens of the same segments; columns of the grid hold different slices of the head. `spread`
+    turns on sequence parallelism."""
 
     name: str
     data: int = 1
@@ -59,7 +60,8 @@ class Problem:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         tokens, width, grain = (1000, 512, 16) if ranks.on_gpu else (60, 16, 8)
-        self.grain = grain  # a multiple for a shard's rows, as the kernels need
+        # The kernels need vocabulary shards whose number of rows is a multiple of `grain`.
+        self.grain = grain
         vocabulary = 4 * grain * ranks.size * (30 if ranks.on_gpu else 1)
         self.dtype = torch.bfloat16 if ranks.on_gpu else torch.float32
         sizes = (tokens, width, vocabulary)
@@ -72,7 +74,8 @@ class Problem:
         self.batch = random_batch(targets, segments, logps)
 
     def part(self, grid: Grid, groups: tuple[Any, Any]) -> Part:
-        """Return this rank's part, with uneven numbers of rows, tokens and hidden states."""
+        """Return this rank's inputs of the call. Ranks have different numbers of weight rows,
+        tokens and hidden states."""
         row, column = divmod(self.ranks.rank, grid.vocabulary)
         count = len(self.batch.targets)
         owner = (torch.arange(count) % (grid.data + 1)).clamp_max(grid.data - 1)
@@ -102,9 +105,9 @@ class Part:
     hidden: Tensor
     weight: Tensor
     batch: hl.Batch
-    group: Any  # vocabulary group
-    rows: slice  # the rank's rows of the weight
-    positions: Tensor  # the rank's hidden states
+    group: Any  # The vocabulary group.
+    rows: slice  # Rows of the weight that the rank holds.
+    positions: Tensor  # Indices of the rank's hidden states.
 
     @property
     def head(self) -> hl.Head:
@@ -129,8 +132,8 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
 
 
 def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule: str) -> Found:
-    """Check loss and gradients of a placement: within the budget, and bit-identical in a vocabulary
-    group."""
+    """Check a grid of ranks: the errors of loss and gradients are within the error budget, and the
+    ranks of a vocabulary group get identical bits."""
     leaf, weight = (t.detach().clone().requires_grad_() for t in (p.hidden, p.weight))
     objective = OBJECTIVES[name]()
     want, fine, coarse = (
@@ -155,7 +158,7 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=part.group)
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=part.group)
         same = bool(least == most)
-    if grid.data > 1:  # each row has a share of the loss
+    if grid.data > 1:  # Each row of the grid has a part of the loss's sum.
         distributed.all_reduce(loss, group=groups[0])
         distributed.all_reduce(dw, group=groups[0])
     scale = want.loss.abs().clamp_min(0.5)
@@ -164,7 +167,8 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
     seen = {"loss": apart}
     places = {"hidden": (dx, part.positions), "weight": (dw, part.rows)}
     for key, (value, place) in places.items():
-        # Relative to the norm over all ranks, since a rank's own part may be nearly zero.
+        # The error is divided by the norm of the gradient over all ranks, since the norm of one
+        # rank's slice may be nearly zero.
         true, theirs = want.gradients[key], coarse.gradients[key].double()
         norm = float(true.norm())
         seen[key] = float((value.double() - true[place]).norm()) / norm
@@ -261,10 +265,10 @@ class Tied(nn.Module):
 
 
 def wrapped(p: Problem, group: Any) -> Found:
-    """Check that FSDP2 with a trainable tied head averages to the gradient of one rank and one
-    batch.
+    """Check training under FSDP2 with a tied head: the averaged gradient equals the gradient of the
+    whole batch on one rank.
 
-    Ranks hold whole segments, as from a data loader.
+    Every segment lies on one rank, as if each rank had its own data loader.
     """
     ranks, objective = p.ranks, hl.gspo(epsilon_low=0.2, epsilon_high=0.2) + hl.cross_entropy()
     pieces = uneven(len(p.batch.targets), ranks.size, 1)

@@ -4,10 +4,10 @@ Page: benchmarks/NOTES.md.
 
     torchrun --nproc-per-node 4 benchmarks/studies/parallel_products.py --slice 16032
 
-Each way starts from the logit gradient of one rank of a vocabulary group, and computes dX [T, H],
-summed over the ranks and rounded, and dW. The study prints the slowest rank's milliseconds of
-back-to-back calls, as medians of alternating turns. `--copies` adds a way with copies of dX into
-the memory of other ranks, which needs a machine with peer access.
+Each variant starts from the logit gradient of one rank of a vocabulary group. It computes dW, and
+dX [T, H], which is summed over the ranks and rounded. The study prints the slowest rank's
+milliseconds of back-to-back calls, as medians of alternating turns. `--copies` adds a variant that
+copies dX into the memory of other ranks, which needs GPUs with peer access.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import torch
 from ranks import Ranks
 from torch import distributed
 
-PAUSE = 20_000  # clock cycles, equal to headloss's wait
+PAUSE = 20_000  # In clock cycles: headloss waits as long before its weight-gradient product.
 IN_A_ROW = 4
 
 
 class Products:
-    """The operands and the two matrix products of one rank.
+    """The operands of one rank, and the matrix products that compute its dX and dW.
 
     T tokens, H hidden width, V rows of the slice.
     """
@@ -64,16 +64,18 @@ class Products:
             torch.mm(terms.t(), self.x, out=into)
 
     def pause(self) -> None:
-        """Pause the stream, since an immediate product would occupy every multiprocessor."""
+        """Pause the CUDA stream for a moment, so that the collective starts first; otherwise the
+        next matrix product would occupy every multiprocessor."""
         if self.ranks.on_gpu:
             torch.cuda._sleep(PAUSE)
 
     def beside(self) -> Any:
-        """Return the side stream for rounding."""
+        """Return a context in which operations run on a second CUDA stream, for the rounding of
+        dX."""
         return torch.cuda.stream(self.aside) if self.aside else contextlib.nullcontext()
 
     def whole(self, part: slice, group: Any) -> Callable[[], None]:
-        """Sum by one all-reduce; each rank rounds all rows."""
+        """Sum dX over ranks by one all-reduce; each rank rounds all rows of dX."""
         work = distributed.all_reduce(self.dx[part], group=group, async_op=True)
 
         def end() -> None:
@@ -83,7 +85,8 @@ class Products:
         return end
 
     def scattered(self, part: slice, group: Any) -> Callable[[], None]:
-        """Sum by a reduce-scatter; each rank rounds its rows, followed by an all-gather."""
+        """Sum dX over ranks by a reduce-scatter; each rank rounds its rows, and an all-gather
+        distributes the rounded rows."""
         rows = self.dx[part]
         own = rows.new_empty(len(rows) // self.world, rows.shape[1])
         narrow = torch.empty_like(own, dtype=torch.bfloat16)
@@ -101,7 +104,8 @@ class Products:
 
 
 def call(products: Products, start: Any, group: Any, parts: int, of_dw: int) -> Callable[[], None]:
-    """Make a call: dX in parts, each followed by its sum, then dW in parts."""
+    """Make a function that computes dX for `parts` blocks of tokens, starts the sum over ranks
+    after each block, and computes dW in `of_dw` blocks of vocabulary rows."""
     step = len(products.dx) // parts
 
     def run() -> None:
@@ -166,7 +170,7 @@ class Copies:
         return end
 
     def send(self, act: Callable[[int], Any]) -> None:
-        """Send one copy to each rank, all in parallel."""
+        """Run the copy `act(rank)` to every other rank, on one CUDA stream per rank."""
         aside = torch.cuda.current_stream()
         for rank, stream in zip(self.others, self.streams, strict=True):
             stream.wait_stream(aside)
@@ -177,7 +181,8 @@ class Copies:
 
 
 def ways(products: Products, copies: bool) -> dict[str, Callable[[], None]]:
-    """Return the variants by name: kind of sum, and number of parts of dX and dW."""
+    """Return the variants by name. A name says how dX is summed over ranks, and in how many blocks
+    dX and dW are computed."""
     group, first = distributed.group.WORLD, distributed.group.WORLD
     if products.ranks.on_gpu:
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)

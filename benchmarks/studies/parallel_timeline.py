@@ -1,8 +1,9 @@
 """Timeline of back-to-back calls on several GPUs, by one rank's clock.
 
-A period lies between two pauses before the weight gradient: the end of one call and the beginning
-of the next call. The study also times the hidden gradient's product of a rank, whole and in parts,
-and the sum over ranks, alone and in parallel with the weight gradient's product.
+Each call pauses before its weight gradient. The timeline shows the period between the pauses of two
+successive calls: the end of the first call and the beginning of the second. The module also times a
+rank's matrix product for the hidden gradient, whole and in several blocks of tokens, and the sum
+over ranks, alone and in parallel with the product for the weight gradient.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ranks import Ranks, covered
 from timeline import kind_of
 from torch import distributed
 
-PAUSE = "spin_kernel"  # kernel name of torch.cuda._sleep
-CALLS = 5  # back-to-back calls; the last but one is shown
-LONG, GAP = 20.0, 5.0  # microseconds: shorter kernels and gaps share a line
-Span = tuple[float, float, str]  # begin and end in microseconds, and the kernel's name
+PAUSE = "spin_kernel"  # The kernel's name of torch.cuda._sleep.
+CALLS = 5  # Number of back-to-back calls; the one before the last is shown.
+LONG, GAP = 20.0, 5.0  # In microseconds: shorter kernels and gaps share a line.
+Span = tuple[float, float, str]  # Begin and end of a kernel in microseconds, and its name.
 
 
 class Line(NamedTuple):
@@ -64,8 +65,9 @@ def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def period(spans: list[Span], calls: int = 0) -> list[Span]:
-    """Return the spans from the first pause of the last call but one to the last call's first
-    pause; without `calls` each call has one pause."""
+    """Return the kernels of one period: from the first pause of the second-to-last call to the
+    first pause of the last call. `calls` is the number of calls; without `calls` each call has one
+    pause."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
     if len(pauses) < 2 * each:
@@ -98,7 +100,8 @@ def lines(spans: list[Span]) -> Iterator[Line]:
 
 
 def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
-    """Run `step` on all ranks and print rank 0's period; without GPUs nothing is printed."""
+    """Run `step` on all ranks, and print the kernels of one period of rank 0's GPU. Without GPUs
+    nothing is printed."""
     if not ranks.on_gpu:
         step()
         return
@@ -117,8 +120,9 @@ def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
 
 
 def products(ranks: Ranks, tokens: int, width: int, rows: int) -> None:
-    """Print milliseconds of dX in one product and in parts, and of dW and the sum over ranks, in
-    sequence and in parallel; medians of 9 turns on the slowest rank."""
+    """Print the milliseconds of four operations, as medians of 9 repetitions on the slowest rank:
+    dX in one product and in several, dW, the sum of dX over ranks, and dW in parallel with the
+    sum."""
     if not ranks.on_gpu:
         return
     like: dict[str, Any] = {"device": ranks.device, "dtype": torch.bfloat16}

@@ -40,7 +40,8 @@ Call = Callable[[], object]
 
 @contextlib.contextmanager
 def overlapping(wanted: bool) -> Iterator[None]:
-    """Force or forbid the overlapping kernel."""
+    """Make headloss use, or not use, the Hopper kernel whose epilogue overlaps the next tile's
+    product."""
     before = product.overlaps
     try:
         product.overlaps = lambda device: wanted
@@ -80,7 +81,7 @@ def race(call: Call, vendor: Call, repeats: int, device: torch.device) -> dict[s
         torch.cuda.synchronize(device)
         if not turn:
             for stretches in found.values():
-                stretches.clear()  # drops the warm-up and compilation
+                stretches.clear()  # The first times include compilation.
     return {name: statistics.median(s.ms for s in stretches) for name, stretches in found.items()}
 
 

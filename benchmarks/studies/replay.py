@@ -5,17 +5,20 @@ Page: docs/replay.md.
     python benchmarks/studies/replay.py --device cuda --json benchmarks/results/replay.json
     python benchmarks/studies/replay.py --quick --device cpu  # seconds
 
-The study has three parts, on one model with predictions like a trained model's:
+The study has three parts, on one model with predictions like a trained model's.
 
-        generation  milliseconds per token of all rows, alternately with and without the recorder
-    step        time, and peak memory in excess of weights and gradients, of a GRPO step for sets
-                with a mean of 8, 64 and 1,024 ids: over the sets, over the whole vocabulary, with
-                TRL's head (which ignores sets), and with masked logits
-    crossing    time of the loss alone over sets of K ids, compared with the whole vocabulary, and
-                the K of equal times
+`generation` measures the time per generated token (of all rows together), with and without the
+recorder of kept ids.
 
-Loss and gradients over the sets are first compared with masked float32 logits; incorrect calls are
-not timed.
+`step` measures the time of a GRPO step, and its peak memory in excess of weights and gradients. The
+sampler keeps 8, 64 or 1,024 ids per token in the mean. The log-probs of the compared steps are over
+the kept ids, over the whole vocabulary, by TRL's head, or from masked logits.
+
+`crossing` measures the time of the loss alone over K ids per token, and finds the K at which this
+loss needs as much time as a loss over the whole vocabulary.
+
+Before the timing, loss and gradients over the kept ids are compared with those of masked float32
+logits; incorrect calls are not timed.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ def make_sets(labels: Tensor, vocabulary: int, mean: int, ragged: bool = True) -
     """Return distinct pairs of a token and an id for `labels` [B, L], including the label.
 
     With `ragged` the numbers of ids are exponentially distributed, like top-p's: many sets of one
-    id and a long tail. Ids are equally spaced modulo the vocabulary, with different rows for each
-    token.
+    id and a long tail. A token's ids are equally spaced modulo the vocabulary size, and different
+    tokens read different rows of the head.
     """
     generator = torch.Generator(labels.device).manual_seed(0)
     flat = labels.flatten().clamp_min(0)
@@ -68,13 +71,14 @@ def make_sets(labels: Tensor, vocabulary: int, mean: int, ragged: bool = True) -
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     token = torch.arange(len(flat), device=flat.device).repeat_interleave(counts)
     step = torch.arange(int(offsets[-1]), device=flat.device) - offsets[token]
-    stride = 1 + 2 * (flat % 7)  # odd: distinct ids in an even vocabulary
+    stride = 1 + 2 * (flat % 7)  # An odd stride gives distinct ids modulo an even vocabulary size.
     stride = torch.where(torch.gcd(stride, torch.full_like(stride, vocabulary)) == 1, stride, 1)
     return (flat[token] + step * stride[token]) % vocabulary, offsets
 
 
 def inside(pairs: Pairs, vocabulary: int, rows: slice) -> Tensor:
-    """Return [n, V] bool: True for the ids in the sets of the tokens `rows`."""
+    """Return a mask [n, V] for the n tokens `rows`, True at the ids that the sampler kept for a
+    token."""
     ids, offsets = pairs
     begin, end = int(offsets[rows.start]), int(offsets[rows.stop])
     counts = offsets[rows.start : rows.stop + 1].diff()
@@ -113,7 +117,8 @@ def with_trl_head(model: Any, batch: Batch) -> Tensor:
 
 
 def masked(pairs: Pairs, exact: bool = False) -> Callable[[Any, Batch], Tensor]:
-    """Make a loss on plain logits with -inf outside the sets; `exact` uses a float32 head."""
+    """Make a loss on plain logits in which the ids that the sampler did not keep are -inf; with
+    `exact` the logits are float32."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
@@ -208,7 +213,8 @@ def timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def crossing(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
-    """Time the loss over K ids per token, and find the K with the time of the whole softmax."""
+    """Time the loss over K ids per token for several K, and find the K at which the loss over K ids
+    is as slow as the loss over the whole vocabulary."""
     vocabulary, targets = model.config.vocab_size, batch.labels[:, 1:]
     with torch.no_grad():
         hidden = model.base_model(input_ids=batch.ids).last_hidden_state[:, :-1]
@@ -236,7 +242,8 @@ def crossing(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
 
 
 def level(points: list[dict[str, float]], whole: float) -> float | None:
-    """Return the K with time `whole`, by linear interpolation; None if all points are faster."""
+    """Return the number of ids K at which the loss needs the time `whole`, by linear interpolation
+    between `points`; None if the loss is faster at all points."""
     for low, high in itertools.pairwise(points):
         if low["ms"] < whole <= high["ms"]:
             share = (whole - low["ms"]) / (high["ms"] - low["ms"])

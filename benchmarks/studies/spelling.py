@@ -1,8 +1,8 @@
 """A task of spelling words backward: problems, a letter tokenizer, and models with large logits.
 
 The standard deviation of the head's initial rows sets the size of the largest logit. Supervised
-training then teaches the task and keeps the size. Models and data are made locally, without a
-network.
+training teaches the model to spell words backward, and leaves the logits about as large as before.
+Models and data are made locally, without a network.
 
 B prompts or completions, P and C tokens of a prompt and of a completion, H hidden width, V
 vocabulary.
@@ -40,7 +40,7 @@ class Size:
     hidden: int = 512
     layers: int = 4
     heads: int = 8
-    vocabulary: int = 4096  # the task uses 15 tokens
+    vocabulary: int = 4096  # The spelling task uses 15 tokens.
     batch: int = 128
     steps: int = 1500
     learning_rate: float = 5e-4
@@ -81,7 +81,8 @@ def tokenizer() -> TokenizerFast:
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Return TRL rewards: the share of positions with the right letter; 1 for the reversed word."""
+    """Return the rewards for TRL: the fraction of letters of the answer that are right. The
+    reversed word has the reward 1."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, c, a)) / max(len(c), len(a)) for c, a in pairs]
 

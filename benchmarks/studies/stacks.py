@@ -14,9 +14,10 @@ runs start from one model with large logits that spells words backward (`spellin
 share a GPU. A finished run leaves a file; a restarted program makes only the missing runs.
 
 Recorded for each generation: the reward, and the mean over tokens of the sampler's log-prob minus
-the trainer's (an estimate of KL). Recorded for each step: the gradient's norm, and the share of
-tokens (GRPO) or sequences (GSPO) on the wrong side of the clip, compared with a float64 head on the
-stack's own hidden states and weights. Held-out problems are solved greedily before and after.
+the trainer's (an estimate of KL). For each step the study records the gradient's norm, and the
+fraction of tokens (GRPO) or sequences (GSPO) on the wrong side of the clip. The right side is
+computed in float64 from the hidden states and weights of the run. Before and after a training run,
+the model solves held-out problems by greedy decoding.
 """
 
 from __future__ import annotations
@@ -150,7 +151,9 @@ def watched(kind: type, run: Run) -> type:
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             generated = super()._generate(*args, **kwargs)
             if run.stack == "whole":
-                self._rows = None  # drops the sets but keeps the sampler's log-probs
+                # Without replay the loss ignores the kept ids, and still reads the sampler's
+                # log-probs.
+                self._rows = None
             return generated
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -324,7 +327,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
             if not lines:
                 continue
             columns = list(zip(*lines, strict=True))
-            each = results["steps"] / len(columns)  # steps from one value to the next
+            each = results["steps"] / len(columns)  # Number of steps between two plotted values.
             steps = [1 + each * i for i in range(len(columns))]
             color = f"C{list(STACKS).index(stack)}"
             mean = [statistics.fmean(c) for c in columns]
@@ -398,7 +401,9 @@ def main(argv: list[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         kinds = [
             (algorithm, stack, seed)
-            for seed in range(seeds)  # seeds in the outer loop: an unfinished study is comparable
+            # Seeds are the outer loop, so that an unfinished study has equal numbers of runs of
+            # each stack.
+            for seed in range(seeds)
             for algorithm in arguments.algorithms or list(rates)
             for stack in STUDIES[arguments.study]
         ]

@@ -1,4 +1,4 @@
-"""Host time at the start of a call, before the launch of the first large matrix product.
+"""CPU time that `head_loss` needs before it launches its first large matrix product.
 
 Page: benchmarks/NOTES.md.
 
@@ -6,10 +6,11 @@ Page: benchmarks/NOTES.md.
     torchrun --nproc-per-node 2 benchmarks/studies/start.py
 
 Each call begins on an idle GPU and is stopped at the launch of its first product. The study prints
-median host microseconds over many calls: from the call to its read of the device, the wait of the
-read, and from the read to the product. The study also counts tensor operations (without views)
-before and after the read. Under `torchrun` the head is a slice of the vocabulary, and rank 0
-reports. `--tiny` uses a size for a CPU.
+three CPU times in microseconds, as medians over many calls: from the start of the call to its first
+read of a device tensor, the wait of that read, and from the read to the launch of the product. The
+study also counts the tensor operations (without views) before and after the call's first read of a
+device tensor. Under `torchrun` the head is a slice of the vocabulary, and rank 0 reports. `--tiny`
+uses a size for a CPU.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ ROW = "{:34s} {:>10} {:>8} {:>12} {:>10} {:>10}"
 
 
 class Started(Exception):
-    """Raised at the launch of a call's first product."""
+    """Raised when a call launches its first matrix product."""
 
 
 class Marks(TorchDispatchMode):
-    """Times of a call's first read (start, end) and of its first product, with counts of
-    operations."""
+    """The times at which a call begins and ends its first read of a device tensor and launches its
+    first product, and the number of tensor operations between these times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +67,8 @@ class Marks(TorchDispatchMode):
 
 @contextmanager
 def watched(marks: Marks):
-    """Patch reads and the product to record `marks`; the product ends the call."""
+    """Patch `Tensor.tolist` and the logits product to record times in `marks`. The patched product
+    raises `Started`, which ends the call."""
     plain, read = products.PLAIN.logits, torch.Tensor.tolist
     product = triton_product.statistics_of
 
@@ -97,7 +99,7 @@ def watched(marks: Marks):
 
 
 def one(call, counted: bool, sync) -> Marks:
-    """Run one call up to its first product."""
+    """Run a call until it launches its first matrix product, and return the recorded times."""
     marks = Marks()
     sync()
     with watched(marks):
@@ -119,7 +121,7 @@ def one(call, counted: bool, sync) -> Marks:
 
 
 def row(name: str, call, sync) -> str:
-    """Return a line of the table."""
+    """Time a call many times, and return a line of the printed table."""
     for _ in range(5):
         one(call, False, sync)
     parts: list[list[float]] = [[], [], []]

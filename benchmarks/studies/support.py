@@ -6,10 +6,10 @@ Page: docs/support.md.
     python benchmarks/studies/support.py --quick                   # small, on a CPU
 
 For each distribution of ids, the study checks correctness first: log-probs, and hidden and weight
-gradients of a few tokens and columns, against float64. Then the study measures the time of forward
-and backward compared with the dense call, with a new batch and with a reused batch, the peak memory
-in excess of inputs and gradients, and each kernel alone (bytes of the gathered rows over time). An
-incorrect call gets no time.
+gradients of a few tokens and columns, against float64. For correct calls the study measures the
+time of forward and backward, compared with a call over the whole vocabulary, with a new batch in
+each call and with a reused batch. The study also measures the peak memory in excess of inputs and
+gradients, and the rate at which each kernel reads rows of the head. An incorrect call gets no time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from headloss.batch.support import SupportPairs
 from headloss.testing import trained_looking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-WORST = 1e-5  # allowed error of a log-prob
-GRADIENTS = 5e-3  # allowed relative error; bfloat16 rounds by 4e-3
+WORST = 1e-5  # The allowed error of a log-prob.
+GRADIENTS = 5e-3  # The allowed relative error of a gradient; bfloat16 rounds by 4e-3.
 
 
 def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
@@ -46,8 +46,8 @@ def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
     at = torch.rand(n, width, device=DEVICE)
     if kind == "skewed":
         at = at**6
-    # Ids are distinct: the j-th id lies in the j-th of `width` intervals, with short intervals
-    # first.
+    # To make a token's ids distinct, the vocabulary is cut into `width` intervals, the shorter
+    # intervals first, and the j-th id is drawn from the j-th interval.
     edges = (torch.arange(width + 1, device=DEVICE) / width) ** (4 if kind == "skewed" else 1)
     edges = (edges * (v - width)).long() + torch.arange(width + 1, device=DEVICE)
     ids = edges[:-1] + (at * (edges[1:] - edges[:-1])).long()
@@ -109,7 +109,9 @@ def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[
     advantages = batch.advantages.double()
 
     def slopes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return log-probs, dL/draw and ids [n, K] of the tokens `rows`; empty without support."""
+        """Return three [n, K] tensors for the n tokens `rows`: the log-probs of the support's ids,
+        the derivatives of the loss with respect to their logits, and the ids. For tokens without a
+        support the tensors are empty."""
         own = ids[rows]
         raw = torch.einsum("nkh,nh->nk", w[own.clamp_min(0)].double(), x[rows].double())
         log_p = raw.masked_fill(own < 0, -torch.inf).log_softmax(1)

@@ -31,12 +31,13 @@ SHAPES = {
     "frozen": replace(WIDE, trains=("hidden",)),
     "scores": replace(WIDE, trains=()),
 }
-GAP = 15.0  # microseconds: longer gaps are listed
+GAP = 15.0  # In microseconds: longer idle times of the GPU are listed.
 KINDS = {"gemm": ("gemm", "nvjet", "cutlass", "sm90_xmma"), "product": ("product_kernel",)}
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a kernel: a kind of product, or the kernel's own name."""
+    """Return "logits", "dX" or another name of the kernel's matrix product; for other kernels
+    return the kernel's own name."""
     for kind, words in KINDS.items():
         if any(word in name for word in words):
             return kind
@@ -65,7 +66,8 @@ def record(run, inputs) -> list[dict]:
 
 
 def report(title: str, events: list[dict]) -> None:
-    """Print the total time by kind of kernel, then the gaps."""
+    """Print the total time of each kind of kernel, and the idle times of the GPU between
+    kernels."""
     totals, counts = defaultdict(float), defaultdict(int)
     for e in events:
         totals[kind_of(e["name"])] += e["time"]

@@ -8,12 +8,14 @@ Page: docs/concepts.md.
 
 `time` measures GRPO on tokens like a trained model's: 60 % with p(y) > 0.99 (log-uniform 1 - p),
 the remaining tokens with realistic probabilities. Each question has eight answers; the advantages
-of a question with only right or only wrong answers are 0. Calls with each tolerance x alternate
-with the three dense products. The errors of dX and dW are relative to x = 0, and are shown with
-their bound and with the error of rounding a gradient to bfloat16.
+of a question with only right or only wrong answers are 0. Calls with tolerance x are timed
+alternately with the three matrix products of a call without a tolerance. The errors of dX and dW
+are differences from the gradients with tolerance 0, and are printed next to their bound and to the
+error of rounding a gradient to bfloat16.
 
 `curves` trains a small language model on a CPU until the model has memorised a source file and is
-certain of most tokens. All tolerances x share initial weights and batches.
+certain of most tokens. The training runs with different tolerances start from equal weights and
+read equal batches.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
 
 
 def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the left-out rows, each gradient's relative error, and the relative error bound."""
+    """Return the number of tokens that the tolerance leaves out, the relative error of each
+    gradient, and the relative error bound."""
     out = step(inputs, tolerance)
     measured, found = out.metrics.compute(), {}
     found["skipped_rows"] = measured.get("skipped_rows", 0.0)
@@ -74,7 +77,8 @@ def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[s
 
 
 def _norm(value: Tensor, less: Tensor | None = None) -> float:
-    """Return the norm of the difference, computed a few rows at a time."""
+    """Return the norm of the difference of two tensors, computed a few rows at a time to save
+    memory."""
     total = 0.0
     for rows in torch.arange(len(value), device=value.device).split(4096):
         part = value[rows].float()
@@ -93,7 +97,9 @@ def time_all(setting: Setting, device: torch.device, rounds: int) -> dict[str, A
         exact[name] = getattr(inputs, name).grad
     rows = [{"tolerance": x, **errors(inputs, x, exact)} for x in TOLERANCES]
     rounded = {name: _norm(g, g.to(torch.bfloat16)) / _norm(g) for name, g in exact.items()}
-    if setting.dtype == torch.bfloat16:  # already rounded: rms of half an ulp
+    # These gradients are already rounded, so that their error is not measured but estimated: it is
+    # uniform in half a unit in the last place.
+    if setting.dtype == torch.bfloat16:
         rounded = dict.fromkeys(exact, 2**-9 / 3**0.5)
     del exact
     limit = make_limit(setting, inputs)
@@ -209,7 +215,8 @@ def curve(tolerance: float, steps: int, every: int) -> dict[str, Any]:
 
 
 def plot(found: dict[str, Any], path: Path) -> None:
-    """Plot smoothed training losses, and the left-out rows."""
+    """Plot smoothed training losses, and the fraction of tokens that the gradient tolerance leaves
+    out."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,5 @@
-"""Trainer configurations, and their trainers: headloss's, stock TRL's, and two references.
+"""The configurations of the trainer comparison, and functions that build the trainer of headloss,
+of stock TRL, and of two references for a configuration.
 
 Completions are computed from the prompts, so that a run depends neither on the number of processes
 nor on the generator.
@@ -126,7 +127,7 @@ def pairwise(choices: dict[str, tuple[Any, ...]] = CHOICES, seed: int = 1) -> li
     return sorted(chosen, key=lambda c: [order[f.name][getattr(c, f.name)] for f in fields(c)])
 
 
-ZERO3 = (  # added to the pairs; needs DeepSpeed
+ZERO3 = (  # Cases in addition to the pairwise settings; they need DeepSpeed.
     Case(trainer="GSPO", wrapper="zero3", accumulation=2, then="resume"),
     Case(trainer="SFTTrainer", wrapper="zero3", precision="bf16", lora="body, head", tied=True),
 )
@@ -146,8 +147,9 @@ class Size:
     hidden: int
     layers: int
     vocabulary: int
-    completion: int  # most tokens of a completion; a prompt has at most a quarter
-    batch: int  # rows per process and step
+    # The largest number of tokens of a completion; a prompt has at most a quarter of it.
+    completion: int
+    batch: int  # Sequences in a step of one process.
 
 
 SMALL = Size(hidden=16, layers=2, vocabulary=120, completion=8, batch=2)
@@ -195,7 +197,8 @@ def save_model(size: Size, tied: bool, experts: bool, folder: Path) -> Path:
         scale = 2.0 / settings["initializer_range"] / size.hidden**0.5
         model.get_output_embeddings().weight.mul_(scale)
     path.parent.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path.with_suffix(".partial"))  # before ranks exist, so one process writes
+    # One process writes the model, before ranks exist.
+    model.save_pretrained(path.with_suffix(".partial"))
     path.with_suffix(".partial").rename(path)
     return path
 
@@ -263,7 +266,8 @@ AS_TRL = {  # TRL configuration fields equivalent to an algorithm
 
 @contextlib.contextmanager
 def launched(case: Case, processes: int = 2) -> Iterator[None]:
-    """Set the environment variables of an `accelerate launch` with the case's configuration."""
+    """Set the environment variables that `accelerate launch` would set for the distributed wrapper
+    and the precision of `case`."""
     mixed = "bf16" if case.precision == "bf16" else "no"
     given: dict[str, str] = {"ACCELERATE_MIXED_PRECISION": mixed}
     if case.wrapper == "zero3" and processes > 1:
@@ -341,7 +345,7 @@ def allow_sharding_on_cpus() -> None:
 
 
 def build(case: Case, kind: str, size: Size, folder: Path, processes: int, **options: Any) -> Any:
-    """Build a trainer inside `launched(case)`.
+    """Build a trainer for `case`; the caller has entered the context `launched(case)`.
 
     `kind` is "headloss", "trl", "logits" (full logits from the model's own forward) or "exact" (a
     float64 head).
@@ -423,7 +427,7 @@ def _settings(
         "gradient_checkpointing": case.checkpointing,
         "bf16": case.precision == "bf16",
         "use_cpu": not on_gpu and case.wrapper != "zero3",
-        "optim": "sgd",  # an SGD step equals the gradient
+        "optim": "sgd",  # With SGD, the change of the weights shows the gradient.
         "learning_rate": 0.05,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 1.0,
@@ -448,7 +452,8 @@ def _settings(
         "num_iterations": 2,
     }
     if case.trainer == "REINFORCE" and case.lora and case.wrapper.startswith("fsdp2"):
-        # Without generation, a reference pass with frozen adapters would be FSDP2's first forward.
+        # The reference policy needs a forward with frozen adapters. Without a generation before it,
+        # this forward would be the first under FSDP2, which fixes gradient dtypes there.
         shared["beta"] = 0.0
     if kind == "trl" or case.trainer == "GRPOTrainer":
         return trl.GRPOConfig(**shared, **AS_TRL.get(case.trainer, {"loss_type": "dapo"}))
@@ -463,7 +468,8 @@ def _settings(
 
 @contextlib.contextmanager
 def float64_head(on: bool) -> Iterator[None]:
-    """Replace passes by plain PyTorch on float64 logits, with unchanged hidden states and weights.
+    """Make headloss's trainers compute log-probs and losses by plain PyTorch on float64 logits;
+    hidden states and weights do not change.
 
     Under autocast, hidden states and weights are first cast to the autocast dtype.
     """

@@ -128,7 +128,7 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     kept = folder / "run"
     options: dict[str, Any] = {
         "max_steps": STEPS, "save_strategy": "steps", "save_steps": RESUMED,
-        "optim": "adamw_torch", "learning_rate": 1e-3,  # its state must be resumed
+        "optim": "adamw_torch", "learning_rate": 1e-3,  # AdamW has a state, which must be resumed.
     }  # fmt: skip
     _clear(kept)
     with launched(case):
@@ -142,7 +142,9 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     with launched(case):
         trainer = build(case, "headloss", size, folder, 2, **options)
         trainer.remove_callback(PrinterCallback)
-        set_seed(0)  # sets the data order; the checkpoint restores later random states
+        # The seed sets the order of the data; random states after the checkpoint come from the
+        # checkpoint.
+        set_seed(0)
         trainer.train(resume_from_checkpoint=str(kept / f"checkpoint-{RESUMED}"))
         got = [entry for entry in trainer.state.log_history if "loss" in entry]
         del trainer
@@ -150,7 +152,8 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     _clear(kept)
     assert len(got) == len(want) == STEPS
     found = differences(got[RESUMED:], want[RESUMED:])
-    return max(found["loss"], found["grad_norm"])  # TRL restarts its token count
+    # The token count is not compared, because TRL restarts it.
+    return max(found["loss"], found["grad_norm"])
 
 
 @contextlib.contextmanager
@@ -203,7 +206,8 @@ def gradient_apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
 
 
 def compare(case: Case, size: Size, folder: Path) -> dict[str, Any]:
-    """Return a row of the table, computed by both processes."""
+    """Run headloss's trainer and the reference trainer for a case, on both processes, and return
+    the differences as a row of the table."""
     found = {kind: run(case, kind, size, folder) for kind in ("headloss", case.reference)}
     mine, other = found["headloss"], found[case.reference]
     shared = differences(mine["logs"], other["logs"])
@@ -238,7 +242,7 @@ def compare(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     return row
 
 
-TOLERANCES = {  # for float32; bf16 runs are compared with a float64 head
+TOLERANCES = {  # For float32 runs; bf16 runs are compared with a run with a float64 head.
     "loss_apart": 1e-3,
     "grad_norm_apart": 1e-3,
     "metrics_apart": 5e-3,
@@ -248,10 +252,11 @@ TOLERANCES = {  # for float32; bf16 runs are compared with a float64 head
 
 
 def failures(case: Case, row: dict[str, Any]) -> list[str]:
-    """Return the names of the values of a row out of tolerance."""
+    """Return texts that name each value of the row whose error is larger than allowed."""
     found = []
     if case.precision == "float32" and case.experts:
-        # In later steps rounding may change the expert of a token, which changes all values.
+        # With experts only the first step is compared: in later steps rounding may send a token to
+        # another expert, which changes all values.
         first = ("first_apart", "gradient_apart")
         found += [f"{n} {row[n]:.1e}" for n in first if row.get(n, 0.0) > 1e-3]
     elif case.precision == "float32":

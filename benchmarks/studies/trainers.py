@@ -7,11 +7,12 @@ Page: docs/train.md.
     python benchmarks/studies/trainers.py --table
     ... --quick                                                   # tiny models, on the CPU
 
-All configurations (`trainer_cases.matrix`) run in one pair of processes, with new models for each
-run: headloss, the reference, in bf16 a float64 head, and in some cases an evaluation or a run
-resumed from a checkpoint. A restarted study continues after the last configuration. `--one-process`
-repeats the float32 configurations on the whole batch. On a machine with one GPU the two processes
-share the GPU with a smaller vocabulary, and times are meaningless.
+One pair of processes runs all configurations (`trainer_cases.matrix`), with new models for each
+run. Each configuration runs with headloss and with the reference trainer, and in bf16 also with a
+float64 head. Some configurations also run an evaluation, or a run that is resumed from a
+checkpoint. A restarted study continues after the last configuration. With `--one-process`, one
+process runs the float32 configurations on the batches of both processes together. On a machine with
+one GPU the two processes share the GPU with a smaller vocabulary, and times are meaningless.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch import distributed
 from trainer_cases import LARGE, SMALL, Case, Size, as_row, matrix, save_model
 from trainer_runs import apart, compare, failures, quiet, run
 
-NARROW = 16384  # vocabulary of two processes on one GPU
+NARROW = 16384  # Vocabulary size if two processes share one GPU.
 RESULTS = Path(__file__).parents[1] / "results"
 HEADINGS = {
     "loss_apart": "losses",
@@ -59,7 +60,7 @@ HEADINGS = {
 
 
 class Results:
-    """Rows by name of their case, in a file that is rewritten after each row."""
+    """Result rows by the name of their configuration. The file is written again after each row."""
 
     def __init__(self, path: Path, write: bool) -> None:
         self.path, self.write = path, write
@@ -80,7 +81,7 @@ class Results:
 
 
 def ordered(first: list[str]) -> list[Case]:
-    """Return all cases, with names that match a pattern of `first` in front."""
+    """Return all configurations; those whose name matches a pattern of `first` come first."""
     return sorted(matrix(), key=lambda case: not any(fnmatch(case.name, p) for p in first))
 
 
@@ -112,7 +113,7 @@ def two_processes(
 
 
 def one_process(results: Results, size: Size, folder: Path, began: float, limit: float) -> None:
-    """Run the float32 steps on the whole batch in one process.
+    """Run the float32 configurations in one process, on the batches of both processes together.
 
     Cases with experts are skipped: the routers' loss is a product of two means over a process's
         rows.
