@@ -1,5 +1,5 @@
 """Triton kernels for chosen columns of each token: their logits, and their elements in the gradient
-of a tile. The product kernels also read a chosen column, whose logit is the token's shift in exp(z
+of a tile. The matmul kernels also read the logit of one chosen column per token, the shift in exp(z
 - shift).
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K chosen columns of a
@@ -31,14 +31,15 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix, check_tile, gradient_inputs, matrix_of, scaling
 
-ROWS = 128  # Number of tokens per program of the kernel that writes targets.
+ROWS = 128  # Number of tokens per program of the kernel that writes gradients at targets.
 COLUMNS = 8
-TOKENS = 8  # Number of chosen columns of one token, or of tokens, that a program handles.
+# Number of tokens per program of `shifts_kernel`; `logits_kernel` has COLUMNS columns per program.
+TOKENS = 8
 
 
 class Shifts(NamedTuple):
-    """Operands of the kernel that computes shifts; `merge.Epilogue` documents `shift`, `more`,
-    `pitch`."""
+    """Operands of the kernel that computes one logit per token, the shift in exp(z - shift);
+    `shift`, `more` and `pitch` are as in `merge.Epilogue`."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -50,9 +51,9 @@ class Shifts(NamedTuple):
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
-    """Store each token's shift, which is the logit of one column, and the number of that column.
-    The shift's column is the target or, for a target outside of this slice of the vocabulary, an
-    arbitrary column."""
+    """Store each token's shift (the logit of one column, which exp(z - shift) subtracts) and the
+    index of this column. The column is the target's or, for a target outside of this slice of the
+    vocabulary, an arbitrary column."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
@@ -69,8 +70,8 @@ def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
 
 @triton.jit
 def shift_column(to, rows, inside):
-    """Return the number of the shift's column in this slice of the vocabulary, -1 beyond the last
-    token."""
+    """Return the index, in this vocabulary slice, of the column whose logit is the token's shift;
+    -1 beyond the last token."""
     bits = tl.load(to.more + to.pitch + rows, mask=inside, other=0.0)
     return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
 
@@ -183,13 +184,14 @@ def chosen_gradient_(
 def target_gradient_(
     tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
 ) -> None:
-    """Write the gradient at each target, to the digits of the target's log-prob: into a tile of x @
-    w.T, or at the given `columns` [n] of any tile."""
+    """Write the gradient at each token's target, accurate to the digits of the target's log-prob,
+    into `tile`. The element of a token is the target's column of x @ w.T or, for any tile, the
+    token's entry of `columns` [n]."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first
     raw = None
-    # The soft cap's slope needs z, because a log-prob does not determine z.
+    # The soft cap's derivative needs the raw logit, which the log-prob does not determine.
     if a.z.inner is not None:
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)

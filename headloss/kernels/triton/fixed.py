@@ -18,8 +18,10 @@ from .tiles import place_of
 
 ROWS = 128
 COLUMNS = 128
-BYTES = 128  # Bytes of a row that are multiplied at once.
-GROUP = tl.constexpr(8)  # Tiles of rows that share a tile of columns in the L2 cache.
+BYTES = 128  # Number of bytes of a row of `a` that one step over k multiplies.
+# Number of row tiles that are computed one after another with each column tile, so that the columns
+# of `b` stay in the L2 cache.
+GROUP = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -33,7 +35,7 @@ def fixed_product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    WIDE: tl.constexpr,  # True if the operands differ in dtype.
+    WIDE: tl.constexpr,  # True if `a` and `b` differ in dtype and are converted to float32.
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -69,7 +71,8 @@ def fixed_product(
     n, k = a.shape
     m = b.shape[1]
     add = out is not None
-    # Triton compiles one kernel per alignment of addresses: copy an unaligned operand.
+    # Copy an operand that does not begin at a multiple of 16 bytes, because Triton would compile a
+    # different kernel for it.
     if a.stride(1) != 1 or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out

@@ -1,5 +1,6 @@
-"""Formulas that the Triton kernels share: from raw logits to z and log p, and from log p to the
-gradient of the equation in `interface`. The types of kernel arguments are defined in records.py."""
+"""Formulas that the Triton kernels share: from raw logits to transformed logits z and log p, and
+from log p to the gradient dL/dz of the equation in the module `interface`. The types of kernel
+arguments are defined in records.py."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # The part of log2(e) that float32
 
 @triton.jit
 def tanh_and_slope(x):
-    """Return tanh(x) in float32 and its slope 1 - tanh(x)^2, which is accurate also where tanh(x)
-    rounds to 1. With e = exp(2|x|), tanh is +-(1 - 2/(1 + e)), or a Taylor series where the
-    difference would cancel, and the slope is 4e/(1 + e)^2. (x and -x are rounded alike, so errors
-    cancel in a mean.)"""
+    """Return tanh(x) in float32 and its derivative 1 - tanh(x)^2, which is accurate also where
+    tanh(x) rounds to 1. With e = exp(2|x|), tanh(|x|) is 1 - 2/(1 + e), or a Taylor series where
+    the difference would cancel, and the derivative is 4e/(1 + e)^2. (Since x and -x are rounded
+    alike, errors cancel in a mean.)"""
     s = x * x
     near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
     e = tl.exp2(tl.abs(x) * (2 * LOG2E))
@@ -33,14 +34,15 @@ def tanh_and_slope(x):
     else:
         share = 1 / share
     far = 1 - 2 * share
-    slope = 4 * share * (tl.minimum(e, 1e30) * share)  # If e overflows to inf, `share` is 0.
+    # If e = exp(2|x|) overflows to inf, `share` is 0, and the minimum avoids the NaN of inf * 0.
+    slope = 4 * share * (tl.minimum(e, 1e30) * share)
     return tl.where(s < 0.0625, x * near, tl.where(x < 0, -far, far)), slope
 
 
 @triton.jit
 def log2(x):
-    """Return log2(x) to 22 bits, by NVIDIA's `lg2.approx` instruction. A library's logarithm would
-    take ten times as long, and longer than the loads from memory."""
+    """Return log2(x) to 22 bits, by NVIDIA's `lg2.approx` instruction. The logarithm of CUDA's
+    library would take ten times as long, longer than the loads of logits from memory."""
     if not PTX:
         return tl.log2(x)
     return tl.inline_asm_elementwise(
@@ -95,7 +97,8 @@ def folded(tile, ROWS: tl.constexpr, HALVES: tl.constexpr):
 @triton.jit
 def per_row(value, z, row, inside=None):
     """Return `value` (the field `outer` or `factor` of a `LogitScaling`), divided by each token's
-    temperature if temperatures are per token. `inside` masks the rows that exist."""
+    temperature if temperatures are per token. If given, `inside` is the mask of the rows that
+    exist."""
     if z.temperature is not None:
         value = value / tl.load(z.temperature + row, inside, None if inside is None else 1.0)
     return value
@@ -103,7 +106,8 @@ def per_row(value, z, row, inside=None):
 
 @triton.jit
 def transformed(raw, z, outer):
-    """Return z of raw logits; `outer` is the result of `per_row(z.outer, ..)`."""
+    """Return transformed logits (after scale, soft cap and temperature) of raw logits; `outer` is
+    the result of `per_row(z.outer, ..)`."""
     x = raw.to(tl.float32)
     if z.inner is not None:
         x, _ = tanh_and_slope(x * z.inner)
@@ -114,10 +118,11 @@ def transformed(raw, z, outer):
 
 @triton.jit
 def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
-    """Return [WIDTH] dot products of rows of x and w [H] plus the bias of each column, 0 where not
-    `inside`. `x` and `w` are pointers to rows; one pointer `x` may serve every row of w. The
-    products are exact in float32 and summed in one order, 2 ** HALVES elements of H at once, so
-    that each result depends on the two rows alone."""
+    """Return [WIDTH] dot products of a row of x and a row of w, of H elements each, plus the bias
+    of each column; the dot product is 0 where `inside` is False. `x` and `w` are pointers to rows;
+    one pointer `x` may serve every row of w. The products of elements are exact in float32, and are
+    added in a fixed order, 2 ** HALVES elements of H at once, so that each result depends on its
+    two rows alone."""
     DEPTH: tl.constexpr = 1 << HALVES
     total = tl.zeros((DEPTH, WIDTH), tl.float32)
     for start in range(0, h, DEPTH):
@@ -133,16 +138,16 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr =
 
 @triton.jit
 def log_softmax(raw, z, outer, max_logit, log_sum):
-    """Return log p of raw logits, at least FLOOR. A log p above SURE becomes -log_sum, the log p of
-    the largest logit: recomputed logits may be rounded differently from the logits of the
-    statistics."""
+    """Return log p of raw logits, clamped to at least FLOOR (-1e4). A log p above SURE (-0.5) is
+    replaced by -log_sum, the log p of the largest logit, because recomputed logits may be rounded
+    differently from the logits of the statistics."""
     log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 
 
 @triton.jit
 def coefficient(pointer, row, inside=None):
-    """Return a token's gradient coefficient, or 0 where `pointer` is None."""
+    """Return a gradient coefficient of a token, or 0 if `pointer` is None."""
     value = 0.0
     if pointer is not None:
         value = tl.load(pointer + row, inside, None if inside is None else 0.0).to(tl.float32)
@@ -151,8 +156,9 @@ def coefficient(pointer, row, inside=None):
 
 @triton.jit
 def grad_z(p, log_p, at, c):
-    """Return dL/dz without the term c_target [j = y]. `at` is (c_prob, c_entropy, c_uniform); a
-    None field of `c`, a `SoftmaxCoefficients`, says that the coefficient is absent."""
+    """Return the gradient dL/dz of a column, without the term c_target that the target's column
+    adds. `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform). A field of `c`, a
+    `SoftmaxCoefficients`, is None if the coefficient is absent."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
@@ -164,7 +170,7 @@ def grad_z(p, log_p, at, c):
 
 @triton.jit
 def under_cap(g, raw, z):
-    """Return the gradient `g` times the slope of the soft cap at raw logits."""
+    """Return the gradient `g` times the derivative of the soft cap at raw logits."""
     if z.inner is not None:
         _, slope = tanh_and_slope(raw.to(tl.float32) * z.inner)
         g *= slope
@@ -173,16 +179,18 @@ def under_cap(g, raw, z):
 
 @triton.jit
 def under_cap_at(g, z, cap):
-    """Return the gradient `g` times the slope of the soft cap, computed from capped logits z where
-    raw logits are not available. The slope is accurate to the digits of cap - |z|."""
+    """Return the gradient `g` times the derivative of the soft cap, computed from capped logits z
+    where raw logits are not available. The derivative is only as accurate as the difference cap -
+    |z|."""
     size = tl.abs(z)
     return g * (tl.maximum(cap - size, 0.0) * (cap + size) / (cap * cap))
 
 
 @triton.jit
 def gradient_from_logp(log_p, slope, at, c):
-    """Return dL/dz of a column with a slope of its own, to the last digit of p, or of 1 - p near p
-    = 1."""
+    """Return the gradient dL/dz of a column from its log-prob, with the loss's derivative `slope`
+    with respect to this log-prob. The result is exact to the last digit of p or, near p = 1, of 1 -
+    p."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
     g = tl.where(log_p > SURE, at[0] * expm1(log_p) + (at[0] + slope), at[0] * p + slope)
@@ -195,23 +203,24 @@ def gradient_from_logp(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row):
-    """Return (c_prob, c_entropy, c_uniform) of a token, for `grad_z`."""
+    """Return the gradient coefficients (c_prob, c_entropy, c_uniform) of a token, as `grad_z` reads
+    them."""
     return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
 
 
 @triton.jit
 def normalizer_of(normalizer, row, inside=None):
-    """Return the normalizer (max_logit, log_sum) of one or several tokens; `inside` masks the
-    tokens below n."""
+    """Return the softmax normalizer (max_logit, log_sum) of one or several tokens; `inside`, if
+    given, is the mask of the tokens that exist."""
     max_logit = tl.load(normalizer.max_logit + row, inside, None if inside is None else 0.0)
     return max_logit, tl.load(normalizer.log_sum + row, inside, None if inside is None else 0.0)
 
 
 @triton.jit
 def token_of(a, row):
-    """Return the gradient's inputs of one token: `outer` and `factor` of the scaling, the
-    normalizer, the coefficients for `grad_z`, and the gradient at the target (0 where `a.logps` is
-    None)."""
+    """Return the inputs of one token's gradient: `outer` and `factor` of the logit scaling, the
+    normalizer (max_logit, log_sum), the gradient coefficients (c_prob, c_entropy, c_uniform), and
+    the gradient at the target (0 where `a.logps` is None)."""
     outer = per_row(a.z.outer, a.z, row)
     factor = per_row(a.z.factor, a.z, row)
     at = coefficients(a.c, row)
@@ -226,13 +235,13 @@ def token_of(a, row):
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
     """Return the online-softmax state (max_logit, sumexp_m1, entropy_sum) of a block of logits. A
-    block of -inf alone has no mass."""
+    block in which all logits are -inf has sumexp_m1 = -1."""
     max_logit = tl.max(z, 0)
     shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)
     top = (z == max_logit) & inside
-    # `sumexp_m1` leaves the term 1 of one largest logit out; further columns of equal logit add 1
-    # each.
+    # `sumexp_m1` leaves out the term exp(0) = 1 of one largest logit; each further column with an
+    # equal logit adds 1.
     sumexp_m1 = tl.sum(tl.where(top, 0.0, e), 0) + (tl.sum(top.to(tl.float32), 0) - 1)
     sumexp_m1 = tl.where(max_logit == float("-inf"), -1.0, sumexp_m1)
     entropy_sum = 0.0

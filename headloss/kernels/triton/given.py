@@ -1,9 +1,10 @@
 """Triton kernel for statistics and gradient of existing logits, read in place and in their own
 dtype.
 
-T rows of the packed batch, v columns of the vocabulary starting at `first`, z = transform(raw). Row
-t begins `offsets[t]` elements behind the first logit, so that padded, shifted and packed layouts
-need no copy. Rows without an offset are never read.
+The packed batch has T rows, the vocabulary slice has v columns starting at `first`, and z =
+transform(raw) are the logits after scale, soft cap and temperature. Row t begins `offsets[t]`
+elements behind the first logit, so that padded, shifted and packed layouts need no copy. Memory
+between rows, such as padding, is never read.
 
 A program walks along a row once for the statistics and, where coefficients are given, a second time
 for the gradient. In a launch with two passes, the second pass begins at the columns that the first
@@ -32,16 +33,16 @@ class Shape(NamedTuple):
 
     warps: int  # Warps of a program.
     turns: int = 16  # Rows that a program handles one after another.
-    registers: int | None = None  # Most registers of a thread.
+    registers: int | None = None  # Largest number of registers per thread.
 
 
-# Configurations by number of columns: the first key that is at most v applies.
+# Launch configurations by number of columns: the first entry whose key is at most v applies.
 SHAPES = {
     98304: Shape(warps=32, turns=4, registers=64),
     16384: Shape(warps=16, turns=4, registers=64),
     0: Shape(warps=4),
 }
-# For a launch with one pass over each row, for statistics or gradient.
+# Launch configuration for one pass over each row, for the statistics or the gradient alone.
 ONE_WALK = Shape(warps=16, turns=1)
 VECTOR = 16  # Bytes that a thread loads at once.
 
@@ -50,17 +51,17 @@ VECTOR = 16  # Bytes that a thread loads at once.
 
 
 class Given(NamedTuple):
-    """Operands of `given_kernel`; vectors are [T]."""
+    """Operands of `given_kernel`; a vector has an element for each of the T rows."""
 
-    offsets: Tensor  # Start of each row in the logits.
-    out_offsets: Tensor | None  # Start of each row in the gradient.
-    live: Tensor | None  # Bool; rows with False are not read, and their gradient is 0.
+    offsets: Tensor  # Start of each row in the memory of the logits, in elements.
+    out_offsets: Tensor | None  # Start of each row in the memory of the gradient, in elements.
+    live: Tensor | None  # Bool; a row with False is not read, and its gradient is 0.
     targets: Tensor
     z: LogitScaling
     normalizer: Normalizer | None
-    to: SoftmaxState | None  # Output statistics; None where `normalizer` is given.
-    # Gradient coefficients or, if the kernel computes statistics, the coefficients for an entropy
-    # of 0.
+    to: SoftmaxState | None  # Memory of the statistics; None if `normalizer` is given.
+    # Gradient coefficients. If the kernel computes statistics, these are the coefficients at an
+    # entropy of 0.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -68,8 +69,8 @@ class Given(NamedTuple):
 
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """Return a token's `softmax.Slope` (the loss gradient in closed form) as a tuple (rate, anchor,
-    low, high, sign) per summand."""
+    """Return the numbers (rate, anchor, low, high, sign) of a token's closed-form derivatives of
+    the loss (each a `softmax.Slope`), as one flat tuple."""
     numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row
@@ -80,7 +81,8 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
-    """Return dL/dlogp of a token, evaluated from the closed form that `slope_parts` loaded."""
+    """Return the loss's derivative with respect to a token's log-prob, evaluated from the closed
+    forms that `slope_parts` loaded."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
         rate = parts[5 * i]
@@ -109,7 +111,7 @@ def given_kernel(
     raw,
     of,
     first,
-    count,  # The number T of rows.
+    count,  # Number of rows T of the packed batch.
     v,
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -124,13 +126,13 @@ def given_kernel(
         x = raw + offset // ALIGNED * ALIGNED
         length = v
         if of.live is not None:
-            # Triton keeps the known divisors of v through this product.
+            # After a product with 0 or 1, Triton still knows the divisors of v.
             length = v * tl.load(of.live + row).to(tl.int32)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        if GRADIENT:  # Early loads hide their latency behind the statistics.
+        if GRADIENT:  # Load early, so that the statistics hide the latency of the loads.
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)
             at_prob, at_entropy, at_uniform = coefficients(of.c, row)
@@ -163,7 +165,8 @@ def given_kernel(
             at = at_prob * factor, at_entropy * factor, at_uniform * factor
             normalizer = max_logit, log_sum
             write_gradient(x, y, v, length, of.z, outer, normalizer, at, of.c, WIDTH, STATISTICS)
-            # A barrier is needed, because a different thread wrote the target's element.
+            # A barrier is needed, because a different thread has written the gradient at the
+            # target.
             tl.debug_barrier()
             if of.c.target is not None or SLOPES > 0:
                 g, bend = logit_gradient(target, mine, of.z, outer, normalizer, at, of.c)
@@ -209,7 +212,7 @@ def given_rows(walk: Walk, *, shape: Shape | None = None) -> SoftmaxState | None
 
 
 def shape_of(v: int, both: bool) -> Shape:
-    """Return the configuration for rows of v columns; `both`: the launch passes over each row
-    twice. Only NVIDIA's compilers accept `maxnreg`."""
+    """Return the launch configuration for rows of v columns; with `both`, a launch passes over each
+    row twice, for statistics and for the gradient. Only NVIDIA's compilers accept `maxnreg`."""
     shape = next(s for width, s in SHAPES.items() if v >= width) if both else ONE_WALK
     return shape._replace(registers=None) if torch.version.hip is not None else shape

@@ -2,9 +2,9 @@
 
 One warp loads slices of x and w into a ring buffer in shared memory. Two groups of four warps read
 the same slices of w, and each group multiplies half of the rows. Only the ring buffer synchronises
-the groups: while one group runs its epilogue, the other group multiplies slices that the ring still
-holds, so that the tensor cores do not wait. product.py has the portable Triton kernel, whose warps
-do all steps together.
+the two groups of warps. While one group runs its epilogue, the other group multiplies slices that
+the ring still holds, so that the tensor cores do not wait. The module product.py has the portable
+Triton kernel, whose warps do all steps together.
 
 x [n, H], w [v, H] and the output [n, v] are tensor descriptors.
 """
@@ -29,7 +29,7 @@ LOWEST = gl.constexpr(-1e20)  # Value of masked logits: below all logits, finite
 # Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
 AT_START = gl.constexpr(168)
 LOADING = gl.constexpr(24)  # Registers of a loading thread.
-# Registers of a multiplying thread, 128 of them for z.
+# Registers of a multiplying thread, 128 of them for its part of the tile of logits.
 MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
@@ -58,7 +58,8 @@ def following(stage, phase):
 @gluon.jit
 def new_ring(x, w):
     """Allocate the ring: slices of x and w in shared memory, and two barriers per slice. The
-    barrier `full` says that the slice is loaded; `empty` says that the slice may be overwritten."""
+    barrier `full` signals that a slice is loaded; the barrier `empty` signals that a slice may be
+    overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
@@ -73,7 +74,8 @@ def new_ring(x, w):
 
 @gluon.jit
 def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
-    """Load the slices of all tiles of this program, by one warp."""
+    """Load the slices of x and w for all tiles of this program; a single warp runs this
+    function."""
     xs, ws, full, empty = ring
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 1
@@ -90,8 +92,8 @@ def load(x, w, ring, n, v, h, PROGRAMS: gl.constexpr):
 
 @gluon.jit
 def multiplied(ring, stage, phase, h, WHO: gl.constexpr):
-    """Return x @ w.T of half a tile [64, 256]. A slice is released once the next slice's product
-    runs."""
+    """Return x @ w.T of half a tile [64, 256]. The memory of a slice is released once the
+    multiplication of the next slice runs."""
     xs, ws, full, empty = ring
     z = gl.zeros((HALF, WIDTH), gl.float32, accumulator_layout(WIDTH))
     for k in range(0, h, DEPTH):
@@ -120,7 +122,8 @@ def halves(z):
 
 @gluon.jit
 def write(part, to, out, first, block, WHO: gl.constexpr, PLACE: gl.constexpr):
-    """Store a part of the columns, through the next shared-memory buffer of this group."""
+    """Store a part of a tile's columns, through the next shared-memory buffer of this group of
+    warps."""
     buffer = out.index(WHO * BUFFERS + PLACE % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     buffer.store(part.to(to.dtype))
@@ -142,9 +145,10 @@ def each_half(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """Run four warps over the upper or lower half of each tile of the program. `LOAD` loads the
-    inputs of the epilogue before a tile's product. `END`, the epilogue, receives the product and
-    the loaded inputs, and writes to `to` through the buffers `out`."""
+    """Run four warps over the upper or lower half of each tile of the program. The function `LOAD`
+    loads the inputs of the epilogue before the multiplication of a tile. The function `END`, the
+    epilogue, receives a tile of logits and the loaded inputs, and writes its results to `to`
+    through the shared-memory buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -169,8 +173,8 @@ def each_tile(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """Run all warps of a program. `to` is a descriptor of the matrix that `END` writes in parts, or
-    None."""
+    """Run all warps of a program. `to` is the tensor descriptor of the matrix that the epilogue
+    `END` writes, or None."""
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
@@ -189,14 +193,15 @@ def each_tile(
 
 @gluon.jit
 def rows_of(first, n, PART: gl.constexpr):
-    """Return the rows of half a tile, and the mask of the rows that exist."""
+    """Return the row indices of half a tile, and the mask of the rows below n."""
     rows = first + gl.arange(0, HALF, gl.SliceLayout(1, accumulator_layout(PART)))
     return rows, rows < n
 
 
 @gluon.jit
 def load_for_sums(pointers, first, block, n):
-    """Load each row's factor and shift, and the column of the block whose logit is the shift."""
+    """Load each row's logit factor and shift (the logit that exp(z - shift) subtracts), and the
+    shift's column relative to the block."""
     of, _ = pointers
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)
@@ -206,8 +211,8 @@ def load_for_sums(pointers, first, block, n):
 
 @gluon.jit
 def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.constexpr):
-    """Store the sums over a tile's columns for the statistics and, with `exp_tile`, the exp
-    logits."""
+    """Store the sums over a tile's columns from which the statistics follow and, with `exp_tile`,
+    exp(z - shift) of the logits z."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, shift, column = loaded
@@ -218,7 +223,7 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
     z = biased(z, of.z, block * WIDTH + columns, v)
     if of.z.inner is not None:
         z, _ = tanh_and_slope(z * of.z.inner)
-    if logit_sums is not None:  # Columns beyond v hold 0 and do not change the sum.
+    if logit_sums is not None:  # Logits of columns beyond v are 0 and do not change the sum.
         logit_sum = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
         gl.store(logit_sums + place, logit_sum * factor, mask=inside)
     if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
@@ -266,8 +271,8 @@ def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constex
 
 @gluon.jit
 def load_for_gradient(a, first, block, n):
-    """Load for each row the scale and the shift of log p in units of log 2, and the
-    coefficients."""
+    """Load the inputs of each row's gradient: the factor and the offset that turn a logit into log2
+    p, and the gradient coefficients."""
     rows, inside = rows_of(first, n, PART)
     none = gl.zeros_like(rows, dtype=gl.float32)
     outer = per_row(none + a.z.outer, a.z, rows, inside)
@@ -283,7 +288,8 @@ def load_for_gradient(a, first, block, n):
 
 @gluon.jit
 def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """Store the gradient of a tile of logits without the term c_target at the targets."""
+    """Store the gradient of a tile of logits, without the term c_target in the columns of the
+    targets."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, block * WIDTH + columns, v)

@@ -1,13 +1,14 @@
 """Triton kernels for the gradient, from a tile [n, v] of logits or of e = exp(z - shift) in bf16.
 
-Programs go through memory in ascending order. An `Order` (a permutation of rows) moves the rows
-with a gradient to the front: row i is computed from row order.rows[i], so that later products read
-dense rows. Rows may be reordered in the tile's memory, because no program reads a row that is
-already overwritten.
+The GPU programs of a launch go through the tile's memory in ascending order. An `Order` (a
+permutation of rows) moves the rows with a gradient to the front: row i is computed from row
+order.rows[i], so that later products read dense rows. Rows may be reordered in the tile's memory,
+because no program reads a row that is already overwritten.
 
-With c_target and c_prob alone and no soft cap, p_j c_prob is a multiple s of e_j for all columns of
-a token. The kernel then replaces only the target's e, and the matrix products include the
-multiples: dX = s (E @ W), dW = E.T @ (s X).
+If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient p_j
+c_prob in a column j is s e_j, where the factor s is equal for all columns of a token. The kernel
+then replaces only e at the target, and the matmuls with the weight W and the hidden states X
+include the factor s of each token: dX = s (E @ W), dW = E.T @ (s X), where E holds the numbers e.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import Matrix, gradient_inputs, matrix_of
 
-LEAST = tl.constexpr(1e-37)  # A normal number, whose logarithm is finite.
+# Lower limit of e = exp(z - shift) before the logarithm, which is then finite.
+LEAST = tl.constexpr(1e-37)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -49,7 +51,7 @@ def gradient_kernel(
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Programs per row; a single program per row would take a tenth longer.
+    # Number of programs per row; with one program per row, the kernel would take a tenth longer.
     programs = tl.cdiv(v, SPAN)
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
@@ -70,7 +72,8 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # The gradient is e (level + slope log2 e); the target's element is written afterwards.
+        # The gradient in a column is e (level + slope log2 e), where e = exp(z - shift); the
+        # element of the target is overwritten afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2
@@ -86,7 +89,8 @@ def gradient_kernel(
                 g += at[2] * factor
             tl.store(out + columns, g.to(out.dtype.element_ty), mask=inside)
         if a.logps is not None:
-            # A barrier is needed, because a different thread wrote the target's element.
+            # A barrier is needed, because a different thread has written the gradient at the
+            # target.
             tl.debug_barrier()
             in_span = (target >= begin) & (target < end)
             g = target_gradient * factor
@@ -107,7 +111,8 @@ def gradient_kernel(
                 g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
                 if a.shifts is not None:
-                    # The target's exp logit may be 0, from which z cannot be computed.
+                    # Use the target's log-prob, because exp(z - shift) of the target may be 0, from
+                    # which z cannot be computed.
                     if a.logps is not None:
                         log_p = tl.where(columns == target, target_log_p, log_p)
                     g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
@@ -127,8 +132,8 @@ launch_gradient = Launcher(gradient_kernel, num_warps=4)
 def logit_gradient_(
     raw: Tensor, backward: Backward, *, order: Order | None = None, shifts: Tensor | None = None
 ) -> Tensor:
-    """Return dL/draw of the tile `raw`; with `shifts`, `raw` holds exp logits in place of
-    logits."""
+    """Return the gradient of the raw logits in the tile `raw`; with `shifts`, `raw` holds exp(z -
+    shift) in place of the logits."""
     records.check_tile("raw", raw)
     n, v = raw.shape
     out = records.narrowed(raw, backward)
@@ -137,14 +142,15 @@ def logit_gradient_(
         a = a._replace(tile=matrix_of(raw), to=matrix_of(out), order=order, shifts=shifts)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
-        # Rows converted in place to a narrower dtype are not split.
+        # A row that is converted in place to a narrower dtype belongs to a single program.
         span = 1 << 30 if overlap else 2 * block
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), a, backward.first, v, **options)
     return out
 
 
-# Least |s| / |c_target|, at which the row's other elements are negligible.
+# Smallest ratio |s| / |c_target| of a row's factor s of exp(z - shift); at this ratio, all elements
+# of the row but the target's are negligible.
 SMALLEST = tl.constexpr(2.0**-90)
 
 
@@ -177,7 +183,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # Copy from a source row that no GPU program overwrites.
+    else:  # Copy the row from its source, which no GPU program overwrites.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels by `kernel[grid](...)`, over a one-dimensional grid of programs.
+"""Launches of Triton kernels over a one-dimensional grid of programs.
 
 Triton recompiles a kernel when an integer argument becomes 1 or a multiple of 16, or when a
-tensor's address becomes a multiple of 16 bytes. Kernels therefore name arguments that vary with the
-number of tokens in `do_not_specialize`, and vectors of tokens begin at multiples of 16 bytes: no
-number of tokens recompiles a kernel.
+tensor's address becomes a multiple of 16 bytes. Kernels therefore list arguments that vary with the
+number of tokens in `do_not_specialize`, and vectors of tokens begin at multiples of 16 bytes, so
+that no number of tokens recompiles a kernel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def cdiv(n: int, step: int) -> int:
-    """Return n / step, rounded up. (`triton.cdiv` also runs in kernels, and takes ten
-    microseconds.)"""
+    """Return n / step, rounded up. (`triton.cdiv` can also be called in a kernel, but costs ten
+    microseconds in Python.)"""
     return -(-n // step)
 
 
@@ -43,10 +43,12 @@ class Launcher:
 
     launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants) on
     the device of the first tensor and that device's current stream. Arguments are tensors, numbers
-    and records (`records`); the first argument is a tensor, or a record that begins with a tensor.
+    and named tuples (see `records`); the first argument is a tensor, or a named tuple that begins
+    with a tensor.
 
     Args:
-        tiles: block shapes by argument name: these tensors reach the kernel as descriptors.
+        tiles: block shapes by argument name; the tensors with these names are passed to the kernel
+            as tensor descriptors.
     """
 
     def __init__(self, kernel: Any, *, tiles: dict[str, TileShape] | None = None, **options: Any):

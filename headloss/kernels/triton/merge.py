@@ -2,13 +2,14 @@
 product or over the ranks of a sharded vocabulary.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
-blocks, recomputes tokens whose shift is far below their largest logit, sets the exp logit of each
-shift's own column to 1, and applies the formulas of `softmax.finish`.
+blocks, recomputes tokens whose shift (the logit that exp(z - shift) subtracts) is far below their
+largest logit, stores exp(z - shift) = 1 in the column of the shift, and applies the formulas of
+`softmax.finish`.
 
-A token's numbers depend neither on n nor on the token's position. The order of a Triton reduction
-depends on the layout, and the layout depends on the divisors of addresses; therefore sums are
-folded in halves. No kernel is compiled for a value of n, so that all sizes run the same
-instructions.
+The results of a token depend neither on the number n of tokens nor on the token's position. The
+order of a Triton reduction depends on the layout, and the layout depends on the divisors of
+addresses; therefore sums are folded in halves. No kernel is compiled for a particular number n of
+tokens, so that all numbers of tokens run the same instructions.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, p
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 
-# Bound of a token's sum of exp logits; a larger sum means that the shift is too small.
+# Largest sum of a token's exp(z - shift); a larger sum means that the shift is too small.
 FAR = tl.constexpr(2.0**80)
 ROWS = 16  # Tokens of a program.
 
 
 class Flags(NamedTuple):
-    """Flags of the statistics, in their order: 1 for a wanted statistic, else None."""
+    """Flags of the statistics, in the order of `STATISTICS`: 1 for a wanted statistic, else
+    None."""
 
     logp: int | None
     lse: int | None
@@ -45,26 +47,30 @@ class Flags(NamedTuple):
 class Epilogue(NamedTuple):
     """Operands of a product's epilogue, which sums over the columns of a tile."""
 
-    shift: Tensor  # Logit of one column, subtracted before exp, [n].
-    # Shape [2, pitch]: target's logit (-inf for a target outside the slice), bits of the shift's
-    # column number.
+    shift: Tensor  # Logit of one column per token, which is subtracted before exp, [n].
+    # Shape [2, pitch]: the target's logit (-inf for a target outside of the slice), and the column
+    # of the shift, as the bits of an int32.
     more: Tensor
-    parts: Tensor  # Shape [.., blocks, pitch], of n tokens, see `parts_of`.
-    pitch: int  # Row length of `parts` and `more`; a multiple of 16 aligns every row for any n.
+    # Partial sums [.., blocks, pitch] of each token over blocks of columns, see `parts_of`.
+    parts: Tensor
+    # Row length of `parts` and `more`: n rounded up to a multiple of 16, so that every row is
+    # aligned.
+    pitch: int
     stride: int  # Stride between parts in elements, blocks * pitch.
     z: LogitScaling | None
     flags: Flags
 
 
 class Merge(NamedTuple):
-    """Operands of the kernel that merges a product's blocks. The results follow `epilogue.more` in
-    memory, as the rows that `measured` or `partials_of` reads."""
+    """Operands of the kernel that merges a product's blocks. The results are stored after
+    `epilogue.more` in memory, in rows that `measured` or `partials_of` reads."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
     exp_tile: Matrix | None  # Exp logits [n, v].
     z: LogitScaling
-    partials: int | None  # Flag: 1 to store partial sums in place of finished statistics.
+    # 1: store partial sums (an online-softmax state); None: store finished statistics.
+    partials: int | None
     epilogue: Epilogue
 
 
@@ -83,7 +89,7 @@ def summed_again(
     x, w, w_stride, exp_tile, v, h, z, outer, ENTROPY: tl.constexpr, WRITES: tl.constexpr
 ):
     """Return max_logit, sumexp_m1 and entropy_sum of one token from recomputed logits. With
-    `WRITES`, store the token's exp logits in `exp_tile`."""
+    `WRITES`, also store exp(z - max_logit) of the token's logits in `exp_tile`."""
     # Number of logits recomputed at once, in steps of 2 ** 7 elements of H.
     COLUMNS: tl.constexpr = 64
     x += tl.zeros((1,), tl.int64)
@@ -112,9 +118,9 @@ def summed_again(
 def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
     """Write the normalizer and the statistics, as computed by `softmax.finish`, to rows of `out`.
 
-    `highest` is the pair of the normalizer's largest logit and the sumexp_m1 relative to this
-    largest logit. Statistics come from `sums`, so that their bits do not depend on whether top1 is
-    wanted.
+    `highest` is the pair (largest logit, sumexp_m1 relative to the largest logit), from which the
+    normalizer is computed. The statistics are computed from `sums`, so that the bits of the
+    statistics do not depend on whether top1 is wanted.
     """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
@@ -140,7 +146,8 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
-    """Merge the blocks of a `Merge`; `vocabulary` is the number of columns of all ranks."""
+    """Merge the sums over the column blocks of a matmul, for the operands `of` (a `Merge`);
+    `vocabulary` is the number of columns of all ranks."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # Number of blocks of a product that are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -208,7 +215,8 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
 
     max_logit = shift
     above = sumexp_m1
-    # Rescale the sums from the shift to the largest logit; nothing changes if the two are equal.
+    # Convert the sums of exp(z - shift) to sums of exp(z - largest logit); if the shift is the
+    # largest logit, nothing changes.
     if TOP1:
         max_logit = tl.maximum(tl.max(max_tile, 0), shift)
         log_scale = shift - max_logit
@@ -263,8 +271,8 @@ def merge_kernel(
         log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
         scale = exp(log_scale)
         mass = 1 + sumexp_m1_of_rank
-        # Leave the largest term out of one slice's sum alone, even if several slices hold an equal
-        # logit.
+        # Leave the largest term out of the sum only once, even if the slices of several ranks
+        # contain an equal largest logit.
         sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top
         if flags.entropy:
@@ -294,7 +302,7 @@ def names(needs: frozenset[str]) -> list[str]:
 
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
-    """Return the rows that `write_statistics` wrote as a `Measured`."""
+    """Return a `Measured` of the rows that `write_statistics` wrote."""
     max_logit, log_sum, *statistics = rows
     by_name: Any = dict(zip(names(needs), statistics, strict=True))
     return Measured(Statistics(**by_name), Normalizer(max_logit, log_sum))

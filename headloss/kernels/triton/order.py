@@ -1,5 +1,5 @@
-"""Triton kernel that computes an order of rows with kept rows first, on the device, so that the
-host queues later kernels without waiting for the number of kept rows."""
+"""Triton kernel that computes an order of rows with kept rows first, on the device, so that the CPU
+queues later kernels without waiting for the number of kept rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interface import Order
 from .launch import Launcher
 
-BLOCK = 2048  # Rows that are ranked at once.
+BLOCK = 2048  # Number of rows that the kernel handles at once.
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
         rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
         placed += tl.sum(gap.to(tl.int32), 0)
-    # A barrier is needed, because threads read gaps that different threads wrote.
+    # A barrier is needed, because each thread reads gaps that different threads have written.
     tl.debug_barrier()
     placed = 0
     for start in range(total, n, BLOCK):

@@ -1,9 +1,11 @@
 """Triton kernels for full-distribution distillation: divergences of student and teacher, and the
-part of the gradient that comes from divergences. See `kernels.pair` for the formulas.
+part of the gradient that comes from divergences. The module `kernels.pair` documents the formulas
+of the divergences.
 
-n tokens, v columns, K stored tokens. One program per row. The gradient of the objective's remaining
-terms follows from four coefficients per token (`SoftmaxCoefficients`) and is added in the same
-step: the student's tile is read once, and the gradient is written once, in the tile's memory.
+n tokens, v columns, K stored tokens. One program per row. One launch computes the gradient of a
+divergence and adds the gradient of all further terms of the objective, which follows from the
+gradient coefficients (`SoftmaxCoefficients`). The student's tile is read once, and the gradient is
+written once, in the tile's memory.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ from .formulas import (
 from .launch import Launcher
 from .records import NO_INPUTS, WARPS, BlockedColumns, LogitScaling, Matrix
 
-BLOCK = 2048  # Most columns of each of two tiles that a program handles at once.
+# Largest number of columns, of the student's and of the teacher's tile, that a program handles at
+# once.
+BLOCK = 2048
 
 
 class Softmax(NamedTuple):
-    """Kernel arguments to compute log p from raw logits of the student or the teacher."""
+    """Kernel arguments of a student's or teacher's softmax, by which log p is computed from raw
+    logits."""
 
     z: LogitScaling | None
     normalizer: Normalizer | None  # Shape [n].
@@ -59,21 +64,25 @@ class Teacher(NamedTuple):
 
     softmax: Softmax
     tile: Matrix
-    rows: Tensor | None  # Teacher's row of each student row, [n]; None: equal rows.
+    # Teacher row of each student row, [n]; None: row i of the student has row i of the teacher.
+    rows: Tensor | None
 
 
 class Part(NamedTuple):
-    """Operands of the gradient of a divergence or of a stored top-k."""
+    """Operands of the kernel for the gradient of divergences or of a stored top-k."""
 
-    student: Softmax  # For a stored top-k: the softmax over the tokens that are not stored.
-    # Shape [n, K]. For a stored top-k [n]: dL/d log-sum-exp of the tokens that are not stored.
+    student: Softmax  # With a stored top-k, the softmax over all columns that are not stored.
+    # Mean slopes [n, K] of K divergences. With a stored top-k, the derivative [n] of the loss with
+    # respect to the log-sum-exp over the columns that are not stored.
     mean_slope: Tensor
     weight: Tensor | None = None  # Weights [n, K] of K divergences.
     log_acceptance: Tensor | None = None  # Shape [n].
     teacher: Teacher | None = None
     stored: BlockedColumns | None = None
-    slopes: Tensor | None = None  # Slopes d/dz at the stored tokens, [n, K].
-    extra: Tensor | None = None  # Gradient of other terms, to be added, [n, v], contiguous.
+    # Derivatives of the loss with respect to the logits z of the stored columns, [n, K].
+    slopes: Tensor | None = None
+    # Gradient [n, v] of further terms, contiguous, which the kernel adds.
+    extra: Tensor | None = None
 
 
 @triton.jit
@@ -97,7 +106,8 @@ def against_mixture(log_q, log_p, beta):
 
 @triton.jit
 def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
-    """Return d divergence / dp of a block, up to a constant, for any kind but forward_kl."""
+    """Return the derivative of a divergence with respect to p, up to a constant, for a block of
+    columns and any kind but forward_kl."""
     if KIND == "total_variation":
         s = tl.where(log_p > log_q, 0.5, tl.where(log_p < log_q, -0.5, 0.0))
     elif KIND == "reverse_kl":
@@ -115,8 +125,8 @@ def slope_in_p(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def shares(log_q, log_p, beta, KIND: tl.constexpr):
-    """Return each column's summand of the divergence and of the divergence's mean slope, for a
-    block of columns."""
+    """Return each column's summand of a divergence and of the divergence's mean slope (the sum of p
+    times the derivative in p), for a block of columns."""
     if KIND == "forward_kl":
         value = tl.exp(log_q) * (log_q - log_p)
         mean_slope = tl.zeros_like(value)
@@ -140,7 +150,7 @@ def shares(log_q, log_p, beta, KIND: tl.constexpr):
 
 @triton.jit
 def accepted(log_q, log_p, e):
-    """Return `e` where p is less than q, half of `e` where p and q are equal, else 0."""
+    """Return `e` where p < q, half of `e` where p = q, and 0 where p > q."""
     return tl.where(log_p < log_q, e, tl.where(log_p == log_q, 0.5 * e, 0.0))
 
 
@@ -157,13 +167,14 @@ def divergence_kernel(
     raw,  # Raw logits, a `Matrix`.
     teacher,  # A `Teacher`.
     student,  # A `Softmax`.
-    kinds,  # A tuple of K `Kind`.
-    to,  # Values and mean slopes, [n, K, 2].
+    kinds,  # Tuple with a `Kind` for each of K measures.
+    to,  # Output: the value and the mean slope of each measure, [n, K, 2].
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # A power of two, at least 2 K.
-    ACCEPTANCE: tl.constexpr,  # Index of the log-acceptance among the K measures; K if absent.
+    LANES: tl.constexpr,  # Number of sums in a vector: a power of two, at least 2 K.
+    # Index of the log-acceptance among the K measures; K if the call measures no log-acceptance.
+    ACCEPTANCE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x = raw.data + row * raw.stride
@@ -208,7 +219,7 @@ launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 
 def softmax(side: Distribution | None) -> Softmax:
-    """Return the `Softmax` of a distribution; NO_SIDE for None."""
+    """Return the `Softmax` (kernel arguments) of a distribution; NO_SIDE for None."""
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
@@ -218,7 +229,8 @@ def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
 
 
 def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
-    """Return a `Kind` per divergence measure, and the kernel constants K and ACCEPTANCE."""
+    """Return a `Kind` for each measure, and two kernel constants: K, the number of measures, and
+    ACCEPTANCE, the index of the log-acceptance or K."""
     names = [measure.kind for measure in measures]
     place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
     kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)
@@ -247,8 +259,8 @@ def pair_gradient_kernel(
     tile,  # Raw logits, a `Matrix`.
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
-    a,  # `GradientInputs` of the remaining terms, or NO_INPUTS.
-    kinds,  # A tuple of K `Kind`, empty for a stored top-k.
+    a,  # `GradientInputs` of all further terms of the objective, or NO_INPUTS.
+    kinds,  # Tuple with a `Kind` for each of K divergences; empty for a stored top-k.
     first,
     v,
     BLOCK: tl.constexpr,
@@ -309,7 +321,8 @@ def pair_gradient_kernel(
                     g += weight * (p * (slope - pivot))
             g = tl.where(alive == 0, 0.0, g)  # Rows with weights of 0 may hold any logits.
         if a.targets is not None:
-            # The tanh is computed once, because both transforms have an equal soft cap.
+            # Both transforms have the same soft cap, so that the tanh of a logit is computed only
+            # once.
             if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:

@@ -1,20 +1,20 @@
 """Triton kernels for the logits product whose epilogue computes statistics or the gradient, so that
 no logits are written.
 
-The epilogue reduces the float32 accumulator of each tile on the spot. The shift in e = exp(z -
-shift) is the logit of one column per token, computed beforehand: the target's logit, where the
-target lies in this slice. Therefore the epilogue need not compute the largest logit of a row. The
-sums leave out the term e = 1 of the shift's column, so that a likely target's log-prob keeps its
-digits.
+The epilogue sums over each tile of float32 logits while the tile is in registers. The shift in e =
+exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit, where
+the target lies in this slice. Since the shift is known beforehand, the epilogue need not compute
+the largest logit of a row. The sums leave out the column of the shift, where e = exp(z - shift) is
+1, so that the log-prob of a likely target keeps its digits.
 
 On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
-With `exp_tile`, e is written in bf16. bf16 has the exponents of float32, so that any shift is good
-enough that is not far below the largest logit. Tokens whose shift is far below the largest logit
-are summed again, token by token.
+With `exp_tile`, e = exp(z - shift) is written in bf16, which has the exponent range of float32.
+Therefore any shift is good enough that is not far below the token's largest logit. A token whose
+shift is far below its largest logit is summed again, from recomputed logits.
 
-Once the softmax's normalizer is known, the gradient's epilogue turns the product of a *slab* (a
-slice of vocabulary columns) into dL/draw before anything is written.
+Once the softmax normalizer is known, a second kernel recomputes the logits in a slice of the
+vocabulary, and its epilogue writes the gradient of the logits in place of the logits.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ from .tiles import (
 )
 from .versions import overlaps
 
-LEAST_SCALE = 1e-9  # Least scale for gluon.py, which masks logits before scaling.
-# A finite number whose exp2 is 0: the product e * LOWEST is 0, not NaN.
+# Smallest scale of logits that gluon.py serves, because gluon.py masks logits before scaling.
+LEAST_SCALE = 1e-9
+# Finite logit of masked columns, whose exp2 is 0: the product 0 * LOWEST is 0, not NaN.
 LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def sums(z, log2_shift, ENTROPY: tl.constexpr):
-    """Return e, sum e and sum e (z - shift) of each row; the last sum is in units of log 2."""
+    """Return e = exp(z - shift), the sum of e, and the sum of e (z - shift) in units of log 2, of
+    each row."""
     below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
@@ -68,8 +70,8 @@ def sums(z, log2_shift, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sum_tile(z, m, block, exp_tile, of, n, v):
-    """Store the sums over a tile's columns and, with `exp_tile`, exp logits: the epilogue of
-    statistics."""
+    """Store the sums over a tile's columns, as the epilogue for statistics; with `exp_tile`, also
+    store exp(z - shift) of the logits z."""
     sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
@@ -87,11 +89,14 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    if of.flags.top1:  # Leave out the shift's own logit, which was summed in another order.
+    # Leave out the logit of the shift's column, because the shift was summed over H in a different
+    # order.
+    if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    # The sums over two halves of a tile have equal bits with and without `exp_tile`.
+    # Sum two halves of a tile also without `exp_tile`, so that `exp_tile` does not change the bits
+    # of the sums.
     left, right = halves(z)
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
@@ -123,21 +128,22 @@ def in_gluon() -> Any:
 
 
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Launcher:
-    """Return the launcher of the product's kernel; with `holds`, the kernel writes exp logits."""
+    """Return the launcher of the matmul kernel for statistics; with `holds`, the kernel also writes
+    exp(z - shift) of the logits z."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_exp if holds else in_gluon().launch_product  # type: ignore
     return launch_exp if holds else launch_product
 
 
 def accelerated(x: Tensor) -> bool:
-    """Return True if the GPU has a tensor memory accelerator and room for tiles, or in the
-    interpreter."""
+    """Return True if the GPU has a tensor memory accelerator and enough shared memory for the
+    tiles, or if kernels run in Triton's interpreter."""
     return not x.is_cuda or has_accelerator(x.device)
 
 
 def bias_of(x: Tensor) -> float:
-    """Return the rounding bias of an accumulator of products of x; 0 for float32, which is
-    multiplied without tensor cores."""
+    """Return the relative rounding error of tensor-core sums of products with x (see
+    `accumulator_bias`); 0 for float32, which is multiplied without tensor cores."""
     return accumulator_bias(x.device, x.shape[1]) if x.element_size() == 2 else 0.0
 
 
@@ -155,7 +161,7 @@ def can_fuse(x: Tensor, w: Tensor) -> bool:
 
 
 def check_operands(x: Tensor, w: Tensor) -> None:
-    """Raise ValueError where `can_fuse` is False."""
+    """Raise ValueError if `can_fuse` rejects the operands x and w."""
     if not can_fuse(x, w):
         raise ValueError(
             f"x {tuple(x.shape)} {x.dtype} and w {tuple(w.shape)} {w.dtype} need 16-bit elements, "
@@ -189,8 +195,9 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return the rows that `measured` reads or, without `vocabulary`, the rows that `partials_of`
-    reads. `sweep` is (number of blocks, function that sums the blocks) and replaces the product."""
+    """Return result rows for `measured` or, if `vocabulary` is None, for `partials_of`. `sweep` is
+    a pair (number of column blocks, function that computes the sums over the blocks) and replaces
+    the matmul kernel."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]
@@ -228,7 +235,7 @@ def statistics_of(
 
 @triton.jit
 def of_rows(pointer, rows, inside, factor):
-    """Return a vector of coefficients as [BM, 1], times dz/draw."""
+    """Return one gradient coefficient of each row, times `factor` (dz/draw), as a tile [BM, 1]."""
     values = tl.zeros(rows.shape, tl.float32)
     if pointer is not None:
         values = tl.load(pointer + rows, mask=inside, other=0.0).to(tl.float32) * factor
@@ -237,7 +244,7 @@ def of_rows(pointer, rows, inside, factor):
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """Return dL/draw of a block of logits without the term c_target at the targets."""
+    """Return the gradient of a block of raw logits, without the term c_target at the targets."""
     log_p = transformed(raw, a.z, outer) - lse
     return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 
@@ -276,7 +283,7 @@ def product_gradient(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
     check_operands(x, w)
     n, h = x.shape
     v = len(w)
-    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # Rows of whole 16 bytes.
+    out = x.new_empty(n, 8 * cdiv(v, 8))[:, :v]  # Pad each row to a multiple of 16 bytes.
     if n:
         z = scaling(backward.transform, accumulator_bias(x.device, h))
         of = gradient_inputs(backward)._replace(z=z)

@@ -1,9 +1,9 @@
 """Named tuples of kernel arguments (*records*), and the checks before a launch.
 
 A record is one kernel argument with only the fields that the kernel reads, because every tensor
-adds a microsecond to a launch. A field that is None, or 1, is known when the kernel is compiled, at
-no cost to the launch; a `tl.constexpr` would cost two microseconds. Kernels compare fields with
-None, not records: Triton 3.6 cannot compare a record that contains a None.
+adds a microsecond to a launch. A field that is None or 1 is known when the kernel is compiled, at
+no cost to the launch, while a `tl.constexpr` field would cost two microseconds. Kernels compare
+fields with None, not records: Triton 3.6 cannot compare a record that contains a None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...statistics.softmax import Normalizer, SoftmaxCoefficients, SoftmaxState
 from ..interface import Backward, Order, partials_of
 from ..transform import Transform
 
-BLOCK = 4096  # Most columns that a program handles at once.
+BLOCK = 4096  # Largest number of columns that a GPU program handles at once.
 WARPS = 8
 
 
@@ -40,52 +40,59 @@ class Strided(NamedTuple):
 
 
 class LogitScaling(NamedTuple):
-    """Scaling of logits: z = tanh(raw * inner) * outer under a soft cap, else raw * outer; dz/draw
-    = factor, times the soft cap's own slope. See `formulas.transformed`."""
+    """Scaling from raw logits to logits z: z = tanh(raw * inner) * outer with a soft cap, else raw
+    * outer; the derivative dz/draw is `factor`, times the derivative of tanh if there is a soft
+    cap. See `formulas.transformed`."""
 
     inner: float | None
     outer: float
     factor: float
-    # Temperatures [n] by which `outer` and `factor` must still be divided.
+    # Temperature of each token [n], by which kernels still divide `outer` and `factor`.
     temperature: Tensor | None
-    same: int | None  # Flag: 1 if z is raw.
+    same: int | None  # Flag: 1 if z equals the raw logits, else None.
     restore: float | None = None  # Factor of a product before the bias, see `scaling`.
     bias: Tensor | None = None  # Bias [v] of a product.
 
 
 class GradientInputs(NamedTuple):
-    """Kernel arguments for the gradient that a `Backward` (interface.py) describes."""
+    """Kernel arguments for the gradient of the logits, made from a `Backward` (interface.py)."""
 
-    targets: Tensor | None  # Shape [n], like every vector here.
+    targets: Tensor | None  # Shape [n], as of every vector below.
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: SoftmaxCoefficients
-    logps: Tensor | None  # Log-probs of the targets; None: targets have no slope of their own.
+    logps: Tensor | None  # Log-probs of the targets; None if the coefficient c_target is absent.
     to: Matrix | None = None  # The gradient [n, v].
-    order: Order | None = None  # Order of the rows of `to`.
-    tile: Matrix | None = None  # Raw logits or exp logits, [n, v].
-    shifts: Tensor | None = None  # Shifts of exp logits, [n].
-    # Factor [n] of each row of `to`, left to the matrix products.
+    order: Order | None = None  # Order of the rows of the matrix `to`.
+    tile: Matrix | None = None  # Raw logits or exp(z - shift), [n, v].
+    shifts: Tensor | None = None  # Shift [n] of each row, if `tile` holds exp(z - shift).
+    # Factors [n] of the rows of `to`, by which later matmuls multiply the rows.
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    column_slopes: Matrix | None = None  # None: the slope is the target's coefficient.
-    column_raw: Tensor | None = None  # Raw logits [n] of a single chosen column.
+    # Derivatives of the loss with respect to `column_logps`; None: the coefficient c_target.
+    column_slopes: Matrix | None = None
+    # Raw logit [n] of the chosen column, if each token has a single one.
+    column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
     features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
-    least: Tensor | None = None  # Sizes [n]; no absolute multiple may be far below its size.
+    # Sizes [n]; the absolute value of a row's entry of `multiples` must not be far below the row's
+    # size.
+    least: Tensor | None = None
 
 
 class BlockedColumns(NamedTuple):
     """Columns of each row of a tile, for kernels that walk along a row in blocks."""
 
-    places: Matrix  # Ascending columns [n, K]; some may lie outside of the tile.
-    bounds: Matrix  # Shape [n, blocks + 1]: block b holds places[bounds[b]:bounds[b + 1]].
+    # Column indices [n, K] within the tile, in ascending order; some may lie outside of the tile.
+    places: Matrix
+    # Bounds [n, blocks + 1]: a row's block b has the columns places[bounds[b]:bounds[b + 1]].
+    bounds: Matrix
 
 
 def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
-    """Return the columns [n, K] of a tile of width v by block, and the order [n, K] that sorts the
-    columns."""
+    """Return a `BlockedColumns` for the columns [n, K] of a tile with v columns, in blocks of
+    `block` columns, and the order [n, K] that sorts the columns of each row."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
@@ -101,8 +108,8 @@ def strided(matrix: Tensor) -> Strided:
 
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
-    """Return the scaling of raw logits. `lost` is the share of its size that a product loses by
-    rounding (`accumulator_bias`)."""
+    """Return the scaling of raw logits. `lost` is the fraction of its size that a logit loses to
+    the rounding of the tensor cores (see `accumulator_bias`)."""
     temperature = transform.temperature
     bias = transform.bias
     cap = transform.softcap
@@ -136,7 +143,8 @@ def gradient_inputs(backward: Backward) -> GradientInputs:
 
 
 def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
-    """Return contiguous coefficients: an objective's slopes may be columns of a matrix."""
+    """Return contiguous gradient coefficients; coefficients that an objective computes may be
+    columns of a matrix."""
     return SoftmaxCoefficients(*[t if t is None else t.contiguous() for t in c])
 
 
@@ -177,6 +185,6 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """Return a view [n, v] of the tile's memory in a narrower dtype, which fills each row's
-    front."""
+    """Return a view [n, v] of the tile's memory in the narrower dtype `backward.dtype`; each row of
+    the view begins at a row of the tile."""
     return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

@@ -1,5 +1,5 @@
-"""Triton kernels that multiply rows by one factor, or by a factor per row. A further kernel
-multiplies accumulated sums by one factor and rounds the sums to the gradients' dtypes."""
+"""Triton kernels that multiply rows by one factor, or by a factor per row. A second kernel
+multiplies gradient sums by one factor and rounds the products to the dtypes of the gradients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from .records import Matrix, programs_on
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Programs per multiprocessor that scale rows.
 WIDEST = 4096  # Elements that a program scales at once.
-MOST_PROGRAMS = 132 * 8  # Largest number of programs of a launch whose factor may turn out to be 1.
+# Largest number of programs of a launch, so that a launch whose factor turns out to be 1 ends
+# quickly.
+MOST_PROGRAMS = 132 * 8
 
 
 class Moves(NamedTuple):
-    """Rows of x that are multiplied by a factor per row, or by a common factor, and written to rows
-    of out. `source` and `places` are the rows to read and to write; None means the first n rows."""
+    """Operands of a kernel that multiplies rows of x by a factor per row, or by one common factor,
+    and writes the products to rows of out. `source` and `places` are the rows to read and to write;
+    None means the first n rows."""
 
     x: Matrix
     out: Matrix
     scale: Tensor | None  # Shape [n].
-    factor: Tensor | None  # Scalar []; a factor of 1 leaves the rows alone.
+    factor: Tensor | None  # Scalar []; with a factor of 1, the kernel changes no row.
     source: Tensor | None
     places: Tensor | None
 
@@ -60,8 +63,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # Only the device knows whether the factor is 1; then no row is read, and a launch of few
-    # programs ends quickly.
+    # The CPU does not know the factor. If the factor is 1, no row is read, and the few programs of
+    # the launch end quickly.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1
@@ -85,12 +88,12 @@ def scaled_rows(
 
 
 class Scaled(NamedTuple):
-    """A sum and the tensor of its gradient, which is the sum's own tensor where the dtypes
-    agree."""
+    """A gradient sum and the tensor for the scaled gradient; the two are one tensor if they have
+    the same dtype."""
 
     value: Tensor
     out: Tensor
-    size: int  # Number of elements, per row where rows have factors.
+    size: int  # Number of elements of the sum or, with `rows`, of each row.
     rows: Tensor | None  # Factors of rows, [n].
 
 

@@ -20,13 +20,14 @@ from .formulas import block_partials, merged, per_row, store_partials, transform
 from .launch import Launcher
 from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
-NARROW = 2048  # Most columns at once for a program that leaves columns out.
+# Largest number of columns at once for a program that leaves columns out (`without`).
+NARROW = 2048
 
 
 class PartialsInputs(NamedTuple):
     """Operands of `partials_kernel`."""
 
-    raw: Matrix  # With a support: logits [P] of all rows.
+    raw: Matrix  # Raw logits [n, v]; with `support`, the raw logits [P] of the pairs of all rows.
     to: SoftmaxState
     targets: Tensor | None  # Shape [n].
     without: BlockedColumns | None

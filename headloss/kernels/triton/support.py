@@ -1,11 +1,11 @@
-"""Triton kernels for a softmax over a support (a set of columns per token): logits, statistics, the
-logits' gradient, and its products with weight and hidden states.
+"""Triton kernels for a softmax over a set of allowed columns per token: logits, statistics, the
+gradient of the logits, and the products of this gradient with weight and hidden states.
 
-n tokens, P pairs of a token and a column, H hidden width. Matrices are `Strided`; raw logits,
+n tokens, P pairs (token, allowed column), H hidden width. Matrices are `Strided`; raw logits,
 values and gradients of pairs are [P]. One GPU program serves one token or, for the weight gradient,
-one column. Rows of the weight are gathered twice and rows of the hidden states once, 2PH bytes each
-time in 16 bits. A program has many loads in flight, so that memory or L2 limits the speed, and dot
-products need no tensor cores.
+one column. For all pairs, rows of the weight are gathered twice and rows of the hidden states once,
+2PH bytes each time in a 16-bit dtype. A program has many loads in flight, so that the bandwidth of
+memory or of L2 limits the speed; tensor cores would not make the dot products faster.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from .launch import Launcher, cdiv
 from .records import Matrix, block_width, empty_partials, gradient_inputs, scaling, strided
 from .statistics import PartialsInputs, columns_at, partials_kernel
 
-PAIRS = 128  # Pairs whose logits a program handles at once.
+PAIRS = 128  # Number of pairs (token, column) that a program handles at once.
 ROWS = 16
 DEPTH = 256  # Elements of a weight row that a program holds while it computes logits.
 SUMMED = 8
-WIDTH = 1024  # A program sums SUMMED rows of WIDTH columns at once: a thread holds all SUMMED rows.
+# A program sums SUMMED rows of WIDTH columns at once; each thread holds a part of all SUMMED rows.
+WIDTH = 1024
 # Pairs that a program sums if some tokens have many pairs; a second kernel adds the sums.
 PIECE = 512
 
@@ -47,7 +48,8 @@ def logits_kernel(
         column, present = columns_at(support, at, end)
         total = tl.zeros((ROWS, DEPTH), tl.float32)
         rows = w.data + column[:, None] * w.stride
-        # Skip blocks without a column in the window: padding lies at the end of a token's pairs.
+        # Skip a block of pairs without a column in the window of columns: such a block is padding
+        # at the end of a token's pairs.
         for k in range(0, h * tl.max(present.to(tl.int32), 0), DEPTH):
             depth = k + tl.arange(0, DEPTH)
             a = tl.load(x.data + token * x.stride + depth * x.step, mask=depth < h, other=0.0)
@@ -108,7 +110,7 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    out = torch.zeros_like(raw)  # A pair beyond the last offset belongs to no token.
+    out = torch.zeros_like(raw)  # Zeros, because a pair beyond the last offset belongs to no token.
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
         launch_gradient(len(backward.targets), raw, out, support, a, BLOCK=PAIRS)
@@ -122,16 +124,16 @@ class Pieces(NamedTuple):
     """Pieces (at most PIECE consecutive pairs of one token): token t has pieces ends[t - 1] to
     ends[t]."""
 
-    tokens: Tensor  # Token of each piece, [M]; n for an unused piece.
+    tokens: Tensor  # Token of each of M pieces; n for an unused piece.
     ends: Tensor  # Shape [n].
-    # Running count of pieces, like `ends`, but only of tokens with several pieces, [n].
+    # Running count of the pieces of all tokens with several pieces, [n].
     cut_ends: Tensor
-    cut: Tensor  # Tokens with several pieces, [R]; n for an unused element.
+    cut: Tensor  # Tokens with several pieces, [R]; n for an unused entry of `cut`.
 
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
-    """Cut each token's pairs into pieces of at most PIECE pairs, `count` pairs in all; with
-    `every`, a token without pairs has one empty piece."""
+    """Cut each token's pairs (token, column), `count` in all, into pieces of at most PIECE pairs.
+    With `every`, a token without pairs has one empty piece."""
     n = len(starts) - 1
     device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
@@ -161,7 +163,8 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 @triton.jit
 def count_of(ends, token):
-    """Return the end of a token's range of pieces (runs of at most PIECE pairs) and its length."""
+    """Return the end of a token's range of pieces (runs of at most PIECE pairs), and the number of
+    pieces in the range."""
     end = tl.load(ends + token)
     return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
 
@@ -179,8 +182,9 @@ def gathered(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the sum over pairs `begin` to `end` of value times row, in columns `depth`. Without
-    `WINDOW`, every pair has a row."""
+    """Return the sum over the pairs `begin` to `end` of the pair's value times the pair's row of
+    `rows`, in the columns `depth`. Without `WINDOW`, every pair (token, column) lies in the window
+    of columns."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
@@ -202,11 +206,11 @@ def sums_kernel(
     support,
     rows,
     out,
-    pieces,  # A `Pieces` record, or None.
-    sums,  # Sums [.., h] of pieces of tokens with several pieces.
+    pieces,  # `Pieces` of the tokens' pairs, or None.
+    sums,  # Sum [.., h] of each piece, for tokens with several pieces.
     h,
     n,
-    blocks,  # Blocks of a row, a program each if `pieces` is None.
+    blocks,  # Number of column blocks per row; if `pieces` is None, each block has its own program.
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -221,8 +225,8 @@ def sums_kernel(
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
-        # One program sums a whole row: to find a piece's pairs takes longer than to sum a part of a
-        # row.
+        # One program sums a whole row, because finding the pairs of a piece takes longer than
+        # summing a part of a row.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)
@@ -245,7 +249,7 @@ def pieces_kernel(
     out,
     h,
     n,
-    count,  # The number R of tokens with several pieces.
+    count,  # Number R of tokens with several pieces.
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -285,8 +289,8 @@ def support_sums(
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
-    # A token with several pieces has more than PIECE pairs, so at most twice as many pieces as full
-    # pieces.
+    # A token with several pieces has more than PIECE pairs, so that it has at most twice as many
+    # pieces as full pieces (of PIECE pairs).
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
     # A token has at most len(rows) pairs, because a token's ids are distinct.

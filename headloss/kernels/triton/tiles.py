@@ -1,7 +1,8 @@
 """Loop over the tiles of a product x @ w.T, for kernels with an epilogue per tile.
 
-n tokens, v columns, H hidden width. A fixed set of programs reads through the tensor memory
-accelerator. `EPILOGUE` is the function that receives each finished tile.
+n tokens, v columns, H hidden width. A fixed number of GPU programs computes all tiles, and reads x
+and w through the tensor memory accelerator. The argument `EPILOGUE` is a function that a kernel
+calls with each finished tile.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .versions import capability
 
 ROWS = 128
 WIDTH = 256
-DEPTH = 64  # Slice of H that is loaded at once.
+DEPTH = 64  # Number of elements of H that one step loads.
 WARPS = 8
 STAGES = 4
 # Shared memory of a program in bytes: all stages, and half a tile that is being stored.
@@ -29,7 +30,8 @@ BK = tl.constexpr(DEPTH)
 
 @triton.jit
 def place_of(tile, tiles_m, blocks, GROUP: tl.constexpr = 16):
-    """Return row and column of a tile; GROUP rows of tiles share a column of w in the L2 cache."""
+    """Return the row and the column of a tile; GROUP rows of tiles read the same rows of w one
+    after another, from the L2 cache."""
     group = tile // (GROUP * blocks)
     size = min(tiles_m - group * GROUP, GROUP)
     return group * GROUP + tile % size, (tile % (GROUP * blocks)) // size
@@ -44,8 +46,8 @@ def halves(z):
 
 @triton.jit
 def biased(z, of, columns, v):
-    """Return a tile plus the bias of its columns, where a bias is given; 0 is added beyond column
-    v."""
+    """Return a tile plus the bias of each column, if there is a bias; columns from v on get no
+    bias."""
     if of.restore is not None:
         z *= of.restore
     if of.bias is not None:
@@ -56,8 +58,8 @@ def biased(z, of, columns, v):
 @triton.jit
 def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
     """Multiply x [n, H] by w.T [H, v] tile by tile, and call `EPILOGUE` on each float32 tile. The
-    epilogue writes to `out` and reads its operands from `of`. `x`, `w` and `out` are descriptors;
-    `out` may be None."""
+    function `EPILOGUE` writes its results to `out` and reads its operands from `of`. `x`, `w` and
+    `out` are descriptors; `out` may be None."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):

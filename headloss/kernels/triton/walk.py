@@ -2,9 +2,10 @@
 its gradient. A NaN logit gives a NaN result.
 
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
-`to` holds the wanted sums, z is a LogitScaling, `normalizer` is (max_logit, log_sum). `at` is
-(c_prob, c_entropy, c_uniform), times dz/draw without the soft cap; None fields of c mark absent
-coefficients.
+`to` is a `SoftmaxState` (a field is None if its sum is not wanted), z is a `LogitScaling`, and
+`normalizer` is (max_logit, log_sum). `at` holds the gradient coefficients (c_prob, c_entropy,
+c_uniform), each times dz/draw without the soft cap's derivative; a field of `c` is None if the
+coefficient is absent.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import triton.language as tl
 
 from .formulas import FLOOR, LOG2E, grad_z, transformed, under_cap
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # Finite, so that no difference of maxima is NaN.
+# Smallest float32 number, used in place of -inf so that no difference of two maxima is NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def logits_of(raw, inside, z, outer):
-    """Return the transformed logits z, with -inf at columns beyond the row's end."""
+    """Return the transformed logits (after scale, soft cap and temperature), with -inf at columns
+    beyond the end of the row."""
     if z.same is not None:
         return raw.to(tl.float32)
     else:
@@ -55,12 +58,13 @@ def smaller(a, b):
 
 @triton.jit
 def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
-    """Return (max_logit, sumexp_m1, entropy_sum) of a row, merged from the online-softmax states of
-    WIDTH lanes."""
+    """Return (max_logit, sumexp_m1, entropy_sum) of a row of logits, merged from the online-softmax
+    states of WIDTH vector lanes."""
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # `sumexp_m1` leaves the term 1 of one largest logit out; lanes with an equal logit add 1 each.
+    # `sumexp_m1` leaves out the term exp(0) = 1 of one largest logit; each further lane with an
+    # equal logit adds 1.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -74,11 +78,11 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
 
 @triton.jit
 def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
-    """Return the partial statistics of a row. Each of WIDTH lanes has a state until the end of the
-    row, so that no lanes exchange values during the walk.
+    """Return the partial statistics of a row. Each of WIDTH vector lanes keeps an online-softmax
+    state until the end of the row, so that lanes exchange no values during the pass.
 
-    A lane keeps its largest logit apart: the larger of two values stays the maximum, and the
-    smaller value is summed.
+    The sum of a lane leaves out the lane's largest logit: of two logits, the larger becomes the
+    maximum, and the exponential of the smaller is added to the sum.
     """
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
@@ -117,8 +121,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
-    """Return dL/draw of a block of a row's logits, without the term c_target at the target, and the
-    soft cap's slope."""
+    """Return the gradient of the raw logits in a block of a row, without the term c_target at the
+    target, and the derivative of the soft cap."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
@@ -136,8 +140,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the gradient of a row without the term c_target at the target, from the last columns to
-    the first."""
+    """Write the gradient of a row of logits, without the term c_target at the target, in steps from
+    the last columns to the first."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
