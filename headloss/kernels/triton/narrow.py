@@ -3,23 +3,22 @@ keys and values, and tiles of logits stay on the chip.
 
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
 the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
-loops over the rows of the other matrix. The forward pass gives a token's statistics and, on
-request, the sums
+loops over the rows of the other matrix. The forward pass computes a token's statistics and, on
+request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j but one, where w_j is row j
+of the weight, and `shift` is the logit z of the column left out, as in product.py. The hidden
+gradient follows from this sum if c_target and c_prob are the only gradient coefficients. The
+gradient kernel recomputes each tile of logits, turns the tile into its gradient, and multiplies the
+gradient at once by the hidden states (for the weight) or by the weight (for the hidden states).
 
-    sums = sum_j exp(z_j - shift) dz_j/draw_j w_j    over all columns but the shift's own.
+The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
+already fill a GPU. The results of the parts are added in a fixed order, so that a token's result
+never depends on other tokens. A table marks the tiles that need a mask: tiles with a token's shift
+or target, and tiles at the end of the vocabulary.
 
-The hidden gradient follows from these sums if c_target and c_prob are the only coefficients. The
-gradient's sweep recomputes each tile as its gradient and multiplies the tile on the spot: by hidden
-states for the weight's gradient, by the weight for the hidden gradient of any coefficients.
-
-The shift is the logit of one column per token, as in product.py. The vocabulary is cut into PARTS
-parts, so that few tokens already fill a GPU. The parts' sums are added in a fixed order, so that a
-token's result never depends on other tokens. A table marks the tiles that need a mask: tiles with
-the column of a shift or target, and tiles that contain the end of the vocabulary.
-
-In the weight's sweep a vector of tokens lies along the columns of a tile, and a thread reads many
-elements of the vector. With c_target and c_prob alone a single vector is enough: |c_prob| p =
-exp2(z log2 e + log2 |c_prob| - log2 sum exp z), with tokens of c_prob < 0 before all other tokens.
+For the weight's gradient, a vector of tokens lies along the columns of a tile, and a thread reads
+many elements of the vector. If c_target and c_prob are the only gradient coefficients, the kernel
+needs a single vector, because |c_prob| p = exp2(z log2 e + log2 |c_prob| - log2 sum exp z); tokens
+with c_prob < 0 come before all other tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is
 
 
 # Numbers to tune on a device (benchmarks/studies/narrow.py), by padded hidden width: rows and
-# columns of a tile, warps and stages of a sweep whose programs hold tokens, or columns.
+# columns of a tile, warps and stages. Programs own tokens (TOKENS) or columns (COLUMNS).
 TOKENS = {64: (128, 64, 4, 3), 128: (64, 128, 4, 3), 256: (128, 64, 8, 3)}
 COLUMNS = {64: (64, 128, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
 SMALL = (32, 32, 4, 1)  # For float32.
@@ -68,11 +67,11 @@ class Tokens(NamedTuple):
     """Inputs of the gradient by token, padded to whole tiles."""
 
     column: Tensor  # Target's column in this slice or -1, [n].
-    target: Tensor  # Gradient dL/draw at the target, [n].
-    log2_sumexp: Tensor  # Log2 of sum exp z, [n]; with a `border`, less log2 |c_prob|.
+    target: Tensor  # Gradient of the target's raw logit, [n].
+    log2_sumexp: Tensor  # Log2 of sum exp z, [n]; minus log2 |c_prob| if `border` is given.
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    border: Tensor | None  # First token with c_prob >= 0, []; None: `c` has coefficients.
+    border: Tensor | None  # Index [] of the first token with c_prob >= 0; None: kernels read `c`.
 
 
 @triton.jit
@@ -97,8 +96,8 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def place_of(marks, count, length, cut: tl.constexpr):
-    """Return a program's first row, the number of its vocabulary part, the part's first and last
-    tile, and the marks of tiles that need a mask."""
+    """Return a program's first row, its part of the vocabulary, the part's first and last tile, and
+    a pointer to the marks of tiles that need a mask."""
     blocks, tiles = tl.cdiv(count, cut.stationary), tl.cdiv(length, cut.streamed)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block = tl.program_id(0) % blocks
@@ -121,18 +120,18 @@ def capped(raw, columns, z, v):
 
 @triton.jit(do_not_specialize=["n"])
 def narrow_sums_kernel(
-    stationary,  # Hidden states x [n, H], as `lines` reads a matrix.
+    stationary,  # Hidden states x [n, H], a `Matrix` or a tensor descriptor.
     streamed,  # Weight w [v, H].
-    marks,  # Matrix [blocks of rows, tiles + 1].
-    of,  # An `Epilogue`, whose blocks are the vocabulary's parts.
-    sums,  # Matrix [parts * n, H] float32, or None.
+    marks,  # Matrix of bytes, not 0 for a tile that needs a mask.
+    of,  # An `Epilogue`, whose column blocks are the parts of the vocabulary.
+    sums,  # Output [parts * n, H] float32, a sum per vocabulary part and token; or None.
     n,
     v,
     cut: tl.constexpr,
 ):
     ROWS: tl.constexpr = cut.stationary
     DEPTH: tl.constexpr = cut.depth
-    LANES: tl.constexpr = 8  # Partial sums per row that are joined at the end.
+    LANES: tl.constexpr = 8  # Number of partial sums per row, which are added at the end.
     FOLDED: tl.constexpr = (ROWS, cut.streamed // LANES, LANES)
     first, part, start, stop, mark = place_of(marks, n, v, cut)
     rows = first + tl.arange(0, cut.stationary)
@@ -149,7 +148,7 @@ def narrow_sums_kernel(
         b = lines(streamed, tile * cut.streamed, v, cut.streamed, cut)
         columns = (tile * cut.streamed + tl.arange(0, cut.streamed))[None, :]
         z, slope = capped(tl.dot(a, b.T, input_precision="ieee"), columns, of.z, v)
-        if of.flags.mean:  # Columns beyond v hold 0 and do not change the sum.
+        if of.flags.mean:  # Logits of columns beyond v are 0 and do not change the sum.
             logit_sum += tl.sum(tl.reshape(z * outer, FOLDED), 1)
         below = z * (outer * LOG2E) - (shift * LOG2E)[:, None]
         if marked != 0:
@@ -181,8 +180,8 @@ def narrow_sums_kernel(
 
 @triton.jit
 def tile_gradient(raw, tokens, columns, marked, a, v):
-    """Return dL/draw of a tile. The shapes of `tokens` and `columns` are [stationary, 1] and
-    [1, streamed], or [1, streamed] and [stationary, 1]."""
+    """Return the gradient of the raw logits in a tile. The indices `tokens` run along one dimension
+    of the tile, and the indices `columns` run along the other dimension."""
     z, slope = capped(raw, columns, a.z, v)
     log2_p = z * per_row(a.z.outer * LOG2E, a.z, tokens) - tl.load(a.log2_sumexp + tokens)
     g = tl.exp2(log2_p)
@@ -203,10 +202,10 @@ def narrow_gradient_kernel(
     stationary,  # Shape [count, H].
     streamed,  # Shape [length, H].
     marks,
-    out,  # Matrix [parts * count, H], or None.
-    bias,  # Sums of each column's gradient, [count] float32, or None.
-    factor,  # Factor [] of `out`, not of `bias`, or None.
-    some,  # Mask [count] of the rows to write; None writes all rows.
+    out,  # Output [parts * count, H], a gradient per vocabulary part; or None.
+    bias,  # Output [count] float32, each column's sum of the gradient over tokens; or None.
+    factor,  # Scalar that multiplies `out` but not `bias`, or None.
+    some,  # Mask [count] of the rows of `out` that are written; None: write all rows.
     a,  # A `Tokens` record.
     count,
     length,
@@ -268,9 +267,10 @@ def _sweep(
     *arguments: Any,
     **constants: Any,
 ) -> None:
-    """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the head's
-    shape alone decides the tiles. A tile is marked (computed with a mask) if it holds one of the
-    `pairs` [n] of rows, or ends beyond the last row. A pair with a row of -1 may mark any tile."""
+    """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile sizes
+    depend on the head's shape alone. A tile is marked (computed with a mask) if it contains a pair
+    (row of `stationary`, row of `streamed`) of `pairs`, or ends beyond the last row of `streamed`.
+    A row of -1 in `pairs` may mark any tile."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if stationary.element_size() == 2 else SMALL
@@ -288,7 +288,7 @@ def _sweep(
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """Return the sum [n, H] of parts [PARTS, n, H], added in one order for every n."""
+    """Return the sum [n, H] of the parts' results [PARTS, n, H], added in one order for every n."""
     while len(parts) > 2:
         parts, half = parts.chunk(2)
         parts += half
@@ -316,7 +316,7 @@ def narrow_partials(
 
 
 def _at_target(x: Tensor, w: Tensor, backward: Backward) -> Tensor:
-    """Return dL/draw [n] at the targets."""
+    """Return the gradient [n] of the raw logits at the targets."""
     out = torch.zeros_like(backward.logps)
     target_gradient_(out.unsqueeze(1), x, w, backward, torch.zeros_like(backward.targets))
     return out
@@ -334,7 +334,8 @@ def _gradient(
     factor: Tensor | None = None,
     some: Tensor | None = None,
 ) -> None:
-    """Run the gradient's sweep, for the weight [v, H] or for hidden states [parts * n, H]."""
+    """Run the gradient kernel, for the weight's gradient [v, H] or for the hidden gradient [parts *
+    n, H], one per vocabulary part."""
     n, transform, border = len(x), backward.transform, None
     place = torch.arange(n, device=x.device)
     z, log2_sumexp = scaling(transform, bias_of(x)), sum(backward.normalizer) * LOG2E.value
@@ -373,8 +374,8 @@ def narrow_hidden(
         if len(x):
             _gradient(x, w, backward, target, parts.flatten(0, 1), False, PARTS)
         return _in_order(parts)
-    # The sums leave out one column: the target, or an arbitrary column if another slice holds the
-    # target.
+    # `sums` leave out one column per token: the target, or an arbitrary column if another slice of
+    # the vocabulary holds the target.
     c, (max_logit, log_sum) = backward.coefficients, backward.normalizer
     others = (c.prob * (sums.shift - max_logit - log_sum).exp()).unsqueeze(1)
     g = backward.transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)[:, 0]
