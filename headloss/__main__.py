@@ -29,7 +29,7 @@ MOST_TOKENS = 1 << 24  # a plan lists the segments and chunks of all tokens
 DTYPES = {gate.name_of(d): d for d in (*gate.DTYPES, torch.float64)}
 SHOWN = ("schedule", "reason", "backend", "chunk_tokens", "tile", "bytes", "total_bytes")
 SHOWN += ("peak_bytes", "plain_bytes")  # Fields of a plan.
-ASKED = ("schedule", "chunk_tokens", "memory_budget")  # Options of the command and of `Options`.
+ASKED = ("schedule", "chunk_tokens", "memory_budget")  # `Options` fields that a command line sets.
 NUMBER = r"\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?"
 UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -91,7 +91,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
         raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     terms = reads(objective, sample()[1].kinds(), torch.float32, torch.device("cpu"), observe=False)
     teachers = objective.teachers
-    # The condition of `kernels.can_write_exp` for a head without bias or adapters.
+    # The kernel that writes exp(logits) in 16 bits supports a head without bias and adapters if:
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     here = torch.device(_default_device() if arguments.gpu_memory is None else "cpu")
     multiprocessors = kernels.multiprocessors(here) or 132  # multiprocessors of an H100 or H200
@@ -116,8 +116,8 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
 
 
 def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Draw planned bytes against tokens, and return the reason for each schedule that cannot be
-    planned.
+    """Draw planned bytes against tokens; return, for each schedule that does not support the
+    objective or the head, the reason.
 
     Raise ValueError if matplotlib is not installed or does not support the suffix of `path`.
     """
@@ -125,7 +125,8 @@ def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path:
         from .train import plots
     except ModuleNotFoundError as error:
         raise ValueError(f"--plot needs {error.name}: pip install 'headloss[plot]'") from None
-    last = max(17, (4 * problem.tokens - 1).bit_length())  # log2 of the largest token count drawn
+    # log2 of the largest number of tokens on the plot's axis
+    last = max(17, (4 * problem.tokens - 1).bit_length())
     tokens = sorted({problem.tokens, *(1 << n for n in range(8, 1 + last))})
     problems = [replace(problem, tokens=n) for n in tokens]
     curves = dict[str, list[float]]()
@@ -212,7 +213,8 @@ def _parser() -> Parser:
     parser, commands = parsers(__version__)
 
     def command(name: str, run: Callable, errors: Any) -> Callable:
-        """Return the `add_argument` of a command; `errors` are the types for bad arguments."""
+        """Return the method `add_argument` of the subparser `name`; exceptions of the types
+        `errors` are reported as bad arguments."""
         commands[name].set_defaults(command=run, errors=errors)
         return commands[name].add_argument
 

@@ -68,7 +68,7 @@ def is_integers(value: object) -> bool:
 
 
 def check_integers(name: str, value: object, want: str = "integers") -> Tensor:
-    """Return the tensor; TypeError for anything but a dense tensor of integers."""
+    """Return the argument `value` as a tensor; TypeError unless it is a dense integer tensor."""
     if not isinstance(value, Tensor) or not is_integers(value):
         raise TypeError(f"{name}: got {getattr(value, 'dtype', type(value).__name__)}, want {want}")
     check_dense(name, value)
@@ -94,8 +94,8 @@ def check_number(
 
 def plain_number(value: Any) -> Any:
     """Return a real number of any type as Python's int or float, because a tensor cannot be
-    multiplied by a fraction, a NumPy number or an integer of more than 64 bits. Return a value that
-    is not a real number unchanged; a later check raises the error."""
+    multiplied by a fraction, a NumPy number or an integer of more than 64 bits. Leave any other
+    value as it is, for a later check to refuse."""
     if value is None or type(value) is float or not isinstance(value, Real):
         return value
     number: Any = value

@@ -61,14 +61,14 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 
     Args:
         term: the term, or its factory.
-        **fields: [28] or [6] tensors for fields that a random normal vector does not suit, [28, K]
-            tensors for fields with K values per token. By default, a term that reads candidates
-            gets four candidates per token, a term that reads prompts gets two prompts, and a term
-            with a teacher gets random divergences.
+        **fields: tensors for batch fields that random normal numbers do not suit: [28] per token,
+            [6] per segment, or [28, K] for fields with K values per token. By default, a term that
+            reads candidates gets four candidates per token, a term that reads prompts gets two
+            prompts, and a term with a teacher gets random divergences.
 
     Returns:
-        A `TermReport`: statistics and fields that the term reads, and the divisions of the batch on
-            which the term agrees with the whole batch.
+        A `TermReport`: statistics and fields that the term reads, and the ways to divide the batch
+            for which the term's values equal its values on the whole batch.
 
     Raises:
         ValueError: for a term that fails a check, which the message names.
@@ -87,12 +87,12 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     batch, traced = _batch(term, fields)
-    # Distinct random statistics for each token, of the sample's magnitude.
+    # Use distinct statistics for each token: half to all of the value in the sample batch.
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
     for measure in traced.measures:
-        _ = stats.extras[term.teacher, measure]  # A read creates the divergence's entry.
+        _ = stats.extras[term.teacher, measure]  # The access stores the divergence in `extras`.
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -112,7 +112,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
 
 
 def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
-    """Return a packed batch with every field that the term reads, and the term's reads."""
+    """Return a packed batch with every field that the term reads, and the term's `Reads` (the
+    statistics and fields that it reads)."""
     unit = term.segments_per_unit
     # Repeat the lengths until the number of segments is a multiple of the term's unit, such as a
     # pair.
@@ -135,7 +136,7 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
         name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
         fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
-    for _ in range(64):  # Each round adds one field that the term reads.
+    for _ in range(64):  # Each iteration adds one field that the term reads.
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
         # Check ids alone: a trial's probabilities are arbitrary.
@@ -178,7 +179,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
-        fields["prompts"] = prompts[turned]  # Reversing twice gives the original order.
+        fields["prompts"] = prompts[turned]  # `turned` is its own inverse.
     permuted = Batch(batch.targets, segments, **fields)
     packed = Packing(permuted).view(permuted, torch.float64)
     rows = slice(None) if packed.index is None else packed.index

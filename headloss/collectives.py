@@ -77,7 +77,7 @@ def summed(what: str, values: Tensor, group: distributed.ProcessGroup | None) ->
 def gather(values: Tensor, group: distributed.ProcessGroup) -> Tensor:
     """Return [W, ..], the tensors [..] of all W ranks in rank order."""
     of_ranks = values.new_empty(distributed.get_world_size(group), *values.shape)
-    flat = values.contiguous().view(-1)  # gloo needs the output as a vector.
+    flat = values.contiguous().view(-1)  # gloo's all-gather accepts only vectors.
     # Newer versions of torch deprecate `all_gather_into_tensor` for `all_gather_single`.
     run = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
     together(

@@ -54,7 +54,7 @@ def until_nobody_reads() -> Iterator[None]:
     try:
         yield
     finally:
-        # The error may also come from a socket of a training run: stdout is tested separately.
+        # A BrokenPipeError may also come from a socket of a training run: test stdout separately.
         failed = isinstance(sys.exc_info()[1], BrokenPipeError)
         try:
             print(end="\n" if failed else "", flush=True)

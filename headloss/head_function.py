@@ -51,25 +51,28 @@ def head_function(
         separable: the unit ("token" or "sequence") over which the loss is a sum; None for any loss.
             A separable loss may be divided only by constants, such as a mask's sum.
 
-            - None: any loss. loss_fn is called once, on all positions, and the gradient comes back
-              through `head_stats`: *held* (6NHV) if the softmax terms of all tokens fit
-              `memory_budget`, else *recompute* (8NHV). Tensors in the closure get gradients too.
+            - None (for any loss): loss_fn is called once, on all positions, and the gradient comes
+              back through `head_stats`: schedule *held* (the work of three matmuls) if the softmax
+              terms of all tokens fit `memory_budget`, else *recompute* (four matmuls). Tensors that
+              loss_fn reads from its closure get gradients too.
             - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
             - "sequence": a sum over segments; each summand is a function of one segment's tokens.
 
-            "token" and "sequence" run in one pass (6NHV), in chunks. loss_fn is called for each
+            With "token" and "sequence" the call runs in one pass (the work of three matmuls), in
+            chunks. loss_fn is called for each
             chunk on tensors of the full shape, with 0 outside of the chunk; only the gradient at
-            the chunk's positions is used. One more call, on all positions, gives the value.
+            the chunk's positions is used. A final call of loss_fn on all positions gives the loss.
             loss_fn must be pure, and no tensor in loss_fn's closure may require a gradient. float16
-            inputs run as None does, since the largest slope over all tokens decides the
-            gradients' scale.
+            inputs run as with separable=None, since the largest derivative over all tokens decides
+            the gradients' scale.
 
     Returns:
         The loss, 0-dim, which supports one backward pass.
 
     Raises:
-        ValueError, TypeError: as `head_loss`; a loss that is no scalar; a separable loss that is
-            detached, or whose closure has a tensor that requires a gradient.
+        ValueError, TypeError: as `head_loss`; also if loss_fn returns no scalar, or if `separable`
+            is set and the result of loss_fn is detached or its closure has a tensor that requires a
+            gradient.
 
     >>> import torch, headloss as hl
     >>> hidden, head = torch.zeros(2, 4, requires_grad=True), hl.Head(torch.zeros(10, 4))

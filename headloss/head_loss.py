@@ -104,7 +104,7 @@ class Output:
 
 
 # FSDP2 (torch 2.10 and 2.11) and DDP register backward hooks on the output tensors that they find
-# in pytree nodes. Without this registration, no hook would run and no parameter would be trained.
+# in pytree nodes. If `Output` were no pytree node, no hook would run and no parameter be trained.
 torch.export.register_dataclass(Output)
 
 
@@ -114,7 +114,7 @@ def eagerly(verb: Verb) -> Verb:
 
     @wraps(verb)
     def run(*arguments: Any, **options: Any) -> Any:
-        # Apply the public decorator only while compiling: the decorator imports the compiler.
+        # Do not decorate with torch.compiler.disable at import, which would import the compiler.
         if torch.compiler.is_compiling():
             return torch.compiler.disable(verb)(*arguments, **options)
         return verb(*arguments, **options)
@@ -182,7 +182,7 @@ def logits_loss(
     inplace: bool = False,
     options: Options | None = None,
 ) -> Output:
-    """Compute an objective on logits that exist already; otherwise as `head_loss`.
+    """Compute an objective on given logits instead of hidden states and a head, like `head_loss`.
 
     Shapes: logits [.., V] and batch.targets [..]; the loss is 0-dim, log-probs are [..].
 
@@ -300,10 +300,10 @@ def _per_token(call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics) -
 def _measure_of(
     call: Call, parts: tuple[WeightedTerm, ...], stats: Statistics
 ) -> Callable[[], Metrics]:
-    """Return a function that returns the metrics.
+    """Return a function without arguments that returns the call's metrics.
 
-    Metrics are computed now if a term is a user's code, if the closure would keep tensors larger
-    than vectors, or if a change of the batch could not be detected; else the metrics are computed
+    Metrics are computed at once if a term is a user's code, if storing their inputs would keep
+    tensors larger than [T] vectors alive, or if a change of the batch could not be detected; else
     on first access.
     """
     measure = partial(_metrics, parts, call.packed.on(stats), stats, call.tolerance)

@@ -86,17 +86,18 @@ def head_stats(
     `Options(sequence_parallel=True)`.
 
     The `one_pass` schedule is not available, because the outside loss reads the statistics of all
-    tokens before any gradient. Schedule "auto" chooses *frozen* (4NHV) for a head without gradient
-    under `gradients=("logp",)`, *held* (6NHV) if the softmax terms (or logits) of all tokens fit
-    `memory_budget`, else *recompute* (8NHV). `torch.compile` always runs *recompute*, as a
-    registered operator without a graph break.
+    tokens before any gradient. Schedule "auto" chooses *frozen* (the work of two matmuls) for a
+    head without gradient under `gradients=("logp",)`, *held* (three matmuls) if the softmax terms
+    (or logits) of all tokens fit `memory_budget`, else *recompute* (four matmuls). `torch.compile`
+    always runs *recompute*, as a registered operator without a graph break.
 
     Args:
-        options: see `Options`. The backward pass writes `main_grad`. `upstream` is refused.
+        options: see `Options`. The backward pass writes `main_grad`. The option `upstream` raises
+            an error.
         gradients: names of the statistics with a gradient; all other statistics are returned
             detached. "candidate_logps", "candidate_tail" and names of `divergences` may be among
-            the names. The tail, the log-probability of all other tokens, needs logits in float32
-            and is computed only if `gradients` names "candidate_tail".
+            the names. "candidate_tail", the log-probability of all tokens outside the candidates,
+            needs logits in float32 and is computed only if `gradients` names "candidate_tail".
         teacher: the result of `hl.teacher`, for the batch's `teacher_hidden` or `teacher_logits`.
         divergences: kinds as for `distillation` (mixtures at beta=0.5), or "log_acceptance".
 
@@ -105,8 +106,8 @@ def head_stats(
 
     Raises:
         ValueError, TypeError: as `head_loss`.
-        RuntimeError: a second backward pass under *held* or *frozen*, whose saved tensors the first
-            one uses up.
+        RuntimeError: a second backward pass under *held* or *frozen*, because the first backward
+            pass overwrites its saved tensors.
 
     >>> import torch, headloss as hl
     >>> head = hl.Head(torch.zeros(10, 4))
@@ -125,8 +126,8 @@ def head_stats(
         if in_no_graph == (None, None, None, None):
             outputs = in_graph(hidden, head, targets_or_batch, options, names)
             return _named(outputs, names, candidates, measures)
-        # A compiled graph cannot contain the comparison of calls between ranks, a teacher or
-        # features.
+        # A compiled graph cannot contain a teacher, extra low-rank columns of the head (`beside`),
+        # or collectives in which ranks compare their calls.
         run: Any = torch.compiler.disable(head_stats)
         of_all = hidden, head, targets_or_batch, options, names, teacher, divergences
         return run(*of_all)  # type: ignore[no-any-return]
@@ -138,7 +139,7 @@ def head_stats(
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
-        except Exception as error:  # Raised on every rank by the comparison of their calls.
+        except Exception as error:  # All ranks must raise the error, in the comparison of calls.
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):
@@ -183,7 +184,7 @@ def _checked(gradients: Collection[str], names: Collection[str]) -> frozenset[st
     statistics: frozenset[Any]
     try:
         statistics = frozenset([None] if isinstance(gradients, str) else gradients)
-    except TypeError:  # A number, or an element that cannot be hashed.
+    except TypeError:  # `gradients` is no collection, or has an element that cannot be hashed.
         statistics = frozenset([None])
     if None in statistics:
         raise TypeError(f"gradients: got {gradients!r}, want a tuple of names out of {names}")

@@ -90,7 +90,7 @@ def head_topk(
         inputs = PlanInputs(
             tokens=len(x),
             vocabulary=shard.widest,
-            # The logits, and their copies for top-k.
+            # Bytes of a token's logits, and for k > 1 of the copies that torch.topk makes.
             row_bytes=(1 + (k > 1)) * source.dtype.itemsize,
             on_gpu=x.is_cuda,
         )
@@ -118,7 +118,7 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
             columns = columns.unsqueeze(1)
         else:
             partials = source.acts.partials(raw, forward, partials)
-            # Rank z after the transform: a negative scale reverses the order of raw logits.
+            # Apply the transform before top-k, as a negative scale would reverse the raw order.
             values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
         best = torch.cat([best, values], 1)
         ids = torch.cat([ids, columns + tile.start], 1)

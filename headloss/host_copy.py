@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor's values to pinned memory that does not block the host. `tolist` waits for
-    the copy alone, and not for GPU work that was queued after the copy."""
+    """A copy of a GPU tensor's values to pinned CPU memory, made without blocking the CPU. `tolist`
+    waits for the copy, and not for GPU work that was queued after the copy."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

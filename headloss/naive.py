@@ -1,4 +1,4 @@
-"""The algorithm of `head_loss` in plain PyTorch, to be read first.
+"""The algorithm of `head_loss` in plain PyTorch, as an introduction to the library's code.
 
 The head of a language model turns hidden vectors x [T, H] into logits z = x W^T [T, V], and a loss
 is a function of their softmax p. The T x V logits are too many to store, and need not be stored:
@@ -8,10 +8,10 @@ is a function of their softmax p. The T x V logits are too many to store, and ne
    every logit follows.
 2. The statistics of two slices of the vocabulary merge into the statistics of their union.
 3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
-4. The tokens that a loss reads before its gradient decide the order: `one_pass` or `recompute`.
+4. If the gradient of a loss needs all tokens first, `recompute` runs, else `one_pass`.
 
-`headloss.head_loss` is faster and has many more heads, batches and losses. Here inputs are float32
-or float64, logits are finite and every position is scored.
+`headloss.head_loss` is faster and more general. The inputs of `naive` functions are float32 or
+float64, logits are finite and every position is scored.
 
 T tokens, H hidden width, V vocabulary, y a token's target; n tokens of a chunk, v of V columns.
 """
@@ -60,7 +60,7 @@ class SoftmaxState(NamedTuple):
 
     m: Tensor  # Maximum, max z.
     sum_e: Tensor  # Sum of e_j.
-    sum_ez: Tensor  # Sum of e (z - m): without the shift by m, large logits cancel in the entropy.
+    sum_ez: Tensor  # Sum of e_j (z_j - m): sums of e_j z_j would cancel in the entropy.
     sum_z: Tensor
     target: Tensor  # Logit z_y; -inf if y lies in another slice.
 
@@ -106,7 +106,7 @@ def coefficients(
 def logit_gradient(
     z: Tensor, columns: Tensor, targets: Tensor, lse: Tensor, c: list[Tensor]
 ) -> Tensor:
-    """[n, v] dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
+    """dL/dz_j [n, v] from `c`: c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
 
     The formula follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j,
     dentropy/dz_j = -p_j (log p_j + entropy) and dmean_logit/dz_j = 1/V.

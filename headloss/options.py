@@ -23,16 +23,17 @@ class Options:
     Attributes:
         backend: "auto", "reference" (PyTorch, any device) or "triton". An explicit backend that
             does not support the call raises an error.
-        schedule: "auto", "one_pass" (6NHV), "recompute" (8NHV, any objective, least memory),
-            "frozen" (4NHV, a head without gradient), "held" (6NHV, any objective; keeps the softmax
-            terms or logits of all tokens until the loss is known) or "narrow" (8NHV; tiles of
-            logits never leave the chip). "narrow" needs the triton backend and a head of width at
-            most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers, candidates,
-            supports, `logits_dtype` and `main_grad`: with any of these features, "auto" chooses
-            "recompute".
+        schedule: "auto", "one_pass" (three matmuls of 2NHV operations for N tokens, H hidden width
+            and V vocabulary), "recompute" (four matmuls, any objective, least memory), "frozen"
+            (two matmuls, a head without gradient), "held" (three matmuls, any objective; keeps the
+            softmax terms or logits of all tokens until the loss is known) or "narrow" (four matmuls
+            in kernels that keep logits on the chip). "narrow" needs the triton backend and a head
+            of width at most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers,
+            candidates, supports, `logits_dtype` and `main_grad`: with any of these features, "auto"
+            chooses "recompute".
         chunk_tokens: tokens per chunk; with schedule "auto", any number works for any objective.
-        memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps; gradients
-            and their accumulators come on top. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
+        memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps, without
+            gradients and their accumulators. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
             (1.25 GiB of 80 GiB; of the smallest GPU in a vocabulary group). A budget below the
             logits of one token gives a warning.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs). torch.bfloat16 or
@@ -59,17 +60,17 @@ class Options:
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
             on a GPU without this option. `batch_invariant` makes other heads of at most 32 bits
-            batch-invariant on a GPU, through matmuls slower than the vendor's. A token's hidden
-            gradient then has the same bits too, under one schedule and for equal slopes of the
-            loss. The weight gradient, divergences, and results of different devices or numbers of
-            shards may still differ.
+            batch-invariant on a GPU, through matmuls slower than the vendor's. With the option, a
+            token's hidden gradient has the same bits in any batch under one schedule, if the
+            derivatives of the loss are equal. The weight gradient and divergences may differ
+            between batches, and all results between devices or numbers of shards.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's
             first call. Compared inputs, which must be equal on all ranks, are targets, fields, one
-            value of each hidden state, and the objective's options. Use this option to find ranks
-            with different data, if a loss is right on one rank and wrong on several, or if ranks
-            wait for each other. The comparison reads the device twice.
+            value of each hidden state, and the objective's options. With `check_ranks`, a call
+            reads the device twice more. Set `check_ranks` to find ranks with different data, if a
+            loss is right on one rank and wrong on several, or if ranks wait for each other.
         metrics: False leaves `out.metrics` empty and computes only statistics that the loss needs.
         per_token: names of the values in `out.per_token`: "top1", or a term's value per token, such
             as "nla/acceptance".

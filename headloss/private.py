@@ -20,14 +20,14 @@ def in_function_transform() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """True if a level of forward-mode differentiation is open. `unpack_dual` raises without an open
-    level, and no public function reports open levels."""
+    """True if forward-mode differentiation is active. PyTorch has no public function for this test,
+    and `unpack_dual` raises an error if forward-mode differentiation is not active."""
     return forward_ad._current_level >= 0
 
 
 def break_graph(verb: Callable[..., object], message: str) -> None:
     """Make the compiler leave a function out of its graph, with `message` as the reason under
-    fullgraph=True. The public decorator would import the compiler together with the package."""
+    fullgraph=True. torch.compiler.disable would import the compiler together with the package."""
     verb.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
 
 
@@ -38,8 +38,8 @@ def refuse_to_be_written(placeholder: Tensor) -> None:
 
 
 def find_triton_driver() -> None:
-    """Make Triton compile the helpers of its driver. On a machine without a C compiler, the error
-    is raised here and not in the middle of a call."""
+    """Make Triton compile the helpers of its driver, so that a machine without a C compiler raises
+    an error at once and not in the middle of a call."""
     from triton.runtime import driver
 
     driver.active.get_current_target()

@@ -298,8 +298,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
     Args:
         vocabulary: V, above all targets and all values of id fields.
         unit: None, or with static shapes the number of segments to add after the given segments.
-            With static shapes, no value is read or checked, and no position is
-            dropped.
+            With static shapes, no value is read or checked, and no position is dropped.
 
     Raises:
         ValueError: a batch attribute assigned to after construction; a target, a segment id or an

@@ -1,7 +1,7 @@
 """The head of a language model: from hidden states to logits.
 
 V vocabulary rows, H hidden width, r the rank of an adapter; [..] is any shape of tokens. The logits
-are computed in this order:
+z are computed from hidden states in two steps:
 
     raw = hidden @ weight.T + bias + sum over adapters of scaling * dropout(hidden) @ a.T @ b.T
         + sum over pairs beside of features @ weight2.T
@@ -99,9 +99,9 @@ class Head:
             `weight` is this rank's vocabulary shard.
         vocab_mesh_dim: the mesh dimension over which the rows of a DTensor weight are sharded.
         lora: adapters that are added to the raw logits.
-        beside: pairs of features [.., r], with a row for each position, and a weight2 [V, r]. The
-            products features @ weight2.T are added to the raw logits, as for a head of [hidden |
-            features] and [weight | weight2]. Features and weight2 receive gradients if required.
+        beside: pairs (features [.., r] with a row for each position, weight2 [V, r]). The product
+            features @ weight2.T of each pair is added to the raw logits, as for a head of [hidden |
+            features] and [weight | weight2]. A pair's tensors receive gradients if required.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -175,8 +175,8 @@ class Head:
         LoRA layers with any number of active, merged or disabled adapters, and `modules_to_save`.
 
         Raises:
-            TypeError: a module with an unknown forward: quantised or parametrised layers, layers
-                with hooks, DoRA and other adapters.
+            TypeError: the module is quantised, parametrised or has hooks, or its adapter is DoRA or
+                another adapter than LoRA.
         """
         return cls(**{**_with_adapters(read_module(module)), **overrides})
 
@@ -207,9 +207,9 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The first pair has the head's weight. Further pairs are the adapters, each in the adapter's
-        dtype, then the pairs of `beside`. Autograd reaches `hidden` and each `a` through the
-        features. Rows beyond `vocab_size` are included.
+        The pair (hidden, head's weight) comes first, then a pair for each LoRA adapter, in the
+        adapter's dtype, then the pairs of the attribute `beside`. Autograd reaches LoRA's A through
+        an adapter's features. The rows include padding beyond `vocab_size`.
         """
         return [
             (hidden, self.weight),
@@ -330,7 +330,7 @@ def describe(value: object) -> str:
 def check_constant(name: str, value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: got {describe(value)}, want a number; it is a constant")
-    if not -LARGEST <= value <= LARGEST:  # This comparison can be traced in a compiled graph.
+    if not -LARGEST <= value <= LARGEST:  # Unlike math.isfinite, `<=` can be traced by a compiler.
         raise ValueError(f"{name}: got {value}, want a finite number")
     return value
 

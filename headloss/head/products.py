@@ -47,14 +47,14 @@ class Products:
         features: Tensor,  # Hidden features, [n, H].
         weight: Tensor,  # Weight, [v, H].
         out: Tensor | None = None,
-    ) -> Tensor:  # [n, v] float32 or float64
+    ) -> Tensor:  # Raw logits [n, v], float32 or float64.
         """Return features @ weight.T, added to `out` if given."""
         if features.dtype in WIDE and features.dtype == weight.dtype:
             if out is None:
                 return torch.nn.functional.linear(features, weight)
             return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
         dtypes = features.dtype, weight.dtype
-        # For fewer elements, the time of kernel launches exceeds the gain.
+        # With at most 2^28 output elements, kernel launches would cost more time than is saved.
         narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28
         if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
             # Three bfloat16 numbers of 8 bits hold all 24 bits of a float32 number.
@@ -81,8 +81,8 @@ class Products:
         gradient: Tensor,  # Gradient with respect to the logits, [n, v].
         weight: Tensor,  # Weight, [v, H].
         dtype: torch.dtype,
-        memory: Tensor | None = None,  # Memory [n, H] of `dtype`, which may be overwritten.
-    ) -> Tensor:  # [n, H]
+        memory: Tensor | None = None,  # Tensor [n, H] of `dtype` that the result may overwrite.
+    ) -> Tensor:  # Gradient with respect to the features, [n, H].
         """Return gradient @ weight in `dtype`, rounded once."""
         if weight.dtype in WIDE:
             return (gradient.to(weight.dtype) @ weight).to(dtype)
@@ -144,7 +144,7 @@ def add_weight_gradient_(
     features: Tensor,  # [n, H]
     fresh: bool = False,  # True if `total` holds no sum yet and is overwritten.
 ) -> None:
-    """total += gradient.T @ features."""
+    """Add gradient.T @ features, [v, H], to the accumulator `total` in place."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
         dtype = gradient.dtype if features.dtype in WIDE else features.dtype
         factors = (gradient.to(dtype).t(), features.to(dtype))
@@ -155,7 +155,7 @@ def add_weight_gradient_(
             torch.mm(*factors, out=total)
         elif total.dtype == dtype:
             total.addmm_(*factors)
-        else:  # For example, a bfloat16 total with float16 features.
+        else:  # The product's dtype differs from the accumulator's, e.g. float16 from bfloat16.
             product = torch.mm(*factors, out_dtype=torch.float32)
             total.copy_(product) if fresh else total.add_(product)
         return
@@ -182,7 +182,8 @@ class WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, products: Products | None = None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.products = products or PLAIN  # The compiler cannot trace an object as a default.
+        # The default is None, because torch.compile cannot trace a default that is an object.
+        ctx.products = products or PLAIN
         return ctx.products.logits(x, weight)
 
     @staticmethod

@@ -172,7 +172,7 @@ def _read_embedding_lora(layer: Any, name: str) -> Fields:
     return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 
-# Name of a layer's forward -> attribute with the layer's adapters, and reader of an adapter.
+# Maps a layer's forward to the attribute with the layer's adapters, and a function that reads one.
 LORA_KINDS = {
     "peft.tuners.lora.layer.Linear.forward": ("lora_A", _read_lora),
     "peft.tuners.lora.layer.Embedding.forward": ("lora_embedding_A", _read_embedding_lora),
@@ -211,8 +211,8 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """Return the fields of a causal language model's output embeddings, with the model's soft cap
-    and logit scale unless the caller gave a transform (`told`)."""
+    """Return the fields of a causal language model's output embeddings; unless the caller has given
+    soft cap and logit scale (`told`), also those of the model."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

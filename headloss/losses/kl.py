@@ -103,10 +103,9 @@ def kl(
             old_logps=CURRENT the policy ratio is 1, and its gradient is the score-function gradient
             of the sampling.
         importance_sampling_level: level of the ratio of bias_corrected; see `importance`.
-        straight_through: take the value of the chosen estimate, but the gradient of the estimate k2,
-            -d grad log p,
-            whose expectation is the gradient of the divergence; with bias_corrected, sg(r)
-            multiplies the gradient alone.
+        straight_through: take the value of the chosen estimate, but the gradient of the estimate
+            k2, -d grad log p, whose expectation is the gradient of the divergence; with
+            bias_corrected, sg(r) multiplies the gradient alone.
         against: the batch field with the other policy's log-probs.
         clamp_difference: bound of |d| in the estimate, > 0; a token beyond the bound has no
             gradient unless straight_through is set.

@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def rewards_at_tokens(
-    scores: Tensor,  # [B]
-    mask: Tensor,  # [B, C] bool
-    kl: Tensor | None = None,  # [B, C]
+    scores: Tensor,  # The scores of the rows, [B].
+    mask: Tensor,  # The mask [B, C], boolean.
+    kl: Tensor | None = None,  # The KL estimates [B, C].
     beta: float = 0.0,
 ) -> Tensor:
     """Return [B, C] rewards: -beta kl_t at each token, plus the score at the row's last token.
@@ -32,9 +32,9 @@ def rewards_at_tokens(
 
 
 def generalised(
-    rewards: Tensor,  # [B, C]
-    values: Tensor,  # [B, C]
-    mask: Tensor,  # [B, C] bool
+    rewards: Tensor,  # The rewards [B, C].
+    values: Tensor,  # The values [B, C].
+    mask: Tensor,  # The mask [B, C], boolean.
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def generalised(
 
         A_t = sum_k (gamma lam)^k (r_(t+k) + gamma V_(t+k+1) - V_(t+k)), return_t = A_t + V_t
 
-    Schulman et al. 2016, arXiv:1506.02438. The value after the last token is 0.
+    Schulman et al. 2016, arXiv:1506.02438. After the last token, the value V is 0.
     """
     rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
@@ -89,7 +89,7 @@ def leave_one_out(rewards: Tensor, group: int) -> Tensor:
 def _checked(mask: Tensor, **given: Tensor) -> list[Tensor]:
     """Return `scores` (per row) or per-token tensors as floating tensors, after a shape check.
 
-    Integer tensors would round the results.
+    TypeError for integer tensors, since integer arithmetic would round results.
     """
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise TypeError(f"mask: got {mask.dtype} {tuple(mask.shape)}, want torch.bool [B, C]")

@@ -210,7 +210,7 @@ class PPO(_TokenRewards):
         return {"advantages": self._normalised(advantages, mask), "returns": returns, **old}
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor:
-        """Return the value loss, over the same denominator as the policy loss."""
+        """Return the value loss, divided by the same number of tokens as the policy loss."""
         mask, steps = completion_mask(inputs).bool(), tokens_of_the_step(self, inputs)
         batch = Batch(
             torch.where(mask, 0, -100),

@@ -59,7 +59,7 @@ def judge(
 def run(
     hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
 ) -> dict[str, Tensor]:
-    """Return the loss, log-probs and gradients of `head_loss`, in the form that `judge` reads."""
+    """Return the loss, log-probs and gradients of `head_loss`, by the names that `judge` reads."""
     out = head_loss(hidden, head, batch, objective, options)
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
     gradients = torch.autograd.grad(out.loss, list(leaves.values()))
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Result of a gate case; `failure` is the error message of a case that raised."""
+    """Result of one test case of the correctness gate; `failure` is the text of a raised error."""
 
     case: Case
     backend: str = ""
@@ -118,7 +118,8 @@ def cases(quick: bool = False) -> Iterator[Case]:
 
 
 def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
-    """Run one case on a ragged batch of trained-looking inputs with a prompt in each segment."""
+    """Run one test case on segments of unequal length, with hidden states and weight that predict
+    many targets well; a prompt without targets begins each longer segment."""
     hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
     # 64 tokens per chunk give several chunks; a batch-scoped objective still gets all tokens.
@@ -127,14 +128,14 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
         backend = plan(hidden, head, batch, objective, options).backend
         results = run(hidden, head, batch, objective, options)
         compared = judge(results, hidden, head, batch, objective)
-    except Exception as reason:  # a kernel that does not compile is a failed case
+    except Exception as reason:  # Any error fails the case, e.g. a kernel that does not compile.
         first = (str(reason) or type(reason).__name__).splitlines()[0]
         return Verdict(case, failure=f"{type(reason).__name__}: {first}")
     return Verdict(case, backend, tuple(compared))
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
-PROMPT = 5  # unscored positions at the start of each longer segment
+PROMPT = 5  # number of prompt positions, which have no target, in segments longer than a prompt
 
 
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:

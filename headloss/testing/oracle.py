@@ -115,7 +115,7 @@ def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
 
 
 def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
-    """Return the logits [T, V] before the temperature, in `wide`; products keep the input dtype."""
+    """Return logits [T, V] before the temperature, as `wide`; matmuls keep the input dtype."""
     scored = slice(head.vocabulary)
     z = F.linear(x, leaves["weight"][scored]).to(wide)
     for i, lora in enumerate(head.lora):
@@ -130,7 +130,8 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 
 
 def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
-    supported = torch.zeros_like(z, dtype=torch.bool)  # [T, V], columns inside each token's softmax
+    # True where the softmax of a token includes the column, [T, V]
+    supported = torch.zeros_like(z, dtype=torch.bool)
     if (pairs := packing.support) is not None:
         present = pairs.ids >= 0
         rows = torch.arange(len(z), device=z.device).repeat_interleave(pairs.offsets.diff())
@@ -250,7 +251,7 @@ def budget(yardstick: Tensor, oracle: Tensor) -> float:
 
 
 def within_budget(value: Tensor, oracle: Tensor, yardstick: Tensor) -> bool:
-    """Return whether the error is within the budget; False for a NaN error."""
+    """Return whether `value` differs from `oracle` by at most `budget`; False for a NaN error."""
     return error(value, oracle) <= budget(yardstick, oracle)
 
 
@@ -262,7 +263,7 @@ def trained_looking(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden [T, H], weight [V, H] and targets [T] of mean probability near 1/2."""
+    """Return hidden [T, H], weight [V, H], and targets [T] whose probability is 1/2 on average."""
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -278,7 +279,7 @@ def trained_looking(
 def random_batch(
     targets: Tensor,  # [T]
     segments: Segments,
-    logps: Tensor,  # [T], centre of the random old, reference and sampler log-probs
+    logps: Tensor,  # Random old, reference and sampler log-probs are made around `logps`, [T].
     seed: int = 0,
     **fields: Tensor,
 ) -> Batch:

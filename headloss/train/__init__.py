@@ -3,8 +3,8 @@
 from headloss import train
 result = train.run(train.recipe("gspo", ["model=Qwen/Qwen3-0.6B"]))
 
-Trainers, data handling, generation and distribution come from `headloss.rl`, TRL and accelerate.
-These libraries are imported only when a run starts.
+Trainers, data handling, generation and distribution come from `headloss.rl`, TRL and accelerate,
+which are imported only when a run starts.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # the next checkpoint stores this log entry
+        logged = state.log_history[-1]  # values added to log_history are stored in checkpoints
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []
@@ -134,7 +134,7 @@ class Bar(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Remove the bar from the terminal."""
+        """Remove the progress bar from the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
@@ -151,7 +151,7 @@ def latest(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(entry: dict[str, Any]) -> str:
-    """Return the metrics of `SHOWN` as one line of text."""
+    """Return a log entry's main metrics (the keys of `SHOWN`) as one line of text."""
     shown = {k: f"{entry[k]:.3g}" for k in SHOWN if entry.get(k) is not None}
     if "tokens_per_second" in shown:
         shown["tokens_per_second"] = f"{entry['tokens_per_second']:.0f}"

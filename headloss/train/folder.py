@@ -58,7 +58,7 @@ def check(recipe: Recipe) -> None:
     if recipe.overwrite and output.resolve() in (Path(recipe.model).resolve().parents):
         raise RecipeError(f"overwrite: {output} holds the model {recipe.model} that is asked for")
     if (output / LOCK).is_file():
-        # a shared lock, so that several processes may check at once
+        # raise an error if a run holds the lock; a shared lock lets several processes check at once
         with locked(output, fcntl.LOCK_SH):
             pass
     if recipe.resume:
@@ -206,7 +206,7 @@ def _own(sums: dict[str, Any]) -> str:
 
 
 def checkpoint(recipe: Recipe, whole: bool) -> str:
-    """Return the newest checkpoint; with `whole`, verify the checksums of the checkpoint's files.
+    """Return the path of the newest checkpoint; if `whole`, verify the checksums of all its files.
 
     Raises:
         RecipeError: without a checkpoint, for a damaged checkpoint or another stored recipe.

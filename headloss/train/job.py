@@ -38,7 +38,7 @@ def run(recipe: Recipe) -> Result:
         with folder.without_trace(Path(recipe.output)):
             trainer = trainers.build(recipe, work, language_model, tokenizer)
             if recipe.algorithm != "sft" and not work.held_out:
-                # without held-out problems, no evaluation tests the reward before training
+                # without held-out problems, no evaluation calls the reward before training begins
                 work.rehearse()
         checkpoint = _claim(trainer, recipe, work.split, held)
         score = functools.partial(_score, trainer, tokenizer, work)
@@ -128,7 +128,7 @@ def _ending(
 def quiet() -> None:
     """Silence progress bars and warnings of other libraries that a user cannot act on."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
-    # Python raises these warnings when it first compiles a package that the tasks import.
+    # Python warns when it first compiles certain packages that reasoning_gym's tasks import
     warnings.filterwarnings("ignore", '"is( not)?" with', SyntaxWarning)
     datasets.disable_progress_bars()
     transformers.utils.logging.set_verbosity_error()

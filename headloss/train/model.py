@@ -1,4 +1,4 @@
-"""Model, tokenizer and adapter of a recipe."""
+"""Build the model, tokenizer and LoRA adapter of a training recipe."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _saved(model: Any) -> Any:
     """
     folder = tempfile.mkdtemp(prefix="headloss-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # TRL's reference is loaded on every rank, where model.save_pretrained would write on one rank
-    # only
+    # TRL loads the reference on every rank, possibly from rank-local files, so that every rank must
+    # save the model; model.save_pretrained would save on one rank only
     model.config.save_pretrained(folder)
     save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
     model.config._name_or_path = model.name_or_path = folder

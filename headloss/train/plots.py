@@ -17,7 +17,7 @@ Points = list[tuple[int, float]]
 # pairs (step, result of `evaluate.held_out`) of a run
 HeldOut = Sequence[tuple[int, dict[str, Any]]]
 
-# File name: (label, log keys); the first key that was logged is drawn.
+# For each figure file: the axis label, and log keys, of which the first key with values is drawn.
 FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward": ("mean reward of a step", ("reward",)),
     "loss": ("loss, nats per token", ("loss",)),
@@ -31,8 +31,9 @@ FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 POLICY_LOSS = "loss (its gradient counts, not its value)"
 SOLVED = "share of held-out problems solved"
-SMOOTHED = 20  # number of entries from which a smoothed curve is drawn
-LABEL_WIDTH, NAME_WIDTH = 36, 44  # characters per line of axis labels and of legends
+SMOOTHED = 20  # number of entries from which on a curve is smoothed
+# The widths of axis labels and of legends, in characters per line.
+LABEL_WIDTH, NAME_WIDTH = 36, 44
 WINDOW = 10  # number of entries that a rate averages
 
 
@@ -97,7 +98,7 @@ def rate(entries: Entries) -> float | None:
 
 
 def _match(entries: Entries, key: str) -> str | None:
-    """Return the log name that matches `key` and has a value in some entry."""
+    """Return the first logged name that equals `key` or, for a `key` "*END", ends with END."""
     names = dict.fromkeys(k for entry in entries for k, value in entry.items() if value is not None)
     if not key.startswith("*"):
         return key if key in names else None
@@ -112,7 +113,7 @@ def _solved(held_out: HeldOut) -> dict[str, Points]:
 
 
 def _scores(held_out: HeldOut) -> dict[str, Points]:
-    """Return the mean score of sampled completions, which a policy's mean reward estimates."""
+    """Return the mean held-out score of sampled completions, to compare with the mean reward."""
     points = [(step, row["sampled_score"]) for step, row in held_out if "sampled_score" in row]
     return {"held-out problems, sampled": points} if points else {}
 

@@ -50,7 +50,7 @@ def state(recipe: Recipe, result: Result, parameters: int) -> str:
 
 
 def legend(result: Result) -> str:
-    """Return the sentences above the table of held-out problems."""
+    """Return the sentences that explain the table of scores on held-out problems."""
     return f"{result.split} {DECODING} {ERROR}"
 
 

@@ -46,23 +46,27 @@ class Recipe:
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
         task_options: options of the reasoning_gym generator; an override of the task drops them.
-        reward: "module:function", with the arguments of TRL's reward functions. None is the
-            generator's scorer, or for a file 1 where the completion is the line's answer. "solved"
-            gives 1 for a full score of the generator and 0 for partial credit.
+        reward: "module:function", with the arguments of TRL's reward functions. None: the reward is
+            the score of the reasoning_gym generator, or for a file 1 where the completion is the
+            line's answer. "solved" gives 1 for a full score of the generator and 0 for partial
+            credit.
         prompt: text of a prompt, with {question} and further fields of a line or of the generator's
-            metadata in braces; an override of the task drops this key.
+            metadata in braces; an override of `task` on the command line drops the recipe's
+            `prompt`.
         system: system message of a conversation.
         chat: True if prompts are conversations; None: True if the tokenizer has a chat template.
         answer_tag: name of the tag around the answer, <tag> to </tag>; None scores the whole
             completion.
         train_problems: number of problems to train on; None is every problem of a file that is not
-            held out, and 4096 problems of a generator. An override of the task drops this key.
+            held out, and 4096 problems of a generator. An override of `task` drops the recipe's
+            `train_problems`.
         held_out: number of problems kept out of training. Held-out problems are scored before and
             after training.
         held_out_steps: steps between evaluations during training; 0 for no such evaluation.
         terms: weights of "z_loss" and "entropy", which are added to the objective.
-        split_seed: seed of the problems and of the held-out choice. The split is independent of
-            `seed`, so that runs which continue each other's models can share a split.
+        split_seed: seed by which problems are generated and held-out problems chosen. The choice
+            does not depend on `seed`, so that runs which continue each other's models can share a
+            split.
         seed: seed of the weights of "tiny", the order of problems and the sampling.
         output: folder of every file that the run writes.
         resume: continue from the last checkpoint in `output`.
@@ -124,7 +128,7 @@ def read(name: str, overrides: Iterable[str]) -> Recipe:
             for key, value in OmegaConf.to_container(part).items():  # type: ignore[union-attr]
                 if isinstance(value, list):
                     raise RecipeError(f"{key}: got a list, which no key of a recipe is")
-        if "task" in changes:  # the recipe's task options belong to the replaced task
+        if "task" in changes:  # an override of `task` drops options that were made for another task
             for key in ("task_options", "prompt", "train_problems"):
                 given.pop(key, None)
         found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Recipe), given, changes))
@@ -172,7 +176,7 @@ def _one_line(error: OmegaConfBaseException) -> str:
 def unknown(key: str, name: str, known: Iterable[str]) -> str:
     """Return one line about an unknown key, with the nearest known key."""
     near = difflib.get_close_matches(name, list(known), 1)
-    if not near and "." not in key:  # `name` may be a field of the trainer's configuration
+    if not near and "." not in key:  # the key may be meant for the trainer's configuration
         near = [f"trainer.{n}" for n in difflib.get_close_matches(name, [*INTERVALS, *CHOICES], 1)]
     return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
@@ -226,7 +230,7 @@ def _check_tiny(tiny: Tiny) -> None:
         )
 
 
-OURS = {  # trainer fields that a key of the recipe sets
+OURS = {  # fields of the trainer's configuration, and the recipe key that sets each field
     "output_dir": "output",
     "seed": "seed",
     "data_seed": "seed",

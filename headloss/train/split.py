@@ -26,14 +26,14 @@ def digest(question: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Split of a run, and the splits of the model that the run starts from, as digests of the
-    questions.
+    """Division of a run's problems into training and held-out problems, stored as digests of the
+    questions, and the divisions used in earlier runs of the starting model.
 
     Attributes:
         settings: recipe keys that determine the split.
-        held_out, train: digests of this run's problems.
-        start: the recipe's model, named in messages.
-        history: the split record next to the model; None if the model has no record.
+        held_out, train: digests of this run's held-out and training problems.
+        start: the model from which the run starts, as named in messages.
+        history: the splits recorded next to that model; None if the model has no record.
     """
 
     settings: dict[str, Any]
@@ -44,7 +44,7 @@ class Split:
 
     @classmethod
     def of(cls, recipe: Recipe, held_out: Iterable[str], train: Iterable[str]) -> Split:
-        """Return the split of a recipe.
+        """Return the split of a recipe's problems, with the splits recorded next to its model.
 
         Raises:
             RecipeError: if the record next to the model is damaged.
@@ -66,12 +66,12 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """Splits of earlier runs in the model's record that differ from the split of this run."""
+        """Splits recorded by earlier runs of the model that differ from the split of this run."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 
     def record(self) -> dict[str, Any]:
-        """Return the contents of `FILE`: the splits of earlier runs and of this run, in order."""
+        """Return the record stored with the model: the splits of earlier runs and of this run."""
         past: dict[str, Any] = self.history or {"splits": [], "trained_on": []}
         return {
             "splits": [*past["splits"], {**self.settings, "digest": digest(self.held_out)}],

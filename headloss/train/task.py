@@ -25,7 +25,9 @@ from .schema import Recipe, unknown
 from .split import Split, digest
 
 Row = dict[str, Any]
-REPEATS = 1000  # repeated problems in a row after which a generator counts as exhausted
+# After 1000 repeated problems in a row, a generator of problems counts as exhausted.
+REPEATS = 1000
+
 GENERATED = 4096  # default number of a generator's training problems
 
 
@@ -35,7 +37,7 @@ class Task:
     fields that the reward reads.
 
     Attributes:
-        train, held_out: rows; a prompt occurs once in both lists together.
+        train, held_out: rows; no prompt occurs twice in `train` and `held_out` together.
         reward: function with the arguments of TRL's reward functions; returns a score per
             completion.
         split: split of the problems, with the record of the model that the run starts from.
@@ -177,7 +179,7 @@ def _distinct(rows: Iterator[Row]) -> Iterator[Row]:
 
 
 def _prompt(row: Row, recipe: Recipe, chat: bool) -> Any:
-    if not isinstance(row["question"], str):  # the question is a conversation already
+    if not isinstance(row["question"], str):  # `question` is a list of messages, not a text
         return row["question"]
 
     def value(match: re.Match[str]) -> str:
@@ -297,7 +299,7 @@ def _exact(answer: str, row: Row) -> float:
     return float(answer == row["answer"].strip())
 
 
-SOLVED = 0.999  # smallest score that counts as 1, up to rounding
+SOLVED = 0.999  # a score of at least 0.999 counts as full, so that rounding does not matter
 
 
 def _reward_of(recipe: Recipe, score: Callable[[str, Row], float]) -> Callable[..., list[float]]:
@@ -347,7 +349,7 @@ def _function(name: str) -> Callable[..., list[float]]:
         found: Any = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise RecipeError(f"reward: {name}: {error}") from None
-    except Exception as error:  # an ImportError raised inside the imported module
+    except Exception as error:  # the imported module may raise any error while it is imported
         raise RecipeError(f"reward: {name}: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise RecipeError(f"reward: {name} is no function")

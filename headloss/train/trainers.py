@@ -178,7 +178,7 @@ class _Policy(_Run):
         objective = super().objective(inputs)  # type: ignore[misc]
         if further is None:
             return objective
-        # for a logged mean over the optimizer step
+        # divide extra terms by the step's tokens, so that the logged values add up to a mean
         reduction = per(tokens_of_the_step(self, inputs))
         return objective + Objective(tuple((c, t.over(reduction)) for c, t in further.parts))
 
@@ -242,7 +242,7 @@ def _rehearse(trainer: Any) -> None:
             raise ValueError("eval_on_start: there is no eval_dataset; see held_out")
         of: Any = trainer.model
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
-        # An optimizer with these options needs the model's own parameters.
+        # Such optimizer classes need the model's own parameters, and cannot be tried on a dummy.
         if options.keys() & {"params", "model", "optimizer_dict"}:
             return
         like: Any = {"dtype": torch.float32, "device": args.device}
