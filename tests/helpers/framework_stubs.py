@@ -1,0 +1,186 @@
+"""Stubs with the signatures of framework functions, for tests of adapters."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from headloss.integrations import seams
+
+
+def nemo_rl_06(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    output_weight,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    raise AssertionError("stock")
+
+
+def nemo_rl_07(
+    tensor_parallel_hidden_states,
+    output_weight_layer,
+    runtime_gather_output,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    tp_group,
+    inference_only=False,
+    cp_group=None,
+    chunk_size=None,
+):
+    raise AssertionError("stock")
+
+
+def skyrl(
+    backend,
+    hidden,
+    weight,
+    target,
+    vocab_start_index,
+    vocab_end_index,
+    chunk_size,
+    tp_group,
+    inference_only,
+):
+    raise AssertionError("stock")
+
+
+def prime_rl_08(self, hidden_states, labels=None, temperature=None):
+    raise AssertionError("stock")
+
+
+def prime_rl(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
+    raise AssertionError("stock")
+
+
+class AgileFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head_w, head_b, target_ids, temperature, cast_to_fp32, chunk_rows):
+        raise AssertionError("stock")
+
+
+def agile_head(self):
+    return None, None, None
+
+
+def agile_chunked(
+    hidden, head_w, head_b, target_ids, temperature=1.0, cast_to_fp32=True, *, chunk_rows
+):
+    raise AssertionError("stock")
+
+
+def new_argument(theirs: Any, text: str) -> Any:
+    """Return a copy of a function with one more argument: `text` is its name, as in "x", or has a
+    default, as in "x=None"."""
+    function = theirs.forward if isinstance(theirs, type) else theirs
+    parameters = list(inspect.signature(function).parameters.values())
+    names = [str(p) for p in parameters]
+    at = 2 if isinstance(theirs, type) or names[0] == "self" else 1
+    if "=" in text:  # put an argument with a default after all positional arguments
+        kinds = [p.kind is p.KEYWORD_ONLY for p in parameters]
+        at = kinds.index(True) if any(kinds) else len(names)
+    if any(p.kind is p.KEYWORD_ONLY for p in parameters):
+        keyword = next(i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY)
+        names.insert(keyword, "*")
+    names.insert(at, text)
+    return function_of(theirs, names)
+
+
+def renamed_argument(theirs: Any, before: str) -> Any:
+    function = theirs.forward if isinstance(theirs, type) else theirs
+    names = [str(p) for p in inspect.signature(function).parameters.values()]
+    names = [n.replace(before, f"{before}_of_another_name") for n in names if n != "*"]
+    if not isinstance(theirs, type) and theirs is agile_chunked:
+        names.insert(-1, "*")
+    return function_of(theirs, names)
+
+
+def function_of(theirs: Any, parameters: list[str]) -> Any:
+    made: dict[str, Any] = {}
+    exec(f"def function({', '.join(parameters)}): raise AssertionError('stock')", made)
+    if isinstance(theirs, type):
+        body = {"forward": staticmethod(made["function"])}
+        return type(theirs.__name__, (torch.autograd.Function,), body)
+    return made["function"]
+
+
+CASES: dict[str, tuple[str, str, Any, str]] = {
+    # adapter: (distribution, a tested release, stub functions, name of an argument)
+    "nemo_rl": ("nemo-rl", "0.7.0", nemo_rl_07, "target"),
+    "skyrl": ("skyrl", "0.3.0", skyrl, "target"),
+    "prime_rl": ("prime-rl", "0.8.0", prime_rl_08, "labels"),
+    "agilerl": ("agilerl", "2.58.0", None, "target_ids"),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_notice_yet() -> Iterator[None]:
+    seams.announce.cache_clear()
+    yield
+    seams.announce.cache_clear()
+
+
+def released(monkeypatch: pytest.MonkeyPatch, release: str, *packages: str) -> None:
+    real = importlib.metadata.version
+
+    def version(package: str) -> str:
+        return release if package in packages else real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> Any:
+    """Install a stub module (and class) with the attribute `name`; return the module or class."""
+    module, _, holder = at.partition(":")
+    parts = module.split(".")
+    for n in range(1, len(parts) + 1):
+        path = ".".join(parts[:n])
+        if path not in sys.modules:
+            stub = ModuleType(path)
+            stub.__path__ = []  # an empty `__path__` marks the stub as a package
+            monkeypatch.setitem(sys.modules, path, stub)
+    owner: Any = sys.modules[module]
+    if holder:
+        if not hasattr(owner, holder):
+            setattr(owner, holder, type(holder, (), {}))
+        owner = getattr(owner, holder)
+    setattr(owner, name, value)
+    return owner
+
+
+def stubbed(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, changed: Callable[[Any], Any] = lambda f: f
+) -> tuple[Any, dict[tuple[str, str], Any]]:
+    """Install stubs in place of the framework's functions, each altered by `changed`; return the
+    adapter and the stubs by place."""
+    module = importlib.import_module(f"headloss.integrations.{adapter}")
+    standing = {}
+    for at, name in module.SEAMS.ours:
+        theirs = CASES[adapter][2]
+        if adapter == "agilerl":
+            theirs = AgileFunction if name.startswith("Fused") else agile_chunked
+            theirs = agile_head if name.startswith("_fused") else theirs  # has no tensor arguments
+        standing[at, name] = changed(theirs)
+        place(monkeypatch, at, name, standing[at, name])
+    return module, standing
+
+
+def here(standing: dict[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+    return {at: vars(seams.part("", at[0]))[at[1]] for at in standing}
