@@ -49,8 +49,8 @@ def load(backend: str) -> Kernels:
 
 
 def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> bool:
-    """Return True if the logits product of a bfloat16 head can write softmax terms in place of
-    logits."""
+    """Return True if the matmul for the logits of a bfloat16 head can write exp(z - shift) in place
+    of the logits z."""
     if backend != "triton" or dtype != torch.bfloat16 or not weight.is_cuda:
         return False
     if weight.dtype != dtype:  # Autocast makes a contiguous copy.
@@ -63,8 +63,8 @@ def can_sweep(
 ) -> tuple[bool, bool]:
     """Return two flags for kernels that keep tiles of logits on the chip: the first is True if
     these kernels accept the head's weight, and the second if they are also faster than matmuls that
-    write logits to memory. Faster needs a 16-bit dtype and at least SWEPT_COLUMNS columns (see the
-    timings in benchmarks/NOTES.md)."""
+    write logits to memory. Kernels that keep tiles of logits on the chip are faster only with a
+    16-bit dtype and at least SWEPT_COLUMNS columns (see the timings in benchmarks/NOTES.md)."""
     able = backend == "triton" and load(backend).can_sweep(weight)
     return able, able and weight.is_cuda and dtype.itemsize == 2 and columns >= SWEPT_COLUMNS
 

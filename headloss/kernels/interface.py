@@ -50,7 +50,7 @@ class Backward(NamedTuple):
     transform: Transform
     normalizer: Normalizer  # Shape [n], of the whole vocabulary.
     coefficients: SoftmaxCoefficients  # Shape [n].
-    logps: Tensor | None  # Targets' log-probs [n]; None without a term for the target.
+    logps: Tensor | None  # Log-probs [n] of the targets; None if c_target is absent.
     # Dtype of the gradient, at most as wide as the tile's dtype; None: the tile's dtype.
     dtype: torch.dtype | None = None
     all_columns: bool = False  # True: the tile has all columns, and is not recomputed.
@@ -71,7 +71,7 @@ class Backward(NamedTuple):
 class ExpTile(NamedTuple):
     """Tile of *exp logits* exp(z - shift), stored in place of the logits z."""
 
-    exp_logits: Tensor  # Shape [n, v]: bfloat16, or the hidden states' float32 or float64.
+    exp_logits: Tensor  # [n, v] bfloat16, or the float32 or float64 dtype of the hidden states.
     shift: Tensor  # Largest logit of each token, or a logit not far below it, [n].
 
     @classmethod
@@ -157,7 +157,7 @@ class Order(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Contiguous float sum, to be scaled and rounded to a gradient."""
+    """Contiguous float tensor that is scaled and rounded to become a gradient."""
 
     value: Tensor
     dtype: torch.dtype  # The gradient's dtype.
@@ -197,9 +197,9 @@ class Acts(Protocol):
     def scaled_rows(
         self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:
-        """Set out[places] = x[:n] * scale by row, in float32 or wider and rounded once, and return
-        `out`: x and out [.., H], scale [n] float32, places [n] int64 (distinct rows of `out`; None:
-        the first n rows). The tensor `out` may be `x`; None: a new tensor of the dtype of `x`."""
+        """Write x[i] * scale[i], in float32 or wider and rounded once, to row places[i] of `out`,
+        and return `out`: x and out [.., H], scale [n] float32, distinct places [n] int64 (None: the
+        first n rows). The tensor `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each sum multiplied by its row factors (equally many in all sums) and by the
@@ -269,9 +269,8 @@ class Kernels(Acts, Protocol):
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
-        """Return a [n, k] @ b [k, m], [n, m] in `dtype`, rounded once, or added to `out` [n, m]. b
-        has any strides. Sums are in float32, in an order that depends neither on n nor on a row's
-        place."""
+        """Return the product of a [n, k] and b [k, m] (of any strides), rounded once to `dtype`, or
+        added to `out` [n, m]. Sums are in float32, in an order that is the same for all rows."""
 
     # ------------------------------------------------------------------ matmuls with an epilogue
 
@@ -343,8 +342,8 @@ class Kernels(Acts, Protocol):
     ) -> Tensor:
         """Return the gradient of the raw logits [n, v], written over the exponentials in
         `exp_tile`. With a soft cap, the coefficient c_uniform must be None, because the logit z
-        cannot be computed from exp(z - shift) = 0. With `order`, row i is the gradient of row
-        order.rows[i], and rows from order.count on are arbitrary."""
+        cannot be computed from exp(z - shift) = 0. With `order`, row i of the result is the
+        gradient of row order.rows[i], and rows from order.count on are arbitrary."""
 
     def exp_multiple_(
         self,
@@ -356,11 +355,12 @@ class Kernels(Acts, Protocol):
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return factors s [n] such that s * e is the gradient of the raw logits, for e = exp(z -
-        shift) in `exp_tile` after a change of e at the target. The coefficients c_target and c_prob
-        must be the only ones, without a soft cap. The size |s| is not far below `least` [n], the
-        size of the values that `chosen_gradient_` later adds to each row. The second result is s *
-        x of x [n, H], in float32 or wider and rounded once. With `order`, row i of every result is
-        computed from row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
+        shift) in `exp_tile` after a change of e at the target. Of the gradient coefficients, only
+        c_target and c_prob may be present, and there must be no soft cap. The size |s| is not far
+        below `least` [n], the size of the values that `chosen_gradient_` later adds to each row.
+        The second result is each row of x [n, H] times s, in float32 or wider and rounded once.
+        With `order`, row i of every result is computed from row order.rows[i] of the inputs; rows
+        from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 

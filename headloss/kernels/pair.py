@@ -21,10 +21,10 @@ Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et 
 arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
-sum min(p, q). The equal number 1 - total variation would have no correct digit if a is small. The
-gradient of log a with respect to the student's logit z_j is r_j s_j - p_j R, where r = min(p, q) /
-a, s_j is 1 where p_j < q_j (1/2 where equal, else 0), and the mean slope R is sum r s. This
-gradient of log a is bounded however small a is.
+sum min(p, q). Computed as 1 - total variation, a small acceptance a would have no correct digit.
+The gradient of log a with respect to the student's logit z_j is r_j s_j - p_j R, where r = min(p,
+q) / a, s_j is 1 where p_j < q_j (1/2 where equal, else 0), and the mean slope R is sum r s. The
+gradient of the log-acceptance log a is bounded, however small the acceptance a is.
 
 The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
 part of the teacher's vocabulary. With a teacher's mass w < 1, the total variation grows by (1 - w)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """Transform of logits: raw -> * scale -> soft cap -> / temperature.
+    """Transform of logits: raw logits are multiplied by `scale`, soft-capped, and divided by
+    `temperature`.
 
     Kernels that compute the raw logits by a matmul add `bias` [v], of any float dtype, to the
     matmul's result; existing tiles of raw logits already include the bias.

@@ -156,7 +156,8 @@ class BlockAccumulator:
 
 class SlabAccumulator(BlockAccumulator):
     """Sums of gradients that arrive by slabs (blocks of vocabulary rows), each over all tokens. For
-    each slab, call `open`, then `add` for some tokens at a time, then `close`.
+    each slab (block of vocabulary rows), call `open`, then `add` for some tokens at a time, then
+    `close`.
 
     The weight gradient of a slab is summed in a separate tensor, which `close` rounds and writes to
     its place in the weight gradient. With `at_once`, a single `add` brings all tokens of a slab,

@@ -1,7 +1,7 @@
 """Measurements of logit tiles in addition to the statistics, in one pass. `Statistics.extras` holds
 each measurement by its key, and the inputs of its gradient by (key, "vjp").
 
-T tokens, n tokens of a step, v columns of a tile, K chosen columns, P pairs of a support.
+T tokens, n tokens of a step, v columns of a tile, K chosen columns, P pairs (token, allowed id).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """Return the gradient's inputs, [n] each, that the measurement with this key stored."""
+    """Return the inputs of the gradient, [n] each, that a measurement stored under (key, "vjp")."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
@@ -231,10 +231,11 @@ class Candidates(NamedTuple):
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
-        """Return a sparse part [P] of the gradient of the raw logits, as pairs (token, column). The
-        whole gradient is this sparse part plus c_prob's multiple of dlogp/draw. The sparse part
-        holds each candidate's derivative at the candidate's column, and minus the derivatives' sum
-        at the target. The derivative with respect to the tail's log-prob is ignored."""
+        """Return a sparse part of the gradient of the raw logits, as values [P] of pairs (token,
+        column): each candidate's derivative at the candidate's column, and minus the sum of the
+        derivatives at the target. The gradient of the raw logits is the returned sparse part plus a
+        multiple of dlogp/draw with an equal coefficient c_prob. The derivative with respect to the
+        tail's log-prob is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

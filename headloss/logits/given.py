@@ -21,8 +21,8 @@ from .rows import ALL, Gradients, LogitGradient, Rows, Tensors
 
 
 class View:
-    """Access by packed token to input logits [.., V] in any float dtype and layout. `index` [T] is
-    each token's position; None: all N positions in order."""
+    """Access to the caller's logits [.., V], in any float dtype and layout, by the index of a
+    packed token. `index` [T] is each token's position; None: all N positions in order."""
 
     def __init__(self, logits: Tensor, index: Tensor | None) -> None:
         self.logits = logits
@@ -57,7 +57,8 @@ class View:
         return positions, *inner
 
     def read(self, rows: Rows = ALL, columns: slice = ALL) -> Tensor:
-        """Return logits [n, v] as given, without a copy where rows are consecutive."""
+        """Return logits [n, v] as the caller passed them in, without a copy where rows are
+        consecutive."""
         return self.tensor[(*self.place(rows), columns)]
 
     def write(self, rows: Rows, columns: slice, values: Tensor | float) -> None:
@@ -159,8 +160,8 @@ class InPlaceLogits(GivenLogits):
         return self.context.measured(partials), WrittenGradient(out, self.acts)
 
     def _out(self) -> LogitRows:
-        """Return the tensor of `room` with the offsets of its rows, for the kernel that writes the
-        gradient."""
+        """Return the tensor that receives the gradient, with the offsets of its rows, for a
+        kernel."""
         view = self.room()
         if self.overwrites:
             # Autograd does not see a kernel's writes.
@@ -175,7 +176,7 @@ class InPlaceLogits(GivenLogits):
         slopes: Tensor | None = None,
         normalizer: Normalizer | None = None,
     ) -> SoftmaxState | None:
-        """Run one launch, see `Walk`."""
+        """Launch the kernel once over all logits, with the arguments of a `Walk`."""
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         softmax = None if coefficients is None else coefficients.softmax
         walk = (self.view.rows(), out, self.order.live, *tokens, softmax, slopes, normalizer)

@@ -95,8 +95,8 @@ class RowContext(NamedTuple):
 
 
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
-    """Return the rows [K] that carry a gradient, ascending, from the mask `live` [n]; None if
-    leaving out the remaining rows, whose coefficients are 0, does not pay. `count` is a copy of K
+    """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
+    so few rows have no gradient that leaving them out would not be faster. `count` is a copy of K
     to the CPU, if such a copy is already under way."""
     if live is None:
         return None
@@ -150,8 +150,8 @@ class LogitSource:
         return self.completed(rows, self.context.measured(partials), states), raw if keep else None
 
     def completed(self, rows: slice, measured: Measured, states: Sequence[Any] = ()) -> Measured:
-        """Add the values of `beside` (divergences, candidates and the like), with the inputs of
-        their gradient, to `measured.stats.extras`."""
+        """Add the values of `beside` (divergences, candidates and other measurements), with the
+        inputs of their gradient, to `measured.stats.extras`."""
         stats, normalizer = measured
         if PEAK in self.context.needs:
             stats.extras[PEAK] = normalizer.max_logit.clone()
@@ -181,8 +181,8 @@ class LogitSource:
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        # Only the last part writes its gradient over the student's logits, because every earlier
-        # part still reads the logits.
+        # Only the last entry of `parts` writes its gradient over the student's logits, because
+        # every entry before still reads the logits.
         for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
@@ -199,7 +199,7 @@ class LinearLogits(LogitSource):
         tensors: Sequence[Any],  # Features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None.
         context: RowContext,
         *,
-        # Dtype of products; None: the tensors' dtype (autocast).
+        # Dtype of the matmuls (under autocast); None: the dtype of the tensors.
         compute_dtype: torch.dtype | None = None,
         # Logits are rounded to this dtype; None: no rounding.
         logits_dtype: torch.dtype | None = None,
@@ -229,11 +229,11 @@ class LinearLogits(LogitSource):
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
         if inputs.tile is not None or not any(part.own_logits for part in self.beside):
             return super().logit_gradient(rows, columns, inputs)
-        # Only some of the tokens have both models' logits in memory at once.
+        # Only some tokens at a time have the logits of both student and teacher in memory.
         v = len(self.weights[0][columns])
         count = rows.stop - rows.start
         dtype = self.gradient_dtype
-        width = v if dtype is None else 8 * -(-v // 8)  # Rows of whole 16 bytes.
+        width = v if dtype is None else 8 * -(-v // 8)  # Rows of multiples of 16 bytes.
         gradient = self.features[0].new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
             at = slice(rows.start + part.start, rows.start + part.stop)

@@ -46,13 +46,13 @@ class PairGradient(NamedTuple):
 
     dlogits: Tensor  # Shape [P].
     support: Support
-    # Order [P] of pairs by column, and the tokens of each column.
+    # Permutation [P] that sorts the pairs by column, and the tokens of each column as a `Support`.
     by_column: tuple[Tensor, Support]
     rows: Rows  # The block's tokens, as rows of a tensor [T, H].
     acts: Kernels
 
     def add_to_hidden(self, total: Tensor, weight: Tensor) -> None:
-        """Add dlogits @ weight of these tokens to total [T, H]."""
+        """Add dlogits @ weight, the hidden gradient of the tokens, to `total` [T, H]."""
         if isinstance(self.rows, slice):
             self.into_hidden(total[self.rows], weight, add=True)
         else:
@@ -89,7 +89,8 @@ class LogitGradient(NamedTuple):
     multiple: Tensor | None = None
     # Hidden states [K, H] of the rows, each multiplied by its entry of `multiple`.
     features: Tensor | None = None
-    pairs: PairGradient | None = None  # Gradient of further tokens, in a few columns per token.
+    # Gradient of the tokens with a set of allowed ids, in a few columns per token.
+    pairs: PairGradient | None = None
 
     def at(self, index: Tensor) -> LogitGradient:
         """Return this gradient with new token numbers: token i becomes token index[i]."""
@@ -127,7 +128,8 @@ def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Me
 
 
 def steps(total: int, step: int) -> list[slice]:
-    """Return consecutive slices of at most `step` numbers that cover `total`."""
+    """Return consecutive slices of length `step` (the last one may be shorter) that cover
+    range(total)."""
     return [slice(start, min(start + step, total)) for start in range(0, total, step)]
 
 

@@ -64,8 +64,8 @@ def measuring(
 
 class DenseTeacher:
     """Measurement of divergences from a teacher whose logits over the whole vocabulary are passed
-    in or computed from hidden states. `Statistics.extras` holds each measure under (teacher,
-    measure).
+    in or computed from hidden states. `Statistics.extras` holds the value of each measure (such as
+    a divergence) under the key (teacher, measure).
 
     With `keeps`, computed teacher logits stay in memory until the gradient, which must follow right
     after the measurement. `context` is the `RowContext` of the student; `wide` is the dtype of the
@@ -92,7 +92,7 @@ class DenseTeacher:
         # Rows of `source` to which the tokens map, if several tokens share a row; None: each token
         # has its own row.
         self.rows: SharedRows | None = None
-        # Log-sum-exp [T] over a larger vocabulary.
+        # Log-sum-exp [T] of the teacher's logits over the teacher's own, larger vocabulary.
         self.lse: Tensor | None = batch.get("teacher_lse")
         if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"
@@ -112,7 +112,7 @@ class DenseTeacher:
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Return the measurement for the tokens `index` alone."""
+        """Return this measurement restricted to the tokens `index`."""
         some = copy(self)
         if self.lse is not None:
             some.lse = self.lse[index]
@@ -128,10 +128,10 @@ class DenseTeacher:
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
-        """Return the value [n] of each measure and, as inputs of the gradient, a tensor [n, 4 + K]:
-        the two-number normalizers of student and teacher, and K mean slopes (mean derivatives of
-        the K measures, see `kernels.pair`). `normalizer` belongs to the student's softmax at the
-        temperature of the head."""
+        """Return the value [n] of each measure, and a tensor [n, 4 + K] from which the gradient is
+        computed: two numbers of the student's normalizer, two of the teacher's, and K mean slopes
+        (see `kernels.pair`). `normalizer` belongs to the student's softmax at the temperature of
+        the head."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)

@@ -27,7 +27,7 @@ from .weighted import Coefficients, differentiate
 HEAD_STATISTICS: tuple[str, ...] = ("logp", "lse", "entropy")
 # Function from log-probs [..] and entropies [..] of all positions to a scalar loss.
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-# Statistics that a batch with `candidate_ids` adds.
+# Names of statistics that exist only if the batch has `candidate_ids`.
 CANDIDATE_STATISTICS = ("candidate_logps", "candidate_tail")
 
 
@@ -39,10 +39,10 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """Return an objective that stands for an external loss. The loss reads `HEAD_STATISTICS`, with
-    `candidates` also the log-probs of `candidate_ids`, and the `measures` (divergences) of a
-    teacher. `gradients` names the statistics with respect to which the loss has a gradient, and may
-    add the candidates' tail."""
+    """Return an objective that stands for an external loss. An external loss reads
+    `HEAD_STATISTICS`, with `candidates` also the log-probs of `candidate_ids`, and the `measures`
+    (divergences) of a teacher. `gradients` names the statistics with respect to which the loss has
+    a gradient, and may add the candidates' tail."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)

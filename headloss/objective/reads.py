@@ -20,7 +20,7 @@ from ..losses.term import Objective, Term
 from ..losses.trial import Reads, check_cuts, trace
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
-Kinds = Mapping[str, Kind]  # Kinds of fields by name.
+Kinds = Mapping[str, Kind]  # Dtype and trailing shape (a `Kind`) of each batch field, by name.
 # Number of tokens of the sample batch, each in its own segment; two tokens suffice for a loss on
 # pairs of segments.
 SAMPLE = 2
@@ -37,7 +37,7 @@ CONTENT = attrgetter(
 )
 # `reads` adds the term's name to an error text that begins with one of these strings.
 OURS = ("sums over", "reads stats.")
-TABLE_ENTRIES = 256  # Largest number of cached entries.
+TABLE_ENTRIES = 256  # Largest number of entries of the cache `_TABLE`.
 _TABLE: dict[object, Reads] = {}
 _LOCK = threading.Lock()
 
@@ -81,7 +81,7 @@ def reads(
         key = fingerprint(CONTENT(term), []), fields, how
         try:
             read = _TABLE.get(key)
-        except TypeError:  # An option that cannot be hashed.
+        except TypeError:  # An option of the term cannot be hashed.
             read = None
         if read is None:
             sample = sample_batch(kinds, term, device)
@@ -115,8 +115,8 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments of the sample batch for a term with scope="token". Such a term may be called on a
-    part of a segment, so that sums over segments raise an error."""
+    """Segments of the sample batch for a term with scope="token". A term with this scope may be
+    called on a part of a segment, so that a sum over segments raises an error."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')

@@ -27,11 +27,11 @@ UNITS = 1 << 50  # Number of integer units into which the sum of a chunk's masse
 def masses(
     gradient: Coefficients, stats: Statistics, transform: Transform, vocabulary: int
 ) -> Tensor:
-    """Return the mass of each token, [n] float64; infinite if a gradient coefficient is NaN.
+    """Return each token's mass (an upper bound of its gradient), [n] float64; infinite if a
+    gradient coefficient is NaN.
 
     With gradient coefficients c_target, c_prob, c_entropy and c_uniform, target y, V columns, and
     derivatives s with respect to `Statistics.extras` (such as candidates' log-probs), the mass is
-
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
      + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + sum |s|) |logit_scale| / temperature
     """
@@ -80,7 +80,7 @@ class Tolerance:
     # Fraction of the sum of a chunk's masses that may be skipped; 0 turns the tolerance off.
     share: float
     transform: Transform  # The transform of all tokens' logits.
-    vocabulary: int  # Vocabulary of the whole model, V.
+    vocabulary: int  # Number V of vocabulary columns of the whole model.
     skipped_rows: Tensor  # Scalars in float64, 0 at first, on the device of the call.
     skipped_mass: Tensor
     mass: Tensor

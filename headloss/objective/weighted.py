@@ -1,5 +1,5 @@
-"""An objective on one packed batch: weights of the tokens, and gradients as four coefficients per
-token.
+"""An objective on one packed batch: weights of the tokens, and the gradient as the coefficients
+c_target, c_prob, c_entropy and c_uniform of each token.
 
 T scored tokens, S segments, K terms.
 """
@@ -47,7 +47,7 @@ class WeightedTerm(NamedTuple):
     name: str
     coefficient: float
     term: Term
-    weights: Tensor | float  # [T], or a single weight for all tokens.
+    weights: Tensor | float  # Weights [T] of the tokens, or a single weight for all tokens.
 
     def rows(self, rows: slice) -> WeightedTerm:
         """Return the term on the tokens `rows`."""
@@ -93,7 +93,8 @@ class WeightedTerm(NamedTuple):
         times = self.weights
         if (factor := self.coefficient * upstream) != 1:
             times = times * factor
-        # A Python number times integers would have the default dtype.
+        # Convert integer fields, because a Python number times an integer tensor has the default
+        # dtype.
         for field in self.term.weight_fields:
             times = times * getattr(view, field).to(view._dtype)
         assert self.term.slopes is not None
@@ -153,7 +154,7 @@ class Coefficients(NamedTuple):
         return self._replace(softmax=self.softmax.map(function), extras=extras)
 
     def without(self, rows: Tensor) -> Coefficients:
-        """Return the coefficients with 0 at `rows`, [n] bool."""
+        """Return the coefficients, set to 0 at tokens where the mask `rows` [n] is True."""
         return self.map(lambda t: t.masked_fill(as_wide(rows, t), 0))
 
     def live(self) -> Tensor:
@@ -172,7 +173,8 @@ class WeightedObjective:
     dtype: torch.dtype  # Dtype of the statistics.
     # True if all terms have derivatives in closed form, so that no gradient needs autograd.
     closed: bool = False
-    # [] a power of two that multiplies the coefficients, against 16-bit underflow.
+    # Scalar tensor: a power of two by which the coefficients are multiplied, against 16-bit
+    # underflow.
     scale: Tensor | None = None
     upstream: float = 1.0  # The upstream gradient; 1 if unknown in advance.
     # True if the call's schedule accepts only a gradient with respect to `logp`.
@@ -231,8 +233,9 @@ class WeightedObjective:
         return tuple((part.name, part.coefficient) for part in self.parts)
 
     def total(self, shares: Iterable[Tensor], stats: Statistics | None = None) -> Tensor:
-        """Return the loss of all tokens, [], from the terms' contributions. Contributions are added
-        one by one: copying a tensor of coefficients to the device would block the host."""
+        """Return the loss of all tokens, [], from the terms' contributions. The terms'
+        contributions are added one by one, because copying a tensor of coefficients to the device
+        would block the CPU."""
         pairs = zip(self.named, shares, strict=False)
         return functools.reduce(torch.add, [s if c == 1 else c * s for (_, c), s in pairs])
 
@@ -247,7 +250,7 @@ class WeightedObjective:
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
         zeros: dict[str, Any] = dict.fromkeys(needs, zero)
         softmax = vjp(rates, Statistics(**zeros), self.vocabulary)
-        # Fill the tensor on the device, because a copy from the host would block.
+        # Fill the tensor on the device, because a copy from the CPU would block.
         moving = [
             torch.stack([x if isinstance(x, Tensor) and x.dim() else zero + x for x in slope[:5]])
             for slope in slopes
@@ -262,12 +265,12 @@ class WeightedObjective:
         by 1 / `scale` after the backward pass.
 
         The gradient of the raw logits then lies within float16's range if |d term / dz| at weight 1
-        is below 65504 / 2. |d term / dz| is at most 1 for cross-entropy and distillation, log V for
-        the entropy, 2 |lse| for a z-loss, |advantage| times a ratio for a policy, and beta times
-        the length for a preference loss on a sequence's summed log-probs. Gradients far below 1
-        keep fewer digits.
+        is below 65504 / 2. The derivative |d term / dz| is at most 1 for cross-entropy and
+        distillation, log V for the entropy, 2 |lse| for a z-loss, |advantage| times a ratio for a
+        policy, and beta times the length for a preference loss on a sequence's summed log-probs.
+        Gradients far below 1 keep fewer digits.
         """
-        # Fill the tensor on the device, because a copy from the host would block.
+        # Fill the tensor on the device, because a copy from the CPU would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)
         sizes = [one * p.weights * (p.coefficient * slope(p.term.teacher)) for p in self.parts]
         return replace(self, scale=power_of_two(sizes))

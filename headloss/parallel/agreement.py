@@ -1,16 +1,16 @@
 """`agree`: the ranks of a group check that their calls match, before any other collective of the
 call.
 
-Before a call, each rank of a group sends a few numbers from its CPU to all ranks of the group.
-These numbers are a flag for an error on the rank, checksums of values that must be equal on all
-ranks, and numbers that may differ between ranks and from which all ranks compute the plan. If a
-check fails, the ranks exchange their error messages, and every rank raises. A group's first call,
-and each call with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes,
-no device reads) reuses the numbers that an equal earlier call exchanged, so that a CUDA graph can
+Before a call, each rank of a group sends a few numbers from its CPU to all ranks of the group. The
+numbers that a rank sends are an error flag, checksums of values that must be equal on all ranks,
+and numbers that may differ between ranks and from which all ranks compute the plan. If a check
+fails, the ranks exchange their error messages, and every rank raises. A group's first call, and
+each call with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no
+device reads) reuses the numbers that an equal earlier call exchanged, so that a CUDA graph can
 capture the call.
 
 A call that uses two groups of ranks exchanges numbers twice, first within the group that shards the
-vocabulary. An error in the first group is passed on with the rank's numbers for the second group,
+vocabulary. In a call with two groups, an error in the first group is also sent to the second group,
 so that every rank of a two-dimensional grid of ranks raises the error.
 """
 
@@ -156,7 +156,7 @@ def _explained(
 
 
 def _compare(role: str, group: distributed.ProcessGroup, tensors: Tensors) -> None:
-    """Raise ValueError on every rank for tensors that differ between ranks, by gathered
+    """Raise ValueError on every rank if tensors differ between ranks, by a comparison of gathered
     checksums."""
     names = sorted(tensors)  # Sort the names, because the order of a set differs between ranks.
     numbers = [1] * (1 + len(names))

@@ -3,7 +3,7 @@
 n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. The schedules merge
 statistics and sum hidden gradients over the ranks through a `WholeVocabulary` or a `VocabShard`.
 Every rank of a group runs the same plan on the same tokens, so that all ranks make collectives of
-the same number and shapes (law 7 of DESIGN.md).
+the same number and shapes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class WholeVocabulary:
     memory = 0
 
     def __init__(self, vocabulary: int) -> None:
-        # V, the columns of this rank's slice, and the most columns of any rank.
+        # Vocabulary size V, number of columns on this rank, and largest number of columns on any
+        # rank.
         self.vocabulary = self.size = self.widest = vocabulary
 
     def merge(self, partials: SoftmaxState) -> SoftmaxState:
@@ -56,7 +57,8 @@ class WholeVocabulary:
         return values.unsqueeze(0)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the k best of the best entries of all slices, [n, ..] to [n, k], best first."""
+        """Return the k largest values over all slices of the vocabulary, largest first, and their
+        ids, [n, k] each, from the largest values and ids [n, ..] of this slice."""
         return values, ids
 
     def gathered(self, hidden: Tensor) -> Tensor:
@@ -69,13 +71,13 @@ class WholeVocabulary:
 
 
 class VocabShard(WholeVocabulary):
-    """A slice of the vocabulary. The ranks of `group` hold the slices in rank order, and every rank
-    holds the hidden states of the packed tokens.
+    """A rank's slice of the vocabulary. The ranks of `group` hold the slices in rank order, and
+    every rank holds the hidden states of the packed tokens.
 
     Args:
-        numbers: numbers of each rank (`engine.facts.of_vocabulary`).
-        vocab_size: V, None: the rows of all ranks.
-        batch: the call's batch, if any.
+        numbers: the named numbers that each rank sent, from `engine.facts.of_vocabulary`.
+        vocab_size: the vocabulary size V; None: the sum of all ranks' weight rows.
+        batch: the batch of the call, if any.
 
     Raises:
         ValueError: the ranks' numbers of rows or columns contradict each other, an id on some rank

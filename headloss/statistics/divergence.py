@@ -29,7 +29,8 @@ def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """Return log(p / m), where m = beta q + (1 - beta) p, without cancellation where p is near q:
     exactly 0 where p and q agree."""
     d = log_p - log_q
-    near = torch.where(d > 0, -d, d).expm1_()  # Not -abs(d): torch's derivative of abs at 0 is 0.
+    # `torch.where` and not -abs(d), because the derivative of `torch.abs` at 0 is 0.
+    near = torch.where(d > 0, -d, d).expm1_()
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 
 

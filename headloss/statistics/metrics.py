@@ -94,8 +94,8 @@ class Metrics(dict[str, Measurement]):
     """
 
     def merge(self, other: Mapping[str, Measurement]) -> Metrics:
-        """Return the merge with the metrics of another batch; a name of only one batch stays
-        unchanged."""
+        """Return the merge with the metrics of another batch; a metric that only one batch has
+        stays unchanged."""
         joined = Metrics({**self, **other})
         for name in self.keys() & other.keys():
             joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ class Metrics(dict[str, Measurement]):
         """Return the merge over the ranks of `group` (the default group if None), in two
         collectives.
 
-        Every rank must hold the same names. A `Min` is sent as a negated `Max`.
+        Every rank must hold metrics with the same names. A `Min` is sent as a negated `Max`.
         """
         check_group("group", group)
         joined = Metrics({name: self[name] for name in sorted(self)})
@@ -148,8 +148,8 @@ class Observed:
 
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
     """Return `observed`, the result of a term's or modifier's `observe`, if it is a dict of
-    `Observed`, each with one value per token or one per segment. Otherwise raise TypeError or
-    ValueError with the term's name."""
+    `Observed`, each with one value per token or one per segment. Raise TypeError or ValueError,
+    with the term's name, for any other result of `observe`."""
     if not isinstance(observed, dict):
         got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")

@@ -4,10 +4,11 @@ which passes through these statistics.
 T scored tokens, V vocabulary, z [T, V] logits after scale, soft cap and temperature, p =
 softmax(z).
 
-`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token. States form
-a commutative monoid under `merge`, so that tiles of a kernel, blocks of columns and ranks of a
-group merge by one rule. `Statistics` are the inputs of a term. `SoftmaxCoefficients` hold
-everything that a kernel needs to know of a loss, whose gradient for a token with target y is
+`SoftmaxState` is the softmax of a *slice* of the vocabulary in a few floats per token.
+Online-softmax states form a commutative monoid under `merge`, so that tiles of a kernel, blocks of
+columns and ranks of a group merge by one rule. `Statistics` are the inputs of a term.
+`SoftmaxCoefficients` hold everything that a kernel needs to know of a loss, whose gradient for a
+token with target y is
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
 Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the
@@ -115,8 +116,8 @@ class Statistics:
     `candidate_ids` (0 at unused entries), and `candidate_tail` [T], the log of the mass of all
     other columns. Only statistics that the objective reads are computed. A term with a teacher can
     also read the divergences from the teacher (`losses.teacher`). `extras` holds further
-    measurements: [T] measures of a teacher by (teacher, measure), [T, K + 1] log-probs of a
-    teacher's stored tokens and of the tail.
+    measurements: divergences [T] from a teacher under the key (teacher, measure), and log-probs [T,
+    K + 1] of a teacher's K stored tokens and of the tail.
     """
 
     # None for a statistic that the objective does not read.
@@ -244,7 +245,6 @@ def vjp(
 class Slope(NamedTuple):
     """A part of a term's derivative with respect to a statistic (named by `of`), in closed form,
     which a kernel can compute from the log-prob `logp`:
-
         d term / d statistic = rate * exp(sign * (logp - anchor)) where low <= logp <= high, else 0
 
     Fields are [T] vectors or numbers. The derivative with respect to a statistic other than logp

@@ -63,7 +63,8 @@ def part_gradient_(
 
 
 def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """Return raw logits of some rows, their transform, and the gradient d/dz of the divergences."""
+    """Return, for some rows, the raw logits, the logits' transform, and the gradient of the
+    divergences with respect to the transformed logits z."""
     student = part.pair.student
     weight = part.weight[rows]
     log_p = _log_p(student, raw, rows)
@@ -80,8 +81,8 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
-    """Return raw logits of some rows, their transform, and the gradient d/dz of the stored
-    top-k."""
+    """Return, for some rows, the raw logits, the logits' transform, and the gradient of the stored
+    top-k part with respect to the transformed logits z."""
     columns = part.columns[rows]
     side = part.tail.rows(rows)
     tile = raw[rows]

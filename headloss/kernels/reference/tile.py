@@ -166,7 +166,8 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            # c_prob exp(z - max_logit) / sum is exact unless p is small.
+            # The formula c_prob exp(z - max_logit) / sum exp(z - max_logit) is exact unless p is
+            # small.
             max_logit, log_sum = inputs.normalizer
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))

@@ -52,8 +52,8 @@ class Shifts(NamedTuple):
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
     """Store each token's shift (the logit of one column, which exp(z - shift) subtracts) and the
-    index of this column. The column is the target's or, for a target outside of this slice of the
-    vocabulary, an arbitrary column."""
+    index of this column. The shift is the logit of the token's target or, for a target outside of
+    this slice of the vocabulary, of an arbitrary column."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
@@ -185,8 +185,8 @@ def target_gradient_(
     tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
 ) -> None:
     """Write the gradient at each token's target, accurate to the digits of the target's log-prob,
-    into `tile`. The element of a token is the target's column of x @ w.T or, for any tile, the
-    token's entry of `columns` [n]."""
+    into `tile`. A token's target is in the tile's column of the target id or, with `columns` [n],
+    in the column columns[token]."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first

@@ -18,7 +18,7 @@ from .tiles import place_of
 
 ROWS = 128
 COLUMNS = 128
-BYTES = 128  # Number of bytes of a row of `a` that one step over k multiplies.
+BYTES = 128  # Bytes of each row of `a` in one step of the loop over k.
 # Number of row tiles that are computed one after another with each column tile, so that the columns
 # of `b` stay in the L2 cache.
 GROUP = tl.constexpr(8)

@@ -27,14 +27,14 @@ def tanh_and_slope(x):
     near = 1 + s * (-0.3333333333 + s * (0.1333333333 + s * (-0.05396825397 + s * 0.02186948854)))
     e = tl.exp2(tl.abs(x) * (2 * LOG2E))
     share = 1 + e
-    if PTX:  # One instruction for an approximate inverse is faster than a division.
+    if PTX:  # An instruction for an approximate 1 / x is faster than a division.
         share = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [share], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
         share = 1 / share
     far = 1 - 2 * share
-    # If e = exp(2|x|) overflows to inf, `share` is 0, and the minimum avoids the NaN of inf * 0.
+    # If e = exp(2|x|) overflows to inf, `share` is 0, and `tl.minimum` avoids inf * 0 = NaN.
     slope = 4 * share * (tl.minimum(e, 1e30) * share)
     return tl.where(s < 0.0625, x * near, tl.where(x < 0, -far, far)), slope
 
@@ -180,8 +180,8 @@ def under_cap(g, raw, z):
 @triton.jit
 def under_cap_at(g, z, cap):
     """Return the gradient `g` times the derivative of the soft cap, computed from capped logits z
-    where raw logits are not available. The derivative is only as accurate as the difference cap -
-    |z|."""
+    where raw logits are not available. The derivative loses digits where |z| is close to the
+    cap."""
     size = tl.abs(z)
     return g * (tl.maximum(cap - size, 0.0) * (cap + size) / (cap * cap))
 

@@ -60,8 +60,7 @@ class Given(NamedTuple):
     z: LogitScaling
     normalizer: Normalizer | None
     to: SoftmaxState | None  # Memory of the statistics; None if `normalizer` is given.
-    # Gradient coefficients. If the kernel computes statistics, these are the coefficients at an
-    # entropy of 0.
+    # Gradient coefficients; if the kernel computes statistics, the coefficients at an entropy of 0.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -140,7 +139,9 @@ def given_kernel(
 
         if STATISTICS:
             partials = row_partials(x, length, of.z, outer, of.to, WIDTH, GRADIENT)
-        if GRADIENT:  # In place: all threads read the row and the target before any thread writes.
+        # The gradient may be written in place, so that all threads must read the row and the target
+        # before any thread writes.
+        if GRADIENT:
             tl.debug_barrier()
         if STATISTICS:
             target_logit = logits_of(target, mine, of.z, outer)

@@ -1,4 +1,4 @@
-"""Hopper kernels in Gluon for the products of product.py, with epilogues that overlap products.
+"""Hopper kernels in Gluon for the matmuls of product.py, with epilogues that overlap matmuls.
 
 One warp loads slices of x and w into a ring buffer in shared memory. Two groups of four warps read
 the same slices of w, and each group multiplies half of the rows. Only the ring buffer synchronises
@@ -25,7 +25,8 @@ STAGES = gl.constexpr(tiles.STAGES)
 HALF = gl.constexpr(tiles.ROWS // 2)  # Rows of one group.
 PART = gl.constexpr(tiles.WIDTH // 4)  # Columns of one store.
 BUFFERS = gl.constexpr(2)  # Number of shared-memory buffers for stores, per group of four warps.
-LOWEST = gl.constexpr(-1e20)  # Value of masked logits: below all logits, finite under any scale.
+# Value of masked logits, which is below all logits and stays finite when it is scaled.
+LOWEST = gl.constexpr(-1e20)
 # Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
 AT_START = gl.constexpr(168)
 LOADING = gl.constexpr(24)  # Registers of a loading thread.
@@ -173,8 +174,8 @@ def each_tile(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """Run all warps of a program. `to` is the tensor descriptor of the matrix that the epilogue
-    `END` writes, or None."""
+    """Run all warps of a GPU program: two groups of warps multiply, and one warp loads. `to` is the
+    tensor descriptor of the matrix that the epilogue `END` writes, or None."""
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
@@ -254,7 +255,8 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
 
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constexpr):
-    """Store statistics and exp logits of the product, as `product_kernel` does without overlap."""
+    """Store statistics and exp(z - shift) of the logits x @ w.T, as `product_kernel` does without
+    an overlap of matmul and epilogue."""
     # Select pointers before the groups of warps start, because a flag passed to a group is no
     # longer a compile-time constant.
     parts = parts_of(of)  # Each [blocks, pitch].

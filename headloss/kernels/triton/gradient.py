@@ -38,7 +38,7 @@ from .formulas import (
 from .launch import Launcher, cdiv
 from .records import Matrix, gradient_inputs, matrix_of
 
-# Lower limit of e = exp(z - shift) before the logarithm, which is then finite.
+# Smallest e = exp(z - shift) whose logarithm is taken, so that the logarithm is finite.
 LEAST = tl.constexpr(1e-37)
 
 

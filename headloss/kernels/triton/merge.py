@@ -56,14 +56,14 @@ class Epilogue(NamedTuple):
     # Row length of `parts` and `more`: n rounded up to a multiple of 16, so that every row is
     # aligned.
     pitch: int
-    stride: int  # Stride between parts in elements, blocks * pitch.
+    stride: int  # Number of elements between two kinds of sums in `parts`, blocks * pitch.
     z: LogitScaling | None
     flags: Flags
 
 
 class Merge(NamedTuple):
-    """Operands of the kernel that merges a product's blocks. The results are stored after
-    `epilogue.more` in memory, in rows that `measured` or `partials_of` reads."""
+    """Operands of the kernel that merges the partial sums of a matmul's column blocks. The results
+    are stored after `epilogue.more` in memory, in rows that `measured` or `partials_of` reads."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -149,7 +149,7 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     """Merge the sums over the column blocks of a matmul, for the operands `of` (a `Merge`);
     `vocabulary` is the number of columns of all ranks."""
     HALVES: tl.constexpr = 6
-    BLOCKS: tl.constexpr = 1 << HALVES  # Number of blocks of a product that are added at once.
+    BLOCKS: tl.constexpr = 1 << HALVES  # Number of column blocks whose sums are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     more = of.epilogue.more
@@ -241,7 +241,7 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank_stride", "n"])
 def merge_kernel(
-    slices,  # Shape [W, fields, n], fields as in `partials_of`.
+    slices,  # Partial statistics of W ranks, [W, fields, n], with the fields of `partials_of`.
     rank_stride,
     ranks,
     n,

@@ -5,10 +5,11 @@ n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to
 the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
 loops over the rows of the other matrix. The forward pass computes a token's statistics and, on
 request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j but one, where w_j is row j
-of the weight, and `shift` is the logit z of the column left out, as in product.py. The hidden
-gradient follows from this sum if c_target and c_prob are the only gradient coefficients. The
-gradient kernel recomputes each tile of logits, turns the tile into its gradient, and multiplies the
-gradient at once by the hidden states (for the weight) or by the weight (for the hidden states).
+of the weight, and `shift` is the logit z of the column left out, as in product.py. If c_target and
+c_prob are the only gradient coefficients, the hidden gradient follows from the sum of exp(z_j -
+shift) dz_j/draw_j w_j. The gradient kernel recomputes each tile of logits, turns the tile into its
+gradient, and multiplies the gradient at once by the hidden states (for the weight) or by the weight
+(for the hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
 already fill a GPU. The results of the parts are added in a fixed order, so that a token's result
@@ -17,8 +18,8 @@ or target, and tiles at the end of the vocabulary.
 
 For the weight's gradient, a vector of tokens lies along the columns of a tile, and a thread reads
 many elements of the vector. If c_target and c_prob are the only gradient coefficients, the kernel
-needs a single vector, because |c_prob| p = exp2(z log2 e + log2 |c_prob| - log2 sum exp z); tokens
-with c_prob < 0 come before all other tokens.
+reads a single number per token, because |c_prob| p = exp2(z log2 e + log2 |c_prob| - log2 sum exp
+z); tokens with c_prob < 0 come before all other tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .records import LogitScaling, matrix_of, scaling
 
 WIDEST = 256  # Largest hidden width.
 PARTS = 16  # Parts of the vocabulary.
-BLOCK = 128  # A number of tokens, divisible by the tokens of every tile.
+BLOCK = 128  # Tokens are padded to a multiple of this number, which the rows of every tile divide.
 NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is 0.
 
 
@@ -60,13 +61,13 @@ class Cut(NamedTuple):
     stationary: int
     streamed: int
     parts: int
-    described: bool  # Matrices are descriptors, for the tensor memory accelerator.
+    described: bool  # True: matrices are tensor descriptors, for the tensor memory accelerator.
 
 
 class Tokens(NamedTuple):
-    """Inputs of the gradient by token, padded to whole tiles."""
+    """Inputs of the gradient kernel, one entry per token, padded to whole tiles."""
 
-    column: Tensor  # Target's column in this slice or -1, [n].
+    column: Tensor  # Target's column in this vocabulary slice, or -1, [n].
     target: Tensor  # Gradient of the target's raw logit, [n].
     log2_sumexp: Tensor  # Log2 of sum exp z, [n]; minus log2 |c_prob| if `border` is given.
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
@@ -107,7 +108,7 @@ def place_of(marks, count, length, cut: tl.constexpr):
 
 @triton.jit
 def capped(raw, columns, z, v):
-    """Return raw logits with bias and soft cap applied, and the slope of the soft cap."""
+    """Return raw logits with bias and soft cap applied, and the derivative of the soft cap."""
     if z.restore is not None:
         raw *= z.restore
     if z.bias is not None:
@@ -210,7 +211,7 @@ def narrow_gradient_kernel(
     count,
     length,
     cut: tl.constexpr,
-    WEIGHT: tl.constexpr,  # A program owns columns of the vocabulary and loops over tokens.
+    WEIGHT: tl.constexpr,  # True: a program owns vocabulary columns and loops over tokens.
 ):
     STATIONARY: tl.constexpr = cut.stationary
     DEPTH: tl.constexpr = cut.depth
@@ -270,7 +271,7 @@ def _sweep(
     """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile sizes
     depend on the head's shape alone. A tile is marked (computed with a mask) if it contains a pair
     (row of `stationary`, row of `streamed`) of `pairs`, or ends beyond the last row of `streamed`.
-    A row of -1 in `pairs` may mark any tile."""
+    A pair with a row of -1 marks an arbitrary tile, without harm."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if stationary.element_size() == 2 else SMALL
@@ -288,7 +289,8 @@ def _sweep(
 
 
 def _in_order(parts: Tensor) -> Tensor:
-    """Return the sum [n, H] of the parts' results [PARTS, n, H], added in one order for every n."""
+    """Return the sum [n, H] of [PARTS, n, H] over vocabulary parts, added in one order for every
+    n."""
     while len(parts) > 2:
         parts, half = parts.chunk(2)
         parts += half

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """Operands of a divergence's teacher."""
+    """Operands that describe the teacher of a divergence."""
 
     softmax: Softmax
     tile: Matrix
@@ -224,7 +224,7 @@ def softmax(side: Distribution | None) -> Softmax:
 
 
 def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
-    """Return the `Teacher` of raw logits."""
+    """Return the kernel argument `Teacher` for a teacher's raw logits."""
     return Teacher(softmax(pair.teacher), records.check_tile("raw_teacher", raw), pair.rows)
 
 
@@ -259,7 +259,7 @@ def pair_gradient_kernel(
     tile,  # Raw logits, a `Matrix`.
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
-    a,  # `GradientInputs` of all further terms of the objective, or NO_INPUTS.
+    a,  # `GradientInputs` for the gradient coefficients of the objective, or NO_INPUTS.
     kinds,  # Tuple with a `Kind` for each of K divergences; empty for a stored top-k.
     first,
     v,

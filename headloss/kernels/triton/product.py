@@ -1,5 +1,5 @@
-"""Triton kernels for the logits product whose epilogue computes statistics or the gradient, so that
-no logits are written.
+"""Triton kernels for the matmul of the logits, whose epilogue computes statistics or the gradient,
+so that no logits are written.
 
 The epilogue sums over each tile of float32 logits while the tile is in registers. The shift in e =
 exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit, where
@@ -9,8 +9,8 @@ the largest logit of a row. The sums leave out the column of the shift, where e 
 
 On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
-With `exp_tile`, e = exp(z - shift) is written in bf16, which has the exponent range of float32.
-Therefore any shift is good enough that is not far below the token's largest logit. A token whose
+With `exp_tile`, e = exp(z - shift) is written in bf16, which has the exponent range of float32, so
+that every shift is accurate enough that is not far below the token's largest logit. A token whose
 shift is far below its largest logit is summed again, from recomputed logits.
 
 Once the softmax normalizer is known, a second kernel recomputes the logits in a slice of the
@@ -195,9 +195,9 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return result rows for `measured` or, if `vocabulary` is None, for `partials_of`. `sweep` is
-    a pair (number of column blocks, function that computes the sums over the blocks) and replaces
-    the matmul kernel."""
+    """Return rows of results, from which `measured` makes a `Measured` or, if `vocabulary` is None,
+    `partials_of` makes a `SoftmaxState`. `sweep` is a pair (number of column blocks, function that
+    computes the sums over the blocks) and replaces the matmul kernel."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]
@@ -251,7 +251,7 @@ def gradient_of(raw, lse, at, outer, a):
 
 @triton.jit
 def gradient_tile(z, m, block, out, a, n, v):
-    """Store the gradient of a tile: the epilogue of the gradient."""
+    """Store the gradient of a tile of logits, as the epilogue of the gradient kernel."""
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])

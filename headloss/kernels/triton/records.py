@@ -50,14 +50,15 @@ class LogitScaling(NamedTuple):
     # Temperature of each token [n], by which kernels still divide `outer` and `factor`.
     temperature: Tensor | None
     same: int | None  # Flag: 1 if z equals the raw logits, else None.
-    restore: float | None = None  # Factor of a product before the bias, see `scaling`.
+    # Factor of a matmul's result before the bias is added, see `scaling`.
+    restore: float | None = None
     bias: Tensor | None = None  # Bias [v] of a product.
 
 
 class GradientInputs(NamedTuple):
     """Kernel arguments for the gradient of the logits, made from a `Backward` (interface.py)."""
 
-    targets: Tensor | None  # Shape [n], as of every vector below.
+    targets: Tensor | None  # Target ids, [n]; every vector of this class has the shape [n].
     z: LogitScaling | None
     normalizer: Normalizer | None
     c: SoftmaxCoefficients
@@ -76,8 +77,7 @@ class GradientInputs(NamedTuple):
     column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
     features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
-    # Sizes [n]; the absolute value of a row's entry of `multiples` must not be far below the row's
-    # size.
+    # Lower bounds [n], up to a constant factor, of the absolute values of `multiples`.
     least: Tensor | None = None
 
 

@@ -16,7 +16,7 @@ from .launch import Launcher, cdiv
 from .records import Matrix, programs_on
 
 BLOCK = 2048  # Columns of a row that are scaled at once.
-PROGRAMS = 8  # Programs per multiprocessor that scale rows.
+PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
 WIDEST = 4096  # Elements that a program scales at once.
 # Largest number of programs of a launch, so that a launch whose factor turns out to be 1 ends
 # quickly.

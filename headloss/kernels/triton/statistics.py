@@ -27,7 +27,8 @@ NARROW = 2048
 class PartialsInputs(NamedTuple):
     """Operands of `partials_kernel`."""
 
-    raw: Matrix  # Raw logits [n, v]; with `support`, the raw logits [P] of the pairs of all rows.
+    # Raw logits [n, v]; with `support`, the raw logits [P] of the pairs (token, allowed id).
+    raw: Matrix
     to: SoftmaxState
     targets: Tensor | None  # Shape [n].
     without: BlockedColumns | None

@@ -154,7 +154,7 @@ def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
 
 @triton.jit
 def store_row(out, row, depth, h, value, ADD: tl.constexpr):
-    """Store a row of a gradient, or with `ADD` add to the row in memory."""
+    """Store a row of a gradient; with `ADD`, add the gradient to the row in memory."""
     to = out.data + row * out.stride + depth * out.step
     if ADD:
         value += tl.load(to, mask=depth < h, other=0.0).to(tl.float32)
@@ -289,8 +289,7 @@ def support_sums(
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
-    # A token with several pieces has more than PIECE pairs, so that it has at most twice as many
-    # pieces as full pieces (of PIECE pairs).
+    # If a token has several pieces, at least half of its pieces are full (have PIECE pairs).
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
     # A token has at most len(rows) pairs, because a token's ids are distinct.

@@ -18,7 +18,7 @@ from .versions import capability
 
 ROWS = 128
 WIDTH = 256
-DEPTH = 64  # Number of elements of H that one step loads.
+DEPTH = 64  # Number of elements of a row of x or w that one step loads.
 WARPS = 8
 STAGES = 4
 # Shared memory of a program in bytes: all stages, and half a tile that is being stored.

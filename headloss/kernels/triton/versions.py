@@ -1,5 +1,4 @@
-"""Queries for the differences between Triton releases, between GPUs, and between a GPU and Triton's
-interpreter."""
+"""Functions that tell Triton releases, GPUs and Triton's interpreter apart."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 # True if kernels may contain PTX: AMD's compiler ignores instructions that it does not know.
 PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
-# Triton releases with which gluon.py compiles. Gluon changes with each release: kernels in Gluon do
-# not run with an unknown release.
+# Triton releases with which gluon.py compiles. Gluon changes with each Triton release, so that
+# Gluon kernels run only with known releases.
 GLUON = ("3.6", "3.7", "3.8", "3.9")
 
 
@@ -32,6 +31,6 @@ def overlaps(device: torch.device) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU; (0, 0) under ROCm, whose numbers mean other
-    GPUs."""
+    """Return the compute capability of an NVIDIA GPU; (0, 0) under ROCm, where the numbers stand
+    for AMD GPUs."""
     return (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)

@@ -1,5 +1,5 @@
-"""Two walks along a row of logits, for the kernel of given.py: the row's partial statistics, and
-its gradient. A NaN logit gives a NaN result.
+"""Two passes along a row of logits for the kernel of given.py: the first computes the row's
+statistics, the second writes the row's gradient. A NaN logit gives a NaN result.
 
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
 `to` is a `SoftmaxState` (a field is None if its sum is not wanted), z is a `LogitScaling`, and
@@ -78,11 +78,12 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
 
 @triton.jit
 def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexpr):
-    """Return the partial statistics of a row. Each of WIDTH vector lanes keeps an online-softmax
-    state until the end of the row, so that lanes exchange no values during the pass.
+    """Return the online-softmax state of a row of logits, and the sum of the logits. Each of WIDTH
+    vector lanes keeps an online-softmax state until the end of the row, so that lanes exchange no
+    values during the pass.
 
-    The sum of a lane leaves out the lane's largest logit: of two logits, the larger becomes the
-    maximum, and the exponential of the smaller is added to the sum.
+    Each vector lane leaves its largest logit out of its sum of exponentials: of two logits, the
+    larger becomes the maximum, and the exponential of the smaller is added to the sum.
     """
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
