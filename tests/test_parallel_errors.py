@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import grid_errors
 import parallel_agreement
-import parallel_errors
 import pytest
+from parallel_errors import INVALID_CALLS, INVALID_SEGMENTS, assert_refused
 from worlds import World, world_of
 
 import headloss as hl
@@ -23,17 +23,16 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         yield made
 
 
-def test_all_ranks_refuse(world: World) -> None:
-    for name, (_, _, match) in parallel_errors.CASES.items():
-        for kind, message in world.run(parallel_errors.refuse, name, seconds=SECONDS):
-            assert kind and re.search(match, message), (name, match, message)
+@pytest.mark.parametrize("name", INVALID_CALLS)
+def test_all_ranks_refuse(world: World, name: str) -> None:
+    """A call that is invalid on one rank raises on every rank, and a valid call then works."""
+    assert_refused(world, name, seconds=SECONDS)
 
 
-def test_all_ranks_refuse_a_plan(world: World) -> None:
-    for name, (over, _, match) in parallel_errors.CASES.items():
-        if over == "segments":
-            for kind, message in world.run(parallel_errors.refuse, name, hl.plan, seconds=SECONDS):
-                assert kind and re.search(match, message), (name, match, message)
+@pytest.mark.parametrize("name", INVALID_SEGMENTS)
+def test_all_ranks_refuse_a_plan(world: World, name: str) -> None:
+    """`hl.plan` raises on every rank for segments or gradients that are invalid on one rank."""
+    assert_refused(world, name, hl.plan, seconds=SECONDS)
 
 
 @pytest.mark.parametrize("world", [4], indirect=True)

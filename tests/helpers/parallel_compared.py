@@ -128,7 +128,7 @@ def per_token(fields: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # By name: what the ranks split, the arguments that differ on the last rank, and the expected error
 # ("" if none).
-CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+CHANGED_INPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "hidden": ("vocabulary", {"hidden": only_last(one_value)}, "hidden: differs between the ranks"),
     "hidden, head_stats": (
         "vocabulary",
@@ -170,9 +170,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def compared(name: str) -> str:
-    """Return this rank's error in a call of `CASES` ("" if none), and check that a valid call then
-    works."""
-    over, changed, _ = CASES[name]
+    """Return this rank's error in a call of `CHANGED_INPUTS` ("" if none), and check that a valid
+    call then works."""
+    over, changed, _ = CHANGED_INPUTS[name]
     found = ""
     try:
         given(over, **changed)()

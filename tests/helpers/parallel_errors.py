@@ -1,16 +1,20 @@
-"""Invalid setups that every rank of a test world must refuse."""
+"""Calls that are invalid on one rank, for which every rank of a test world must raise an error."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from parallel_cases import groups
 from torch import Tensor, distributed
 
 import headloss as hl
+
+if TYPE_CHECKING:
+    from worlds import World
 
 T, H, V = 6, 4, 10
 
@@ -207,7 +211,8 @@ def bad_logits(s: Setup) -> None:
     )
 
 
-CASES: dict[str, tuple[str, Spoil, str]] = {
+# By name: what the ranks split, the change that makes the call invalid, and a regex of the error.
+INVALID_CALLS: dict[str, tuple[str, Spoil, str]] = {
     "targets": ("vocabulary", targets, "targets: differs between the ranks of vocab_group"),
     "fields": ("vocabulary", fields, "values of fields: differs"),
     "candidates": ("vocabulary", candidates, "candidate_ids: differs"),
@@ -241,13 +246,16 @@ CASES: dict[str, tuple[str, Spoil, str]] = {
 }
 
 
+INVALID_SEGMENTS = [name for name, (over, *_) in INVALID_CALLS.items() if over == "segments"]
+
+
 def freeze(s: Setup) -> None:
     s.hidden, s.weight = s.hidden.detach(), s.weight.detach()
 
 
 def refuse(name: str, *verb: Callable[..., Any]) -> tuple[str, str]:
-    """Return the error of a case on this rank, then check that a valid call still works."""
-    over, spoil, _ = CASES[name]
+    """Return this rank's error in a call of `INVALID_CALLS`, then check that a valid call works."""
+    over, spoil, _ = INVALID_CALLS[name]
     spoiled = setup(over)
     spoil(spoiled)
     found = ("", "nothing was raised")
@@ -257,6 +265,15 @@ def refuse(name: str, *verb: Callable[..., Any]) -> tuple[str, str]:
         found = (type(error).__name__, str(error))
     assert setup(over).run().loss.isfinite()
     return found
+
+
+def assert_refused(
+    world: World, name: str, *verb: Callable[..., Any], seconds: float = 60.0
+) -> None:
+    """Check that a call of `INVALID_CALLS` raises its error on every rank of a test world."""
+    _, _, match = INVALID_CALLS[name]
+    for kind, message in world.run(refuse, name, *verb, seconds=seconds):
+        assert kind and re.search(match, message), (match, message)
 
 
 def refusal(call: Callable[[], object]) -> str:
