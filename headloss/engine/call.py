@@ -158,9 +158,9 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """Return the [n] coefficients with which the `frozen` schedule computes dlogp/dhidden. In
-        float16, where dlogp/dz is small as p
-        nears 1, the coefficients are powers of two of about 1 / (slope (1 - p))."""
+        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden: 1,
+        or in float16 powers of two of about 1 / (slope (1 - p)), as dlogp/dz is small where p nears
+        1."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one

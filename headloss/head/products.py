@@ -141,7 +141,7 @@ PLAIN = Products()
 def add_weight_gradient_(
     total: Tensor,  # Accumulator of the weight gradient, [v, H].
     gradient: Tensor,  # Gradient with respect to the logits, [n, v].
-    features: Tensor,  # [n, H]
+    features: Tensor,  # Hidden features, [n, H].
     fresh: bool = False,  # True if `total` holds no sum yet and is overwritten.
 ) -> None:
     """Add gradient.T @ features, [v, H], to the accumulator `total` in place."""

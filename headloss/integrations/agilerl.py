@@ -115,10 +115,10 @@ def fused_logprob_fn_and_head(self: Any) -> tuple[Callable[..., Tensor], Tensor,
 def log_probs_of_layer(
     layer: Any,
     with_gradient: bool,
-    hidden: Tensor,  # [B, T, H]
-    head_w: Tensor,  # Shape [V, H], the base layer's weight.
+    hidden: Tensor,  # Hidden states [B, T, H].
+    head_w: Tensor,  # The weight [V, H] of PEFT's base layer.
     head_b: Tensor | None,
-    target_ids: Tensor,  # [B, T]
+    target_ids: Tensor,  # The target ids [B, T].
     temperature: float = 1.0,
     cast_to_fp32: bool = True,
     chunk_rows: int | None = None,

@@ -73,7 +73,7 @@ class HeadlossPlugin(BasePlugin):
 
 
 def check() -> str:
-    """Return a description of the check that passed, with the line that Axolotl before 0.21 needs.
+    """Return a text that says what was checked, with the line that Axolotl before 0.21 needs.
 
     RuntimeError if Axolotl's plugins accept other arguments.
     """

@@ -35,7 +35,7 @@ from .shared import needs_segments
 
 
 def check() -> str:
-    """Return a description of the check that passed.
+    """Return a text that says which Megatron code was checked.
 
     RuntimeError if Megatron-Core's `GPTModel.forward` accepts no output processor.
     """

@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Return a description of the check that passed. RuntimeError as from `install`."""
+    """Return a text that says which Megatron code was checked. RuntimeError as from `install`."""
     return (INSTALLED[0] if INSTALLED else _seams(Options())).check()
 
 

@@ -59,7 +59,7 @@ def register(
 
 
 def check() -> str:
-    """Return a description of the check that passed. RuntimeError as from `register`."""
+    """Return a text that says which ms-swift code was checked. RuntimeError as from `register`."""
     part("ms-swift", "swift.callbacks", "callbacks_map")
     name = "compute_sft_loss"
     theirs = part("ms-swift", "swift.template:Template", name)

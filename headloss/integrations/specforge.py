@@ -132,7 +132,7 @@ def _domino(
 
 def _dspark(
     self: Any,
-    hidden: Tensor,  # Shape [B, N, K, H].
+    hidden: Tensor,  # Hidden states [B, N, K, H].
     prev_token_ids: Tensor,
     target_ids: Tensor,
     loss_weights: Tensor,

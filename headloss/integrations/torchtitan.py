@@ -322,7 +322,7 @@ def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
 
 
 def check() -> str:
-    """Return a description of the check that passed.
+    """Return a text that says which torchtitan code was checked.
 
     RuntimeError if torchtitan's wrapper accepts other arguments.
     """

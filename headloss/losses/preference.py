@@ -52,7 +52,6 @@ def dpo(
 
     - symbols: s is the log sigmoid; c and r are the scores of the chosen and the rejected answer
       times beta; x = c - r = beta h; e = label_smoothing;
-
     - sigmoid: -s(x); hinge: max(0, 1 - x) (Zhao et al. 2023, arXiv:2305.10425); sigmoid_norm and
       ipo: -s(x) and (h - 1 / (2 beta))^2 on log-prob means;
     - robust: (-(1 - e) s(x) + e s(-x)) / (1 - 2e) (Chowdhury et al. 2024, arXiv:2403.00409);
@@ -77,14 +76,14 @@ def dpo(
             sigmoid_norm and ipo alone.
         f_divergence_type: the score f'(t) of the ratio t of policy to reference: "reverse_kl" log
             t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
-            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240). Scores except
-            "reverse_kl" need a loss type that depends on h alone.
-        f_alpha_divergence_coef: the a of "alpha_divergence".
-        ld_alpha: weight of the tokens by which an answer is longer than its partner, in [0, 1]
-            (Liu et al. 2024, arXiv:2409.06411); None: 1.
+            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240). Every f_divergence_type
+            but "reverse_kl" needs a loss type that depends on h = c - r alone.
+        f_alpha_divergence_coef: the number a of f_divergence_type="alpha_divergence".
+        ld_alpha: weight of the tokens by which an answer is longer than the answer with which it is
+            compared, in [0, 1] (Liu et al. 2024, arXiv:2409.06411); None: 1.
         use_weighting: multiply by the weights of both answers, each exp of the answer's mean of
             log p_y - log sum_j p_j^2, without gradient (WPO: Zhou et al. 2024, arXiv:2406.11827).
-            The weights need one more sum over the vocabulary.
+            use_weighting=True costs one more sum over the vocabulary, sum_j p_j^2.
         discopop_tau: temperature of the loss type discopop, > 0.
         rejected: number of rejected answers after each chosen one; the loss is the mean over the
             rejected answers.
@@ -132,8 +131,8 @@ def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
 
         (h - 1 / (2 beta))^2, h = mean_chosen(logp - ref) - mean_rejected(logp - ref)
 
-    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). The loss uses means instead of sums, as
-    the authors' code does.
+    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). The score h uses means of log-ratios
+    instead of sums, as the code of the paper's authors does.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -167,9 +166,11 @@ def simpo(
     Args:
         beta: scale of the reward, > 0.
         gamma: target margin between the rewards of chosen and rejected answer, >= 0.
-        label_smoothing: as in `dpo`, with the sign of beta h - gamma exchanged.
-        alpha: shape of AlphaPO's reward (1 - exp(-alpha m)) / alpha, which replaces the mean m.
-        rejected: as in `dpo`.
+        label_smoothing: assumed fraction e of pairs with exchanged labels: with x = beta h - gamma,
+            the loss is -(1 - e) log sigmoid(x) - e log sigmoid(-x).
+        alpha: shape of AlphaPO's reward (1 - exp(-alpha m)) / alpha, which replaces an answer's
+            mean log-prob m.
+        rejected: number of rejected answers after each chosen one, as in `dpo`.
 
     Also called: TRL simpo.
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 Score = Callable[[Statistics, "PackedBatch"], Tensor]  # [S] score of each answer
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-MAX_POWER = 80.0  # largest argument of exp, so that the result fits float32
-LEAST = 1e-30  # smallest value of 1 - p; 1 / (1 - p) times a weight still fits float32
+# Arguments of exp are clamped to at most 80, so that the result fits float32.
+MAX_POWER = 80.0
+# Values of 1 - p are clamped to at least 1e-30, so that a weight times 1 / (1 - p) fits float32.
+LEAST = 1e-30
 
 
 # ---------------------------------------------------------------------- losses of two rewards
@@ -66,12 +68,13 @@ class Pairwise:
 
     @property
     def of_both(self) -> bool:
-        """Return whether the loss depends on the rewards c and r other than through c - r."""
+        """Return whether the loss is no function of the difference c - r of the rewards alone."""
         return self.loss_type in OF_BOTH
 
     @property
     def share(self) -> float:
-        """Return the weight of the loss with the answers of a pair exchanged."""
+        """Return the factor of loss(r, c) in the smoothed loss; loss(c, r) has 1 minus that factor
+        (c and r are the rewards of the chosen and the rejected answer)."""
         e = self.label_smoothing
         return {"robust": -e / (1 - 2 * e) if e < 0.5 else 0, "exo_pair": 0}.get(self.loss_type, e)
 
@@ -81,7 +84,8 @@ def _sigmoid(x: Tensor, o: Pairwise) -> Tensor:
 
 
 def _exo(x: Tensor, o: Pairwise) -> Tensor:
-    """Return the KL divergence of the policy's preference from the label's, (1 - e, e)."""
+    """Return KL(p, q) of the policy's preference p = (sigmoid x, sigmoid -x) from the smoothed
+    label q = (1 - e, e), e = label_smoothing."""
     e = o.label_smoothing
     right, wrong = logsigmoid(x) - math.log1p(-e), logsigmoid(-x) - math.log(e)
     return torch.sigmoid(x) * right + torch.sigmoid(-x) * wrong
@@ -195,14 +199,15 @@ def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor
 
 
 def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
-    """Expand [P] values to [S], one per segment of the group; 0 at segments outside any group."""
+    """Expand values [P] of P groups (a chosen and its rejected answers) to the groups' S segments,
+    [S]; 0 at segments that static shapes add."""
     joined = values.unsqueeze(1).expand(-1, 1 + rejected).flatten()
     return torch.cat([joined, joined.new_zeros(batch.segments.count - len(joined))])
 
 
 def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:
-    """Return the mean over a group's nonempty rejected answers, [P]; over all rejected answers if
-    all are empty."""
+    """Return the mean of `values` over each group's rejected answers, [P]. Empty answers are left
+    out, unless all rejected answers of the group are empty."""
     if rejected == 1:
         return values
     counted = torch.where(present.any(1, keepdim=True), present, True)
@@ -226,8 +231,8 @@ def pair_loss(
 
 
 def spread(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
-    """Expand [P] losses to [S], with each group's loss repeated at the group's nonempty segments
-    and rescaled."""
+    """Expand the losses [P] of P groups to [S]: each nonempty segment of a group gets the group's
+    loss, scaled so that empty segments do not change the mean over segments."""
     here = (batch.segments.lengths > 0).to(values.dtype)
     of_chosen, of_rejected = split(here, batch, rejected)
     if rejected > 1:
@@ -255,8 +260,8 @@ def observe(
 
 
 def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
-    """Return a preference term on pairs; the metrics report the `reward`, or the `score` if
-    `reward` is None."""
+    """Return a term that compares chosen with rejected answers by `score`. Its metrics report
+    `reward` of each answer, or `score` if `reward` is None."""
     one_of(LOSS_TYPES, loss_type=how.loss_type)
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)
@@ -278,7 +283,7 @@ def _check_smoothing(loss_type: str, share: float) -> None:
     want, accept = "0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5
     if loss_type == "robust":
         want, accept = "0 <= label_smoothing < 0.5", lambda x: 0 <= x < 0.5
-    if loss_type == "exo_pair":  # loss_type="exo_pair" computes the log of label_smoothing
+    if loss_type == "exo_pair":  # its loss contains log(label_smoothing), so that 0 is excluded
         want, accept = "0 < label_smoothing <= 0.5, e.g. 1e-3", lambda x: 0 < x <= 0.5
     if loss_type not in SMOOTHED:
         want, accept = f"0, as {loss_type!r} has no smoothing", lambda x: x == 0

@@ -70,7 +70,8 @@ def weighted(
     pulls = batch.advantages * weight(stats, batch).detach()
     if surrogate == "log_prob":
         return -pulls * stats.logp
-    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)  # -inf - -inf would be NaN
+    # clamp: a log-prob of -inf less itself would be NaN
+    logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)
     return -pulls * (logp - logp.detach()).exp()
 
 

@@ -31,10 +31,10 @@ LEAST_TAIL = 1e-6  # smallest mass of p and of q outside the candidates
 class _Centre(NamedTuple):
     """Coefficients of score centering per token, without a gradient."""
 
-    c: Tensor  # [T, K]
-    sampler_mass: Tensor  # sum_k q_k, [T]
-    trainer_mass: Tensor  # sum_k p_k, [T]
-    rho: Tensor  # [T]
+    c: Tensor  # Coefficients of log p_k, [T, K].
+    sampler_mass: Tensor  # The sampler's sum_k q_k, [T].
+    trainer_mass: Tensor  # The trainer's sum_k p_k, [T].
+    rho: Tensor  # Ratio of the masses outside the candidates, [T].
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -118,9 +118,9 @@ class LigerFusedLinearScaledCrossEntropyFunction:
 
     @staticmethod
     def apply(
-        _input: Tensor,  # [N, H]
-        weight: Tensor,  # [V, H]
-        target: Tensor,  # [N]
+        _input: Tensor,  # The hidden states [N, H].
+        weight: Tensor,  # The head's weight [V, H].
+        target: Tensor,  # The class ids [N].
         temperature: float = 1.0,
         ignore_index: int = -100,
         m_tiles_per_cluster: int = 1,

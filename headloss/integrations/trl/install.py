@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def check() -> str:
-    """Return a description of the check that passed. RuntimeError as from `install()`."""
+    """Return a text that says which TRL code was checked. RuntimeError as from `install()`."""
     for owner, name in SEAMS:
         require(owner, name)
     log_probs, divergence = (getattr(owner, name) for owner, name in SEAMS)

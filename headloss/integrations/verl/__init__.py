@@ -55,7 +55,7 @@ def uninstall() -> None:
 
 
 def check() -> str:
-    """Return a description of the checked signatures. RuntimeError as from `install()`."""
+    """Return a text that names the checked functions of verl. RuntimeError as from `install()`."""
     from . import seams
 
     return seams.check()
