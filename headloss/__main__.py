@@ -91,7 +91,7 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
         raise ValueError(f"--tokens: got {arguments.tokens}, want at most {MOST_TOKENS} in a call")
     terms = reads(objective, sample()[1].kinds(), torch.float32, torch.device("cpu"), observe=False)
     teachers = objective.teachers
-    # The kernel that writes exp(logits) in 16 bits supports a head without bias and adapters if:
+    # The kernel that writes exp(logits) supports bfloat16 heads of a width that 8 divides.
     exp_tiles = on_gpu and dtype == torch.bfloat16 and arguments.hidden % 8 == 0 and not teachers
     here = torch.device(_default_device() if arguments.gpu_memory is None else "cpu")
     multiprocessors = kernels.multiprocessors(here) or 132  # multiprocessors of an H100 or H200

@@ -92,7 +92,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
     for measure in traced.measures:
-        _ = stats.extras[term.teacher, measure]  # The access stores the divergence in `extras`.
+        _ = stats.extras[term.teacher, measure]  # Reading an entry stores a divergence in it.
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -179,7 +179,7 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
-        fields["prompts"] = prompts[turned]  # `turned` is its own inverse.
+        fields["prompts"] = prompts[turned]  # The permutation `turned` is its own inverse.
     permuted = Batch(batch.targets, segments, **fields)
     packed = Packing(permuted).view(permuted, torch.float64)
     rows = slice(None) if packed.index is None else packed.index

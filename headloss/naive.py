@@ -10,8 +10,8 @@ is a function of their softmax p. The T x V logits are too many to store, and ne
 3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
 4. If the gradient of a loss needs all tokens first, `recompute` runs, else `one_pass`.
 
-`headloss.head_loss` is faster and more general. The inputs of `naive` functions are float32 or
-float64, logits are finite and every position is scored.
+`headloss.head_loss` is faster and more general than `naive`, whose inputs must be float32 or
+float64, with finite logits and a target at every position.
 
 T tokens, H hidden width, V vocabulary, y a token's target; n tokens of a chunk, v of V columns.
 """

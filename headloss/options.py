@@ -60,10 +60,10 @@ class Options:
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
             on a GPU without this option. `batch_invariant` makes other heads of at most 32 bits
-            batch-invariant on a GPU, through matmuls slower than the vendor's. With the option, a
-            token's hidden gradient has the same bits in any batch under one schedule, if the
-            derivatives of the loss are equal. The weight gradient and divergences may differ
-            between batches, and all results between devices or numbers of shards.
+            batch-invariant on a GPU, through matmuls slower than the vendor's. With
+            `batch_invariant`, a token's hidden gradient has the same bits in any batch under one
+            schedule, if the derivatives of the loss are equal. The weight gradient and divergences
+            may differ between batches, and all results between devices or numbers of shards.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's

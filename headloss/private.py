@@ -20,8 +20,8 @@ def in_function_transform() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """True if forward-mode differentiation is active. PyTorch has no public function for this test,
-    and `unpack_dual` raises an error if forward-mode differentiation is not active."""
+    """True if forward-mode differentiation is active. No public function of PyTorch says so, and
+    `unpack_dual` raises an error if forward-mode differentiation is not active."""
     return forward_ad._current_level >= 0
 
 

@@ -230,8 +230,8 @@ prompt_mean = Reduction("prompt_mean", StandardWeight("prompts", by_length=True)
 
 
 def fixed_length(length: float) -> Reduction:
-    """Return the reduction "sum over tokens divided by (segments * length)" of the method Dr. GRPO
-    (Liu et al. 2025)."""
+    """Return the reduction "sum over tokens divided by (segments * length)" (Liu et al. 2025,
+    arXiv:2503.20783)."""
     check_number("length", length, "a number > 0", "> 0", lambda x: x > 0)
     return Reduction(f"fixed_length({length})", StandardWeight("segments", length=length))
 

@@ -115,7 +115,8 @@ class Segments:
         id + 1.
 
         An id below `count` without tokens is an empty segment, which counts in S. Padding has a
-        negative id and is in no
+        negative id and is in no segment. With `group`, whose ranks hold tokens of common segments,
+        `count` is required.
         """
         check_integers("ids", ids, "an integer tensor")
         if count is None:

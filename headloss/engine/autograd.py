@@ -26,9 +26,9 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 
 
 class HeadLoss(torch.autograd.Function):
-    """The scalar loss as an autograd function. Further results are the statistics [T], the part of
-    each term's value that this call contributes, and the weighted objective. The input tensors come
-    in the order of the gradients that the `LogitSource` returns."""
+    """The scalar loss as an autograd function. `HeadLoss` also returns the statistics [T], the part
+    of each term's value that this call contributes, and the weighted objective. Its input tensors
+    come in the order of the gradients that the `LogitSource` returns."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):

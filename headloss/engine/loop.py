@@ -5,8 +5,8 @@
         compute the objective's gradient coefficients, the gradient of the logits and its products.
 
 T tokens, V vocabulary, n tokens of a block. Schedules differ in the number of tokens and vocabulary
-columns of a step, and in computing the gradient at once or in the backward pass, which
-`engine.autograd` has.
+columns of a step, and in computing the gradient at once or in the backward pass (see
+`engine.autograd`).
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class ForwardResult(NamedTuple):
     # The logits of each block under the `held` schedule; computing the gradient overwrites them.
     tiles: list[SourceTile]
     # Gradients before multiplication by a common factor; with the `frozen` schedule, dlogp/dhidden
-    # of each token. None if the backward pass computes all gradients.
+    # of each token. `sums` is None if the backward pass computes all gradients.
     sums: GradientSums | None = None
-    weighted: WeightedObjective | ExternalLoss | None = None  # None until the loss is computed.
+    # The objective with its weights, or the external loss; None until the loss is computed.
+    weighted: WeightedObjective | ExternalLoss | None = None
     shares: Tensor | None = None  # Contributions to each term's reduced value, [K] float64.
     # Gradient coefficients (`c_target`, `c_prob` ..) of all tokens, if used in the backward pass.
     coefficients: Coefficients | None = None
@@ -72,7 +73,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Return the statistics of logits that are an input of the call, without a copy of the logits.
-    Also return the gradient, in the memory of the logits, if the call allows that. A single launch
+    If the gradient may overwrite the logits, `in_place` also returns the gradient. A single launch
     computes statistics and gradient if the objective's gradient has a closed form."""
     source = call.open(tensors)
     packed = call.packed

@@ -308,7 +308,8 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:
         least, most = SLAB_ELEMENTS
-        # Each block of columns reads and writes the hidden gradient: give a block as many elements.
+        # Each block of columns reads and writes the whole hidden gradient: give a block at least as
+        # many logits as the hidden gradient has elements.
         least = max(least, p.tokens * p.width)
         room = (TEACHER_BYTES if p.teachers else SWEEP_BYTES) - p.hidden_sums
         elements = min(elements, max(least, min(most, room // p.slab_bytes)))
@@ -379,7 +380,8 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     start = 0
     stop = 0
     first = 0
-    for at in range(0, len(lengths), unit):  # Keep the segments of a unit (such as a pair) in one.
+    # A chunk must hold whole units of segments, such as pairs.
+    for at in range(0, len(lengths), unit):
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):
             return None

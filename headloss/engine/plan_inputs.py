@@ -68,7 +68,7 @@ class PlanInputs:
     teachers: bool = False  # A teacher's logits are computed next to the student's.
     candidates: int = 0  # Candidate columns per token.
     support: int = 0  # Pairs of a token and a column of its support.
-    restricted: int = 0  # Tokens whose softmax is over `support_ids`.
+    restricted: int = 0  # Number of tokens whose softmax is over `support_ids`.
 
     @property
     def narrow(self) -> bool:

@@ -83,7 +83,8 @@ class DraftHeads:
         """Make the heads return their inputs inside the context.
 
         The draft's head returns its input h as [h | 0], and a Markov head its input u as [0 | u],
-        both [.., H + r]; the sum of verifier share one head.
+        both [.., H + r]; the sum of both outputs is [h | u]. The verifier's head returns [.., H],
+        or [h | 0] if draft and verifier share one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)

@@ -2,7 +2,7 @@
 
 B rows, L positions, H hidden width, V vocabulary. A head's module returns `Followed` [.., V], which
 knows the head and its hidden states. Row selection, casts, factors, one tanh and a constant bias of
-`Followed` logits return `Followed` logits; any further operation first computes the values.
+`Followed` logits return `Followed` logits; any other operation computes the logits' values.
 `Recipe.hidden` and `Recipe.head_of` give `head_loss` its arguments for `Followed` logits.
 """
 
@@ -39,7 +39,7 @@ STALE = (
 
 
 class Steps:
-    """Number of optimizer steps so far, as fused optimizers leave a weight's `_version` as is."""
+    """Count of optimizer steps, since fused optimizers do not change a weight's `_version`."""
 
     count = 0
 

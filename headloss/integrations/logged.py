@@ -69,8 +69,8 @@ class Logged:
     ) -> dict[str, float]:
         """Return the finite values by name, in one read of the device, and reset all sums.
 
-        `take` must be called in all `processes` of the default group. Its arguments `steps` and
-        `ranks`, if not None, replace the numbers counted by `add`.
+        `take` must be called in all `processes` of the default group. The arguments `steps` and
+        `ranks` of `take`, if not None, replace the numbers counted by `add`.
         """
         metrics = Metrics()
         for kinds, packed in self._packed.items():
@@ -104,7 +104,7 @@ def in_log(args: Any, state: Any) -> bool:
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
-    """Yield the numbers of minima (negated) and maxima with `ends`; without, of sums and means."""
+    """Yield the numbers of minima (negated) and maxima if `ends` is set, else of sums and means."""
     for m in measured.values():
         if isinstance(m, Max | Min) is ends:
             yield from (x if m.sign > 0 else -x for x in vars(m).values())

@@ -197,7 +197,7 @@ def _redistribute(
     module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
 ) -> None:
     """Exchange values from contiguous parts to zigzag parts, by the framework's own function."""
-    # slime's function has an underscore and other arguments; miles's function has none.
+    # The function has an underscore in slime and none in miles, and other arguments.
     if hasattr(module, "_allgather_cp_redistribute"):
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
     else:

@@ -274,8 +274,8 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    `compute_metrics` is passed logits of two columns. likeliest column is always the first; the
-    draft's likeliest column is the first only in rows where both models agree.
+    `compute_metrics` is passed logits of two columns. The verifier's likeliest column is always the
+    first; the draft's likeliest column is the first only in rows where both models agree.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -88,7 +88,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
             raise ValueError(f"loss_fn: got {got}, want it as objective, a sum of headloss's terms")
         objective = cross_entropy() if config.objective is None else config.objective
         self.objective, self.options = Objective.of(objective), config.options
-        # Whether a call has the main prediction and those of multi-token prediction's depths.
+        # Whether a call has multi-token prediction's depths in addition to the main prediction.
         self.several = of_depths and config.objective is None
         self.output: Output | None = None
         self.held: WeakSet[_Held] = WeakSet()

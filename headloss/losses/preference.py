@@ -48,7 +48,7 @@ def dpo(
 
         -log sigmoid(beta h), h = sum_chosen(logp - ref) - sum_rejected(logp - ref)
 
-    Rafailov et al. 2023, arXiv:2305.18290. The option loss_type selects one of these losses:
+    Rafailov et al. 2023, arXiv:2305.18290. The option loss_type selects the loss:
 
     - symbols: s is the log sigmoid; c and r are the scores of the chosen and the rejected answer
       times beta; x = c - r = beta h; e = label_smoothing;

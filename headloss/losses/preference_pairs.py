@@ -68,7 +68,7 @@ class Pairwise:
 
     @property
     def of_both(self) -> bool:
-        """Return whether the loss is no function of the difference c - r of the rewards alone."""
+        """Return whether the loss needs both rewards c and r, not only their difference c - r."""
         return self.loss_type in OF_BOTH
 
     @property
@@ -260,8 +260,8 @@ def observe(
 
 
 def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
-    """Return a term that compares chosen with rejected answers by `score`. Its metrics report
-    `reward` of each answer, or `score` if `reward` is None."""
+    """Return a term that compares chosen with rejected answers by `score`. The term's metrics
+    report the `reward` of each answer, or the `score` if `reward` is None."""
     one_of(LOSS_TYPES, loss_type=how.loss_type)
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)

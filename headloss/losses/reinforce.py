@@ -142,8 +142,8 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # the exponent k for advantages >= 0, and for advantages < 0
-    rate: tuple[float, float],  # the rate lambda for advantages >= 0, and for advantages < 0
+    k: tuple[float, float],  # Exponents k for advantages >= 0 and for advantages < 0.
+    rate: tuple[float, float],  # Rates lambda for advantages >= 0 and for advantages < 0.
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()

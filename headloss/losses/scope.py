@@ -8,7 +8,8 @@ from typing import Literal
 
 Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
-SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")  # smallest part that a term can read
+# The smallest part of a batch on which a term can be computed.
+SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
 TRACING = ContextVar("tracing", default=False)  # True while a term is traced: no collective runs.
 
 

@@ -113,8 +113,8 @@ def score_centering(
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
-            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). Before that,
-            the log of the ratio w is clamped to [-20, 20].
+            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). First of all,
+            the log of the ratio w = p / q is clamped to [-20, 20].
         min, max: bounds of the ratio p / q, each > 0 or None; allowed only with a mode.
 
     Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where empty slots

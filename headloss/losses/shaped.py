@@ -112,7 +112,7 @@ def kl_shaped(
 ) -> Term:
     """Policy term with the KL divergence from the reference subtracted from the advantages.
 
-        A_t - beta kl_t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
+        A_t - beta kl_t, kl_t the estimated KL of token t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
 
     As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1, the term is
     on-policy distillation from the reference.
@@ -127,7 +127,7 @@ def kl_shaped(
 
     Returns:
         Term: with the name, reduction and modifiers of `term`.
-    """
+    """  # noqa: E501 (an equation is one line)
     with naming("kl_shaped"):
         number("a finite number", lambda x: True, beta=beta)
         one_of(ESTIMATORS, estimator=estimator)
@@ -179,8 +179,8 @@ def rlsd_shaped(
         A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
 
     Yang et al. 2026 (RLSD), arXiv:2604.03128, where the teacher is the policy with the answer in
-    the prompt. The factor of an advantage is positive. The log of the weight w is clamped to [-20,
-    20].
+    the prompt. The factor that multiplies an advantage is positive. The log of the weight w is
+    clamped to [-20, 20].
 
     Args:
         term: a term that reads advantages.

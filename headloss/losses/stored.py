@@ -38,9 +38,9 @@ def divergence_of_stored(
     log_p = logps.double()
     if tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # The teacher's mass outside its K stored outcomes is 1 - sum of K probabilities. Where that
-        # mass is below the rounding error, it is unknown: the log of teacher and student is then at
-        # least log(epsilon) of the dtype.
+        # The teacher's mass outside its K stored outcomes is 1 - sum of K probabilities. A mass
+        # below the rounding error is unknown: its log is then at least log(epsilon) of the dtype,
+        # for teacher and student.
         dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
         noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()

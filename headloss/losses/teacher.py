@@ -171,7 +171,7 @@ class SharedRows(NamedTuple):
         """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
         index [n] into the M rows.
 
-        The second value is None if no two of the tokens read one row.
+        The index into the M rows is None if no two of the n tokens read one row.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None

@@ -142,7 +142,7 @@ class Term(_Arithmetic):
     # ------------------------------------------------------------------ changed copies of a term
 
     def over(self, reduction: Reduction | str) -> Term:
-        """Return the term with a reduction: its name, or e.g. `headloss.fixed_length(n)`."""
+        """Return the term with a reduction, such as `headloss.fixed_length(n)`, or its name."""
         new, first = as_reduction(reduction), self.own_reduction or self.reduction
         return replace(self, reduction=new, own_reduction=None if new == first else first)
 

@@ -31,10 +31,10 @@ FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 POLICY_LOSS = "loss (its gradient counts, not its value)"
 SOLVED = "share of held-out problems solved"
-SMOOTHED = 20  # number of entries from which on a curve is smoothed
-# The widths of axis labels and of legends, in characters per line.
+SMOOTHED = 20  # A curve of at least 20 points is smoothed.
+# Widths of axis labels and of legends, in characters per line.
 LABEL_WIDTH, NAME_WIDTH = 36, 44
-WINDOW = 10  # number of entries that a rate averages
+WINDOW = 10  # Tokens per second are averaged over the last 10 log entries.
 
 
 def draw(entries: Entries, folder: Path, held_out: HeldOut = ()) -> list[Path]:

@@ -27,8 +27,8 @@ from .split import Split, digest
 Row = dict[str, Any]
 # After 1000 repeated problems in a row, a generator of problems counts as exhausted.
 REPEATS = 1000
-
-GENERATED = 4096  # default number of a generator's training problems
+# By default, 4096 training problems are drawn from a generator of problems.
+GENERATED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,12 +74,12 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # Whether the ids that the sampler kept are used all the same.
+    replayed: bool = False  # Whether the ids that the sampler kept are used despite the option.
 
 
 def wanted(trainer: Any) -> bool:
     """Return whether the trainer's options ask for log-probs over the ids that the sampler kept; an
-    option that prevents them raises ValueError or gives a warning."""
+    option that prevents such log-probs raises ValueError or gives a warning."""
     asked = trainer.sampling_support
     if asked is False or (asked is None and not _truncates(_options(trainer))):
         return False

@@ -82,7 +82,7 @@ def register_teacher(factory: Callable[[torch.device], Head]) -> None:
 
     Args:
         factory: function of a device that returns the teacher's head on the device, with a weight
-            [V, H'] for the batch's `teacher_hidden` [.., H']. The function is called once, in the
+            [V, H'] for the batch's `teacher_hidden` [.., H']. `factory` is called once, in the
             first micro-batch.
     """
     from . import whole
