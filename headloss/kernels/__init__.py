@@ -53,7 +53,7 @@ def can_write_exp(backend: str, dtype: torch.dtype, weight: torch.Tensor) -> boo
     of the logits z."""
     if backend != "triton" or dtype != torch.bfloat16 or not weight.is_cuda:
         return False
-    if weight.dtype != dtype:  # Autocast makes a contiguous copy.
+    if weight.dtype != dtype:  # Autocast makes a contiguous copy of the weight.
         return weight.shape[1] % 8 == 0
     return load(backend).can_fuse(weight, weight)
 

@@ -1,7 +1,7 @@
 """Interface of a kernel backend: its functions, and named tuples of the functions' arguments.
 
-n tokens, v columns of the vocabulary starting at `first`, H hidden width, K stored tokens. `raw`
-[n, v] are the logits of a matrix product, z = transform(raw), p = softmax(z) over the whole
+n tokens, v columns of the vocabulary starting at `first`, H hidden width, K columns of a token.
+`raw` [n, v] are the logits of a matrix product, z = transform(raw), p = softmax(z) over the whole
 vocabulary. A function returns the statistics of a tile of logits (a `SoftmaxState`) or, with the
 gradient coefficients c_target, c_prob, c_entropy and c_uniform of a token with target y, the
 gradient dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
@@ -30,8 +30,8 @@ from .transform import Transform
 class Forward(NamedTuple):
     """Inputs of the kernels for the statistics, in addition to the logits."""
 
-    targets: Tensor | None  # Columns [n] int64 of the whole vocabulary, some outside of the tile.
-    # Only `partials` accepts None in place of the target columns.
+    targets: Tensor | None  # Target ids [n] int64, some of which lie outside of the tile.
+    # Only `partials` accepts None in place of target ids.
     first: int
     transform: Transform  # The temperature is a number or [n].
     needs: frozenset[str]  # Names of statistics.
@@ -48,12 +48,12 @@ class Backward(NamedTuple):
     targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
-    normalizer: Normalizer  # Shape [n], of the whole vocabulary.
+    normalizer: Normalizer  # Softmax normalizer over the whole vocabulary, [n].
     coefficients: SoftmaxCoefficients  # Shape [n].
     logps: Tensor | None  # Log-probs [n] of the targets; None if c_target is absent.
     # Dtype of the gradient, at most as wide as the tile's dtype; None: the tile's dtype.
     dtype: torch.dtype | None = None
-    all_columns: bool = False  # True: the tile has all columns, and is not recomputed.
+    all_columns: bool = False  # True: the tile of logits has all columns, and is not recomputed.
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Return the inputs restricted to the tokens `rows`, without the field `dtype`."""
@@ -284,7 +284,7 @@ class Kernels(Acts, Protocol):
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], from float32 sums of 16-bit
         operands. If given, `exp_tile` [n, v] receives exp(z - shift) of the logits z. The result's
         `max_logit` is a logit not far below the token's largest logit, or the largest logit if
-        `top1` is needed. `softmax.merge` and `softmax.finish` accept any such `max_logit`."""
+        `top1` is needed. `softmax.merge` and `softmax.finish` accept any logit as `max_logit`."""
 
     def product_statistics(
         self,
@@ -305,8 +305,8 @@ class Kernels(Acts, Protocol):
 
     def can_sweep(self, w: Tensor) -> bool:
         """Return True if the functions with the prefix `narrow_` accept the weight w on its device,
-        with hidden states of the dtype of w and unit stride along H. These functions sum over the
-        vocabulary in float32, in an order that does not depend on the number n of tokens."""
+        with hidden states of the dtype of w and unit stride along H. Every `narrow_` function sums
+        over the vocabulary in float32, in an order independent of n."""
 
     def narrow_partials(
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False

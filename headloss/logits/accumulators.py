@@ -5,8 +5,8 @@ and sums the products.
 T tokens, n tokens of a block, H hidden width, V vocabulary. Gradients that arrive by blocks of
 tokens complete the hidden gradient block by block, while the weight gradient is a sum over blocks.
 Gradients that arrive by slabs (blocks of vocabulary rows of the weight) complete the weight
-gradient slab by slab, while the hidden gradient is a sum over slabs. Sums are in float32 and scaled
-once, at the end.
+gradient slab by slab, while the hidden gradient is a sum over slabs. Sums of gradients are in
+float32, and are scaled once, at the end.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class BlockAccumulator:
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
-            if i in self.fresh:  # Still uninitialized, because no token had a gradient.
+            if i in self.fresh:  # `total` is still uninitialized, because no token had a gradient.
                 total.zero_()
             if self.by_factor:
                 into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
@@ -241,7 +241,8 @@ class HiddenGradient:
         self.totals = dict[int, Tensor]()
         # Factors by which `finish` must still multiply the rows of `totals`.
         self.factors = dict[int, Tensor]()
-        # With a single block, `add` stores the block's gradient as the total.
+        # A call with a single block of tokens needs no memory here, because `add` keeps the block's
+        # result.
         for i in self.wanted if len(blocks) != 1 else ():
             features = source.features[i]
             # Allocate contiguous rows, even if the features are not contiguous.
@@ -260,7 +261,9 @@ class HiddenGradient:
         # Do not overwrite the scaled features, which the weight gradient reads afterwards.
         if self.group is not None:
             memory = None
-        for i in self.wanted:  # Write all rows of the block, with 0 in rows without a gradient.
+        # Write the hidden gradient of all rows of the block of tokens, with 0 in rows without a
+        # gradient.
+        for i in self.wanted:
             weight = source.weights[i]
             dtype = source.features[i].dtype if self.group is None else source.dtype
             part = source.products.input_gradient(dlogits, weight, dtype, memory)
@@ -299,6 +302,6 @@ class HiddenGradient:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # Keep the float32 sum: `finish` multiplies by the factor and rounds once.
+            else:  # Keep the sum in float32, because `finish` scales and rounds it.
                 self.totals[i] = value
         self.pending = []

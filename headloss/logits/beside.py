@@ -159,7 +159,7 @@ class Candidates(NamedTuple):
     # (at a teacher's temperature) are in float64, so that derivatives that cancel keep their
     # digits.
     heads_own: bool
-    tail: bool  # True if the tail is wanted; else the tail's log-prob stays 0.
+    tail: bool  # True if the log-prob of the tail (all other columns) is wanted; else it stays 0.
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     own_logits = False
 

@@ -96,8 +96,8 @@ class RowContext(NamedTuple):
 
 def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
-    so few rows have no gradient that leaving them out would not be faster. `count` is a copy of K
-    to the CPU, if such a copy is already under way."""
+    so few rows have no gradient that leaving them out would not be faster. `count` is a copy of the
+    number K to the CPU, if such a copy is already under way."""
     if live is None:
         return None
     most = (DENSE_SHARE if live.is_cuda else 1) * len(live)

@@ -34,7 +34,8 @@ class BackwardInputs(NamedTuple):
     coefficients: Coefficients
     # Kept logits (or their exponentials), over which the gradient may be written.
     tile: SourceTile = None
-    live: Tensor | None = None  # Mask [n] of rows with a gradient; None: leave no rows out.
+    # Mask [n] of rows with a gradient; None: all rows may have a gradient.
+    live: Tensor | None = None
 
     def rows(self, rows: Rows) -> BackwardInputs:
         """Return the inputs of the tokens `rows`, without the field `tile`."""

@@ -22,7 +22,7 @@ from .rows import ALL, BackwardInputs, LogitGradient, PairGradient, Rows, Source
 
 
 class SupportTile(NamedTuple):
-    """The part of a block's logits that `SupportLogits` keeps for the gradient."""
+    """Tensors that `SupportLogits` keeps of a block of tokens for the gradient."""
 
     raw: Tensor  # Shape [P].
     full: LinearLogits | None = None  # Logits of the tokens without allowed ids.

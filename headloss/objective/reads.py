@@ -94,7 +94,8 @@ def reads(
                 if isinstance(error, MissingField) or str(error).startswith(OURS):
                     raise ValueError(f"term {name}: {error}") from None
                 raise
-            with _LOCK, contextlib.suppress(TypeError):  # A full table drops its oldest entry.
+            # If the cache is full, drop its oldest entry.
+            with _LOCK, contextlib.suppress(TypeError):
                 while len(_TABLE) >= TABLE_ENTRIES:
                     del _TABLE[next(iter(_TABLE))]
                 _TABLE[key] = read

@@ -343,7 +343,7 @@ def bind(
 
 
 def check_weights(objective: Objective, kinds: Kinds, totals: Totals | None) -> None:
-    """ValueError or TypeError for a term whose weights cannot be computed on this batch."""
+    """Raise ValueError or TypeError for a term whose weights cannot be computed on this batch."""
     for name, _, term in objective.named():
         field = term.kept_field
         for one in {*term.weight_fields, field} & kinds.keys():

@@ -34,10 +34,12 @@ R = TypeVar("R")
 WORDS = 64
 # Largest number of values that a rank can send to the other ranks before a call.
 MOST_NUMBERS = WORDS - 4
-HIGHEST = "highest id"  # No field of a batch can have this name.
+# Name of the number with a rank's highest id; no batch field can have this name.
+HIGHEST = "highest id"
 # Largest number of calls per group whose exchanged numbers are cached for static calls.
 LEARNED = 256
-# Errors of these types keep their type on the other ranks; any other error becomes a RuntimeError.
+# An error of one of these types is raised with its type on all ranks; any other error becomes a
+# RuntimeError on the other ranks.
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
 OwnNumbers = dict[str, list[int]]  # Values of each named number on all ranks, in rank order.

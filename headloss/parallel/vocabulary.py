@@ -163,8 +163,8 @@ class VocabShard(WholeVocabulary):
         return values, ids.gather(1, order)
 
     def gathered(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all positions, concatenated in rank order. Each rank keeps
-        its own rows of the gradient, which is equal on all ranks."""
+        """Return the hidden states of all positions, concatenated in rank order. In the backward
+        pass, each rank keeps its own rows of the hidden gradient, which is equal on all ranks."""
         start = sum(self.tokens[: self.rank])
         rows = slice(start, start + len(hidden))
 

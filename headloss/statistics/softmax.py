@@ -247,8 +247,8 @@ class Slope(NamedTuple):
     which a kernel can compute from the log-prob `logp`:
         d term / d statistic = rate * exp(sign * (logp - anchor)) where low <= logp <= high, else 0
 
-    Fields are [T] vectors or numbers. The derivative with respect to a statistic other than logp
-    must be a constant.
+    Each field is a vector [T] or a number. The derivative with respect to a statistic other than
+    logp must be a constant.
     """
 
     rate: Tensor | float

@@ -125,13 +125,14 @@ def given_kernel(
         x = raw + offset // ALIGNED * ALIGNED
         length = v
         if of.live is not None:
-            # After a product with 0 or 1, Triton still knows the divisors of v.
+            # Multiply v by 0 or 1, because Triton then still knows the divisors of v.
             length = v * tl.load(of.live + row).to(tl.int32)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        if GRADIENT:  # Load early, so that the statistics hide the latency of the loads.
+        # Load early, because the computation of the statistics hides the loads' latency.
+        if GRADIENT:
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)
             at_prob, at_entropy, at_uniform = coefficients(of.c, row)

@@ -72,8 +72,8 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # The gradient in a column is e (level + slope log2 e), where e = exp(z - shift); the
-        # element of the target is overwritten afterwards.
+        # With e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e times a linear
+        # function of log2 e. The element of the target is overwritten afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2

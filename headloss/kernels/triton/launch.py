@@ -39,7 +39,7 @@ class TileShape(NamedTuple):
 
 
 class Launcher:
-    """A kernel under fixed options (num_warps, .., constexprs).
+    """A kernel with fixed launch options (num_warps, .., constexprs).
 
     launcher(programs, *arguments, **constants) is kernel[(programs,)](*arguments, **constants) on
     the device of the first tensor and that device's current stream. Arguments are tensors, numbers

@@ -28,7 +28,7 @@ from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, p
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
 
-# Largest sum of a token's exp(z - shift); a larger sum means that the shift is too small.
+# Upper limit for a token's sum of exp(z - shift); a larger sum means that the shift is too small.
 FAR = tl.constexpr(2.0**80)
 ROWS = 16  # Tokens of a program.
 

@@ -2,10 +2,10 @@
 part of the gradient that comes from divergences. The module `kernels.pair` documents the formulas
 of the divergences.
 
-n tokens, v columns, K stored tokens. One program per row. One launch computes the gradient of a
-divergence and adds the gradient of all further terms of the objective, which follows from the
-gradient coefficients (`SoftmaxCoefficients`). The student's tile is read once, and the gradient is
-written once, in the tile's memory.
+n tokens, v columns, K stored columns of a top-k teacher. One program per row. One launch computes
+the gradient of a divergence and adds the gradient of all further terms of the objective, which
+follows from the gradient coefficients (`SoftmaxCoefficients`). The student's tile is read once, and
+the gradient is written once, in the tile's memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Part(NamedTuple):
     stored: BlockedColumns | None = None
     # Derivatives of the loss with respect to the logits z of the stored columns, [n, K].
     slopes: Tensor | None = None
-    # Gradient [n, v] of further terms, contiguous, which the kernel adds.
+    # Contiguous gradient [n, v] from an earlier launch, which the kernel adds.
     extra: Tensor | None = None
 
 
@@ -167,7 +167,7 @@ def divergence_kernel(
     raw,  # Raw logits, a `Matrix`.
     teacher,  # A `Teacher`.
     student,  # A `Softmax`.
-    kinds,  # Tuple with a `Kind` for each of K measures.
+    kinds,  # K compile-time descriptions (`Kind`), one per measure.
     to,  # Output: the value and the mean slope of each measure, [n, K, 2].
     v,
     BLOCK: tl.constexpr,
@@ -260,7 +260,7 @@ def pair_gradient_kernel(
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
     a,  # `GradientInputs` for the gradient coefficients of the objective, or NO_INPUTS.
-    kinds,  # Tuple with a `Kind` for each of K divergences; empty for a stored top-k.
+    kinds,  # K compile-time descriptions (`Kind`), one per divergence; none for a stored top-k.
     first,
     v,
     BLOCK: tl.constexpr,
@@ -319,10 +319,10 @@ def pair_gradient_kernel(
                 else:
                     slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
                     g += weight * (p * (slope - pivot))
-            g = tl.where(alive == 0, 0.0, g)  # Rows with weights of 0 may hold any logits.
+            g = tl.where(alive == 0, 0.0, g)  # The logits of a row with weights of 0 may be NaN.
         if a.targets is not None:
-            # Both transforms have the same soft cap, so that the tanh of a logit is computed only
-            # once.
+            # The divergence and the remaining terms have the same soft cap, so that the tanh of a
+            # logit is computed once.
             if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:

@@ -63,8 +63,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # The CPU does not know the factor. If the factor is 1, no row is read, and the few programs of
-    # the launch end quickly.
+    # The CPU does not know whether `factor` is 1. If `factor` is 1, the few programs of the launch
+    # read no row and end quickly.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1

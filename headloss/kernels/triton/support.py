@@ -124,11 +124,12 @@ class Pieces(NamedTuple):
     """Pieces (at most PIECE consecutive pairs of one token): token t has pieces ends[t - 1] to
     ends[t]."""
 
-    tokens: Tensor  # Token of each of M pieces; n for an unused piece.
+    tokens: Tensor  # Token of each piece, [M]; n for an entry that is not used.
     ends: Tensor  # Shape [n].
-    # Running count of the pieces of all tokens with several pieces, [n].
+    # Running count of pieces, of only the tokens whose pairs are cut into several pieces, [n].
     cut_ends: Tensor
-    cut: Tensor  # Tokens with several pieces, [R]; n for an unused entry of `cut`.
+    # Tokens whose pairs are cut into several pieces, [R]; n for an entry that is not used.
+    cut: Tensor
 
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
@@ -207,7 +208,7 @@ def sums_kernel(
     rows,
     out,
     pieces,  # `Pieces` of the tokens' pairs, or None.
-    sums,  # Sum [.., h] of each piece, for tokens with several pieces.
+    sums,  # Sum [.., h] of each piece of a token whose pairs are cut into several pieces.
     h,
     n,
     blocks,  # Number of column blocks per row; if `pieces` is None, each block has its own program.
@@ -249,7 +250,7 @@ def pieces_kernel(
     out,
     h,
     n,
-    count,  # Number R of tokens with several pieces.
+    count,  # Number R of tokens whose pairs are cut into several pieces.
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
