@@ -1,4 +1,5 @@
-"""Common setup of all tests: one thread, one seed, NaN in fresh memory, and the choice of cases."""
+"""Set-up of all tests: one thread, a fixed seed, fresh memory filled with NaN on request, and the
+choice of fast tests."""
 
 from __future__ import annotations
 

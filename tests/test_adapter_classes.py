@@ -168,7 +168,7 @@ BROKEN: dict[tuple[str, str], tuple[str, str, Any, str]] = {
 
 
 def fresh(monkeypatch: pytest.MonkeyPatch, adapter: str) -> Any:
-    """Import the adapter with the stubs installed."""
+    """Import the adapter after the stubs are installed."""
     name = f"headloss.integrations.{adapter}"
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)

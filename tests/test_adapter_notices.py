@@ -88,7 +88,7 @@ def test_the_table_of_versions() -> None:
 
 
 def stepped() -> list[str]:
-    """Return the warnings of an adapter in two optimizer steps."""
+    """Return the warnings that an adapter gives in two optimizer steps."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with warnings.catch_warnings(record=True) as caught:

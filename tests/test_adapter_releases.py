@@ -67,8 +67,8 @@ def test_a_tested_release_is_not_announced(adapter, monkeypatch) -> None:
 @pytest.mark.parametrize("how", ["no function", "no module", "an argument's name", "one more"])
 @pytest.mark.parametrize("adapter", CASES)
 def test_a_broken_seam(adapter, how, monkeypatch) -> None:
-    """A changed framework function gives an error with its name, the release and a remedy; nothing
-    is replaced."""
+    """If a framework function has changed, the error names the function, the release and a remedy,
+    and nothing is replaced."""
     package, tested, _, argument = CASES[adapter]
     change = {
         "an argument's name": lambda f: renamed_argument(f, argument),

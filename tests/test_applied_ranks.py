@@ -1,4 +1,4 @@
-"""A model under `apply` that FSDP2 or ZeRO-3 shards trains as without sharding."""
+"""After `apply(model)`, a model sharded by FSDP2 or ZeRO-3 trains as it does unsharded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Bad input raises before any work; the error names the argument, the given and the expected
-value."""
+"""Bad input raises before any computation; the error names the argument, its value and what is
+expected."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ SWEEP = (*range(1, 34), 63, 64, 65, 127, 128, 129, 255, 257, 1000, 2049, 4095, 4
 def of_call(
     hidden: Tensor, head: hl.Head, targets: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    """Return the statistics of a training pass."""
+    """Return the statistics that a training call computes."""
     leaf = hidden.clone().requires_grad_()
     out = hl.head_loss(leaf, head, hl.Batch(targets), hl.cross_entropy(), hl.Options(**options))
     out.loss.backward()

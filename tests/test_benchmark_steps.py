@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Contestants of training steps agree with a float32 head, and appear in the tables with time
-    and memory."""
+    """Implementations of a training step agree with a float32 head, and appear in the tables with
+    time and memory."""
     pytest.importorskip("transformers", reason="the models are its own")
     output = tmp_path / "steps.json"
     arguments = ["--quick", "--device", "cpu", "--json", str(output), "--only", "Llama-3-8B*"]
@@ -49,7 +49,8 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dpo_of_steps() -> None:
-    """DPO steps have the margins of the given reference and the loss of DPO's float64 formula."""
+    """DPO steps use the given reference log-probs, and have the loss of DPO's formula in
+    float64."""
     pytest.importorskip("transformers", reason="the models are its own")
     model = step_cases.make_model(step_cases.QUICK["Llama-3-8B, 4 layers"], CPU)
     batch = step_cases.make_batch(model, 4, 24, CPU)

@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """headloss's gradients are nearer to float64 than plain bf16 logits at every size and loss."""
+    """headloss's gradients have smaller errors than those of plain bf16 logits, at every size and
+    for every loss."""
     pytest.importorskip("transformers", reason="the backbone is one of its models")
     output, tables = tmp_path / "truth.json", tmp_path / "truth.md"
     arguments = ["--quick", "--device", "cpu", "--output", str(output), "--markdown", str(tables)]

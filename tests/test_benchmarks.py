@@ -1,4 +1,4 @@
-"""Benchmarks run on tiny shapes: oracle, correctness gate, result files and report."""
+"""Benchmarks run on tiny shapes: float64 reference, accuracy check, result files and report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TINY = works.Setting(
 
 
 def everything(work: works.Work, inputs: works.Inputs) -> dict[str, Tensor]:
-    """Return values and full gradients by autograd through float64 logits."""
+    """Return all values and gradients by autograd through float64 logits."""
     leaves = [t.detach().double().requires_grad_() for t in (inputs.hidden, inputs.weight)]
     z = leaves[0] @ leaves[1].T
     assert inputs.teacher_hidden is not None and inputs.teacher_weight is not None
@@ -300,7 +300,8 @@ def test_against_another_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_versions_that_disagree_are_not_timed() -> None:
-    """Versions that disagree are not timed, and both versions get equal memory budgets."""
+    """Two versions with different results are not timed; both versions get the same memory
+    budget."""
     inputs, setting = works.make_inputs(TINY, CPU), replace(TINY, teacher=False)
     case = cases.Case(row="a", works=("ce",), setting=setting, contestants=("headloss",))
     right = against.Side.of(works.hl, "headloss", "ce", case, inputs)

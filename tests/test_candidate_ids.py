@@ -1,4 +1,4 @@
-"""`Batch(candidate_ids=...)` accepts valid ids and refuses others."""
+"""`Batch(candidate_ids=...)` accepts valid ids and raises for invalid ids."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def gradients(hidden, weight, batch, objective, **options):
 
 
 def test_yes_or_no_is_a_difference_of_two_rows() -> None:
-    """A difference of two candidates' log-probs gives a gradient only to two rows of the head."""
+    """A loss on the difference of two candidates' log-probs gives gradients to two rows of the head
+    only."""
     hidden, weight = torch.randn(6, 4).double(), torch.randn(9, 4).double()
     scores = torch.randn(6).double()
     ids = torch.tensor([3, 7]).expand(6, 2)
@@ -127,8 +128,7 @@ def test_few_tokens_and_many_candidates(tokens: int, schedule: str) -> None:
 
 
 def test_the_rest_keeps_its_digits() -> None:
-    """The remaining probability keeps its digits in float32 if candidates have all but 1e-12 of the
-    mass."""
+    """The probability outside the candidates is accurate in float32, even if it is only 1e-12."""
     logits = torch.tensor([[30.0, 1.0, 2.0, 0.5]])
     leaf = logits.clone().requires_grad_()
     tail = hl.term(lambda stats, batch: stats.candidate_tail, name="tail")
@@ -169,7 +169,8 @@ def test_plan_counts_candidates() -> None:
     assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
     plan = hl.plan(hidden, head, batch, hl.cross_entropy())
     assert "candidates" not in plan.bytes and plan.bytes["logits"] == 64 * 97 * 4
-    # With a teacher, part of the gradient is stored separately from the logits.
+    # With a teacher, part of the gradient needs memory in addition to the logits, so both sizes
+    # double.
     batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-4 * torch.ones(64, 16))
     plan = hl.plan(hidden, head, batch, hl.distillation() + yes_or_no())
     assert plan.bytes["candidates"] == 2 * 64 * 16 * 24

@@ -1,5 +1,5 @@
-"""A GPU's features decide its kernels, and a missing or broken Triton is reported; no GPU
-needed."""
+"""The kernels follow from the GPU's features, and a missing or broken Triton is reported; the tests
+need no GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Context parallelism under Trainer and accelerate's torch backend: two ranks with parts of each
-row make the training step of one rank with whole rows.
+"""Context parallelism under Trainer and accelerate: two ranks, each with one part of each row,
+train as one rank does.
 
 The models have no attention, since ring attention needs a GPU.
 """
@@ -29,7 +29,7 @@ def world() -> Iterator[World]:
 
 
 def in_quarters(pairs: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pad to a multiple of 4, since each of two ranks gets a chunk from the front and one from the
+    """Pad to a multiple of 4: each of two ranks gets one chunk from the front and one from the
     back."""
     batch = collate(pairs)
     columns = -batch["input_ids"].shape[1] % 4
@@ -82,8 +82,8 @@ def check(world: World, function: Any, names: list[str], pairs: int) -> None:
 def test_two_micro_batches(world: World) -> None:
     """Two micro-batches agree with one rank in loss, norm, weights and evaluation.
 
-    Losses are per token and per sequence, with token and sequence fields; both ranks have part of
-    each sequence.
+    Losses per token and per sequence agree with one rank, with token and sequence fields and each
+    sequence on both ranks.
     """
     check(world, parts, ["tokens", "gspo"], 2)
 
@@ -97,7 +97,8 @@ def test_terms(world: World) -> None:
 
 
 def stock() -> tuple[Any, list[str]]:
-    """Train with `transformers.Trainer` and `apply`; return the results and refusals."""
+    """Train with `transformers.Trainer` and `apply`; return the results, and the errors of
+    unsupported losses."""
     config, refused = placed(), []
     objective = hl.cross_entropy() + 0.1 * hl.z_loss()
     plain: Any = {"kind": transformers.Trainer, "collate": tokens_alone}
@@ -162,7 +163,8 @@ def supervised(parallel: bool) -> Any:
 
 
 def test_sft(world: World) -> None:
-    """SFT with a sequence-scoped term agrees with one rank, with documents on both ranks."""
+    """TRL's SFT with a loss per sequence agrees with one rank, for documents split over both
+    ranks."""
     pytest.importorskip("trl")
     numbers, weights = supervised(False)
     for found, moved in world.run(supervised, True, seconds=400):

@@ -128,7 +128,8 @@ def test_reads_are_noticed():
 
 @pytest.fixture
 def no_synchronisation():
-    """Let a test turn on PyTorch's error at GPU synchronisation; reset it afterwards."""
+    """Let a test turn on PyTorch's error at GPU synchronisation, and restore the setting
+    afterwards."""
     yield lambda mode: torch.cuda.set_sync_debug_mode(mode)
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("default")

@@ -1,5 +1,5 @@
-"""Multi-token prediction is one call with the rows of all prediction depths and a weight per
-row."""
+"""Multi-token prediction is one call: the rows of all prediction depths are concatenated, with a
+weight per row."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ D, T, H, V, SCALE = 3, 21, 8, 33, 0.3
 
 @pytest.mark.parametrize("own_counts", [False, True])
 def test_one_call_is_the_formula(own_counts: bool) -> None:
-    """One call equals main + scale / D * (sum of the depths' sums, each over its own or the main
-    count)."""
+    """One call equals main loss + scale / D * (sum of the depths' losses), each divided by its own
+    or the main token count."""
     torch.manual_seed(0)
     ids = torch.arange(3).repeat_interleave(torch.tensor([9, 1, 11]))
     main = torch.randint(V, (T,))

@@ -272,7 +272,8 @@ def test_neither_models_logits_are_ever_whole(form, schedule):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ruled_out_tokens(setting, kind):
-    """A teacher logit of -inf means q = 0, with a log-prob of -10000 if the student has p > 0."""
+    """A teacher logit of -inf means probability 0; where the student's is positive, the teacher's
+    log-prob counts as -10000."""
     logits = setting.teacher_logits()
     logits[:, ::3] = -math.inf
     log_q = logits.log_softmax(-1).clamp_min(-1e4)

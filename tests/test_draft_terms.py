@@ -1,4 +1,4 @@
-"""Terms that read divergences from a teacher (losses of draft models) agree with plain formulas.
+"""Draft-model losses, which read divergences from a teacher, agree with plain formulas.
 
 T tokens, V vocabulary, H and H' hidden widths; q the verifier's distribution, p the draft's,
 a = sum min(p, q).
@@ -278,7 +278,7 @@ def test_divergences_outside_are_refused():
 
 
 def products(objective, frozen: bool, **fields) -> float:
-    """Count the products of [T, H] by [H, V] in forward and backward."""
+    """Count the matmuls of [T, H] by [H, V] in forward and backward."""
     hidden, weight = torch.randn(64, 16, requires_grad=True), torch.randn(96, 16)
     batch = hl.Batch(torch.zeros(64).long(), **{"teacher_hidden": torch.randn(64, 16)} | fields)
     head = hl.Head(weight.requires_grad_(not frozen))
@@ -288,7 +288,7 @@ def products(objective, frozen: bool, **fields) -> float:
 
 
 def test_several_measures_of_one_teacher_take_one_pass():
-    """Several measures share one pass if their teacher heads have one weight and one
+    """Several divergences are computed in one pass if their teacher heads share weight and
     temperature."""
     weight = torch.randn(96, 16)
 
@@ -408,7 +408,7 @@ def test_refusals():
 @pytest.mark.parametrize("schedule", ["one_pass", "small", "recompute", "static"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_positions_share_rows_of_a_teacher(schedule, backend):
-    """Positions of a draft's unrolled steps may share rows of a teacher.
+    """Several tokens of a draft model's unrolled steps may share one row of teacher hidden states.
 
     Each teacher row is read by two positions; unscored positions have any row index, and some rows
     get no gradient.
@@ -456,8 +456,8 @@ def test_seven_steps_make_fifteen_products():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_verifier_of_a_larger_vocabulary(backend):
-    """A verifier of a larger vocabulary brings its own log-sum-exp, so that q sums to less than
-    1."""
+    """For a verifier with a larger vocabulary the batch holds its log-sum-exp, so the probabilities
+    of the draft's tokens sum to less than 1."""
     dtype = torch.float64 if backend == "reference" else torch.float32
     torch.manual_seed(0)
     s, found = Setting(dtype), []
@@ -538,8 +538,8 @@ def test_columns_beside_a_head(schedule, backend):
 
 
 def test_columns_beside_take_their_share_of_the_products():
-    """Additional columns of width r = 16 at H = 256 cost at most 3.3 products with a frozen
-    head."""
+    """With a frozen head, 16 extra low-rank columns at H = 256 cost at most 3.3 large matmuls in
+    all."""
     tokens, width, rank, columns = 64, 256, 16, 96
     hidden = torch.randn(tokens, width, requires_grad=True)
     pair = tuple(torch.randn(n, rank, requires_grad=True) for n in (tokens, columns))

@@ -40,7 +40,7 @@ def policy_fields(shape, dtype=torch.float32) -> dict[str, Tensor]:
     }
 
 
-# Objectives of every scope; the frozen schedule supports only logp.
+# Objectives of every scope; the `frozen` schedule supports only losses of log-probs.
 OBJECTIVES = [
     hl.cross_entropy(),
     hl.grpo() + hl.kl(estimator="k3"),
@@ -328,7 +328,7 @@ def test_a_ratio_of_zero(objective):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
 def test_an_unlikely_target_keeps_its_digits(objective, backend):
-    """An unlikely target's gradient keeps its digits, even as p(y) times a coefficient."""
+    """An unlikely target's gradient is accurate, even if it is p(y) times a coefficient."""
     # Triton kernels need a GPU or the interpreter.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, targets = torch.zeros(3, 16, device=device), torch.tensor([1, 2, 7], device=device)
@@ -438,7 +438,7 @@ def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows
 
 @pytest.mark.usefixtures("skip_small_rows")
 def test_rows_without_a_gradient_never_reach_the_products(monkeypatch):
-    """Rows with zero advantages never reach the products, in one pass or in recompute."""
+    """Tokens with zero advantages are left out of the matmuls, under `one_pass` and `recompute`."""
     from headloss.head import products
 
     seen: list[int] = []

@@ -26,7 +26,7 @@ import headloss as hl
 
 
 def records(seeds: list[int]) -> dict[int, dict[str, Any]]:
-    """Return the records of random calls, each on one rank."""
+    """Return the results of random calls, each on one rank."""
     return {seed: fuzz.run(replace(fuzz_draw.draw(seed), place=None)) for seed in seeds}
 
 

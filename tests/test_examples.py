@@ -108,8 +108,8 @@ def small_verifier():
 
 
 def test_a_draft_trains_on_what_it_sees_when_it_drafts() -> None:
-    """A draft trains on its drafting inputs: unrolled steps equal a loop over previous tokens, and
-    the loss equals its formula from logits."""
+    """A draft model trains as it drafts: unrolled steps equal a loop over previous tokens, and the
+    loss equals its formula on logits."""
     example, verifier = small_verifier()
     draft, steps, start = example.Draft(32), 3, 5
     ids = torch.randint(2, 20, (2, 12))

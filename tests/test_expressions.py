@@ -1,4 +1,4 @@
-"""Framework losses written as sums of terms (expressions of docs/losses.md) agree with formulas.
+"""Framework losses written as sums of terms, as docs/losses.md lists them, agree with formulas.
 
 Loss, dX and dW are compared with formulas on materialised float64 logits.
 """
@@ -119,7 +119,8 @@ def test_sampled_tail(data: Data) -> None:
 
 
 def test_opd_of_the_sampled_token(data: Data) -> None:
-    """MOPD is on-policy distillation with teacher advantages and a mask on the sampler's ratio."""
+    """MOPD is on-policy distillation with the teacher's log-ratio as advantage, and a mask on the
+    ratio to the sampler."""
     advantages = data.teacher - data.old
     w = (data.old - data.sampling).exp()
     w = torch.where((w >= 0.5) & (w <= 2.0), w, 0)
@@ -142,8 +143,8 @@ def test_opd_beside_rewards(data: Data) -> None:
 
 
 def test_several_teachers(data: Data) -> None:
-    """A batch may have two teachers of different widths in one field, with narrower hidden states
-    padded."""
+    """A batch may have two teachers of different hidden widths in one field: the narrower hidden
+    states are padded."""
     generator = torch.Generator().manual_seed(9)
     wide, narrow = (torch.randn(V, n, generator=generator).double() for n in (5, 3))
     states = torch.randn(T, 5, generator=generator).double()
@@ -304,7 +305,8 @@ def test_a_report_of_channels(data: Data) -> None:
 
 
 def test_outliers_by_a_weight(data: Data) -> None:
-    """SkyRL drops sequences with a ratio outside two bounds, with an unchanged denominator."""
+    """SkyRL drops sequences with a token ratio outside two bounds, and does not change the
+    denominator."""
     low, high = 0.55, 1.6
     ratio = (data.old - data.sampling).exp()
     inside = ((ratio >= low) & (ratio <= high)) | ~data.scored

@@ -33,7 +33,7 @@ def says_what_happened(met: Met, seconds: float) -> None:
 def test_a_term_that_raises_on_one_rank(world: World, over: str) -> None:
     (first, again), (raised, gone_on) = world.run(failing_ranks.fails, over, "raises")
     says_what_happened(first, SECONDS)
-    # The user's exception has a note about its consequences for the remaining ranks.
+    # A user's exception in a term gets a note on what it means for the other ranks.
     assert (raised.kind, raised.message) == ("KeyError", '"a bug of the user\'s"')
     (note,) = raised.notes
     assert "the others wait for this one" in note and "cannot be used any more" in note

@@ -42,7 +42,7 @@ def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
 
 @pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e6])
 def test_a_teacher_in_float16_under_any_temperature_of_the_head(temperature):
-    """Under float16 scaling, too, a distillation's temperature replaces the head's."""
+    """In float16, too, a distillation's temperature replaces the head's."""
     hidden = torch.randn(12, 16).half().requires_grad_()
     head = hl.Head((torch.randn(40, 16) / 10).half(), temperature=temperature)
     batch = hl.Batch(torch.arange(12), teacher_logits=3 * torch.randn(12, 40).half())
@@ -103,8 +103,8 @@ def test_a_frozen_head_keeps_the_digits_of_a_token_near_p_1_in_float16(margin):
 @pytest.mark.parametrize("chunk_tokens", [None, 8])
 @pytest.mark.parametrize("upstream", [65536.0, 2.0, 2**-20])
 def test_a_declared_upstream_gradient_leaves_float16_its_digits(upstream, chunk_tokens):
-    """A declared upstream gradient keeps float16's digits, even if chunks are scaled before
-    statistics are known."""
+    """If the upstream gradient is passed as an option, float16 gradients are accurate even if
+    chunks are scaled before all statistics are known."""
     hidden, weight = torch.randn(64, 16).half(), torch.randn(97, 16).half()
     head = hl.Head(weight.requires_grad_())
     batch, objective = hl.Batch(torch.randint(97, (64,))), hl.cross_entropy() / upstream
@@ -236,7 +236,7 @@ def test_a_float64_adapter_widens_nothing_else(dtype):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_small_weights_of_rows_of_their_own(schedule):
-    """Small weights keep their digits under batch invariance."""
+    """With `batch_invariant`, small float16 weights give accurate gradients."""
     looking = trained_looking(12, 32, 75, torch.float16)
     hidden, weight, targets = (tensor.to(DEVICE) for tensor in looking)
     batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
@@ -253,7 +253,7 @@ def test_small_weights_of_rows_of_their_own(schedule):
 def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
     """Token weights of 1/16384 do not underflow in float16.
 
-    The upstream gradient may be a loss scale.
+    The upstream gradient may be the loss scale of a gradient scaler.
     """
     hidden, weight, targets = trained_looking(12, 64, 301, torch.float16)
     batch = hl.Batch(targets, totals=hl.Totals(tokens=16384, segments=1))
@@ -263,7 +263,7 @@ def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
     out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=5))
     (upstream * out.loss).backward()
     exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream)
-    # The yardstick is the exact gradient rounded once to float16.
+    # Errors are compared with that of rounding the exact gradient to float16 once.
     for name, leaf in (("hidden", hidden), ("weight", weight)):
         if not leaf.requires_grad:
             continue

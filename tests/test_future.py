@@ -78,7 +78,8 @@ def test_paper(name: str, per_token: bool) -> None:
 @pytest.mark.parametrize("schedule", TRAINED)
 @pytest.mark.parametrize("name", ["plain", "unclipped", "delta"])
 def test_through_the_head(name: str, schedule: str) -> None:
-    """Loss and both gradients are correct, and unscored tokens are no part of the sum."""
+    """FIPO's loss, dX and dW are correct, and unscored tokens are left out of the discounted
+    sum."""
     term, paper = PAPERS[name]
     step = Step(seed=1)
 

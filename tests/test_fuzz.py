@@ -94,7 +94,7 @@ def test_every_way_to_be_wrong_is_named(name: str) -> None:
 
 
 def test_a_seed_gives_one_call() -> None:
-    """A seed gives one call: records of two runs are bitwise equal."""
+    """A seed always gives one call: two runs have bitwise equal results."""
     once, again = records(0, 20), records(0, 20)
     assert fuzz_versions.compare(once, again) == []
     for a, b in zip(once, again, strict=True):
@@ -204,7 +204,7 @@ def test_a_tolerance() -> None:
 
 
 def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hanging call is ended and reported, and the next call has new ranks."""
+    """A call that hangs is ended and reported, and the next call gets new ranks."""
     call = next(c for c in map(fuzz_draw.draw, range(100)) if c.place)
     ranks = fuzz_ranks.Ranks()
     with monkeypatch.context() as patch:
@@ -217,7 +217,7 @@ def test_ranks_that_hang_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_oracle_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle detects errors put into the library."""
+    """The float64 reference detects errors that are put into the library."""
     whole = hl.head_loss
 
     def scaled(hidden, head, batch, objective, options):

@@ -101,7 +101,8 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
 @pytest.mark.parametrize("which", ["tp", "tpeu"])
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows"])
 def test_rows_that_stay_in_shared_memory(name, which):
-    """Rows kept in shared memory are correct, with equal largest logits and skipped rows."""
+    """Rows of logits that are kept in shared memory give correct results, with equal largest logits
+    and with skipped rows."""
     n, v, dtype = 4, 2064, torch.bfloat16
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3], raw[0, :16] = -math.inf, raw[0].max()

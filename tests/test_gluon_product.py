@@ -78,7 +78,7 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     torch.testing.assert_close(found.max_logit, expected.max_logit, rtol=close, atol=20 * close)
     assert torch.equal(found.target, expected.target)
     torch.testing.assert_close(found.sumexp_m1, expected.sumexp_m1, rtol=1e-5, atol=0)
-    # Caps and biases change the last bits of logits, and thus of all terms.
+    # Soft caps and biases change the last bits of logits, and so of exp(z).
     exact = transform in ("plain", "rows", "scaled")
     terms_of_spread = 1e-3 if exact else 1e-5 * (1 + expected.sumexp_m1)
     for name, atol in (("entropy_sum", terms_of_spread), ("logit_sum", 1e-2)):

@@ -154,7 +154,7 @@ def test_validate_accepts():
 
 
 class Packed(nn.Parameter):
-    """A parameter like 4-bit parameters: a separate class with a floating dtype."""
+    """A parameter class like that of 4-bit weights: not torch's own, with a floating dtype."""
 
 
 def test_quantised_parameter_class():
@@ -275,7 +275,7 @@ class Model(nn.Module):
 
 
 def wrap(method: str = "LoraConfig", target: str = "lm_head", **options):
-    """Return a model with adapters on the head, with random factors."""
+    """Return a model with LoRA on the head, with random factors."""
     peft = pytest.importorskip("peft")
     if method == "LoraConfig":
         options = {"r": R, "lora_alpha": 7, "init_lora_weights": False, **options}

@@ -171,8 +171,8 @@ def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
 
 
 def test_what_it_catches():
-    """Tensors in the loss's closure get their gradient or are refused; tensors without gradient are
-    constants."""
+    """Tensors in the loss function's closure get a gradient or raise an error if they require one,
+    and else are constants."""
     hidden, weight, targets = problem()
     head, batch = hl.Head(weight), hl.Batch(targets)
     x = hidden.nan_to_num(0).requires_grad_()

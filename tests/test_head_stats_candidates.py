@@ -1,4 +1,5 @@
-"""`head_stats` with candidates gives an outside loss log-probs that agree with plain logits."""
+"""With candidates, `head_stats` gives a user's own loss log-probs that agree with materialised
+logits."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ def test_rows_left_out_whatever_memory_holds(fresh_memory_is_nan, schedule, quie
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen"])
 def test_hidden_states_in_columns(schedule):
-    """Hidden states in columns are correct: products read 16-byte-aligned rows and copy other
-    layouts."""
+    """Column-major hidden states give correct results: matmul kernels read 16-byte-aligned rows,
+    and other layouts are copied."""
     hidden, weight, batch = setting()
     hidden = hidden.t().contiguous().t()
     if schedule != "frozen":
@@ -197,8 +197,8 @@ def test_float16_takes_raw_logits(monkeypatch, schedule, kind):
 
 @pytest.mark.parametrize("schedule", ["one_pass", "held"])
 def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
-    """Float16 targets far below very large logits are correct: statistics are recomputed from the
-    kept logits."""
+    """In float16, targets far below very large logits are correct: their statistics are recomputed
+    from the stored logits."""
     monkeypatch.undo()
     hl.clear_cache()
     generator = torch.Generator().manual_seed(0)

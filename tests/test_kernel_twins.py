@@ -388,7 +388,8 @@ def test_scale_rows():
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("form", ["tile", "product", "held", "multiple", "walk"])
 def test_twins_are_the_gradient(form, name):
-    """Twins give d/draw of sum_t g . (logp, lse, entropy) as by float64 autograd."""
+    """The PyTorch twins' gradient with respect to raw logits, for upstream gradients of logp, lse
+    and entropy, equals float64 autograd."""
     n, h, v, first, transform = 5, 7, 30, 4, double(transforms(5)[name])
     x, w, targets = head(n, h, v, first, torch.float64)
     targets[3] -= 2 * v

@@ -41,7 +41,8 @@ def test_tiles_reach_the_kernel_as_descriptors():
 
 
 def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch):
-    """A launch is on the device of its first tensor, even inside a record."""
+    """A kernel is launched on the device of its first tensor, also when launch arguments are
+    recorded."""
     devices = []
     monkeypatch.setattr(torch.cuda, "device_of", lambda t: devices.append(t) or torch.no_grad())
     x, record = torch.zeros(64), ((torch.zeros(3), 4), None)

@@ -1,4 +1,4 @@
-"""A trainer's log contains each headloss term and metric, averaged like the loss."""
+"""A trainer's log contains every headloss term and metric, averaged as the loss is."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_nothing_was_measured_on_is_left_out() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list with an entry per call whose metrics were computed."""
+    """Return a list that gets one entry per call whose metrics were computed."""
     calls: list[int] = []
     module = sys.modules["headloss.head_loss"]
     find = module._metrics

@@ -217,8 +217,8 @@ def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
     [("one_pass", 512, 16, False), ("recompute", 8, 1024, False), ("recompute", 8, 1024, True)],
 )
 def test_a_product_that_is_a_gradient_has_no_copy(schedule, tokens, vocabulary, support):
-    """A product that is a whole gradient is not copied: dX of many tokens in one block, dW of a
-    wide head in one tile.
+    """A matmul whose result is a whole gradient is not copied: dX of many tokens, or dW of a wide
+    head.
 
     With `support_ids`, the reference backend computes a matmul into new memory and then moves it,
     which costs one copy.

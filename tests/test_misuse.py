@@ -177,7 +177,7 @@ def test_a_statistic_of_another_name(name: str, want: str) -> None:
         if wrong.observe is None:
             with pytest.raises(ValueError, match=match):
                 hl.check_term(wrong)
-    wrong = term(lambda stats, batch: stats.logp.foo)  # errors inside a term are unchanged
+    wrong = term(lambda stats, batch: stats.logp.foo)  # errors raised inside a term keep their text
     with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'foo'"):
         hl.head_loss(hidden(), head(), batch(), wrong)
 
@@ -489,8 +489,8 @@ def test_sparse_vectors_are_refused(name) -> None:
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
 def test_a_reference_model_that_was_not_given(kind: str) -> None:
-    """A missing reference model is refused, since the loss would use log-probs in place of
-    log-ratios."""
+    """A preference loss without reference log-probs raises an error, since it would use log-probs
+    in place of log-ratios."""
     loss = getattr(liger, f"LigerFusedLinear{kind}Loss")
     x, w, labels = torch.randn(2, T, H), torch.randn(V, H), torch.arange(2 * T).view(2, T) % V
     given = (w, x, labels) if kind == "DPO" else (x, w, labels, None, torch.tensor([1, 0]))

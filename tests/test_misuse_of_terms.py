@@ -128,7 +128,7 @@ ZERO += ("labels_mask", "Mask_of_answers")
 
 @pytest.mark.parametrize("name", [*ZERO, "labels"])
 def test_a_mask_that_no_term_reads(name: str) -> None:
-    """A mask that no term reads is refused only if it excludes a scored token."""
+    """A mask that no term reads raises an error only if it excludes a scored token."""
     x, h, objective = hidden(), head(), hl.cross_entropy()
     out = -100 if name == "labels" else 0
     values = torch.tensor([2, 1, out, 5, 1, out])

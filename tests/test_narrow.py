@@ -76,7 +76,8 @@ def test_any_objective(dtype, form, name):
 
 @pytest.mark.parametrize("more", [{"static": True}, {"metrics": False}, {"frozen": True}])
 def test_options(more):
-    """Static shapes, disabled metrics, and a frozen weight with a trained bias are supported."""
+    """The `narrow` schedule supports static shapes, disabled metrics, and a frozen weight with a
+    trained bias."""
     hidden, head, batch = problem(torch.float64)
     if more.pop("frozen", False):
         head = hl.Head(head.weight.detach(), bias=head.bias, vocab_size=V)
@@ -161,7 +162,7 @@ def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
 
 
 def test_the_planner_takes_it_by_the_head_alone():
-    """The planner chooses narrow kernels by the head alone, for any number of tokens and any
+    """The planner chooses the `narrow` schedule by the head alone, for any number of tokens and any
     budget.
 
     A call with candidates cannot use the `narrow` schedule, but uses its statistics kernel.

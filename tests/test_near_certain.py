@@ -1,5 +1,5 @@
-"""Divergences of two models nearly certain of one token, and gradients, agree with float64 in
-float32.
+"""Divergences between two models that are nearly certain of the same token are accurate in float32,
+also in their gradients.
 
 T tokens, V columns. The head is the identity matrix, so that logits equal the hidden states without
 rounding.

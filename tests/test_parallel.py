@@ -89,7 +89,7 @@ def rows_of(cut: Cut, turn: int) -> list[tuple[Row, Cut]]:
 
 
 def join(name: str, results: list[dict[str, Any]], cut: Cut, total: int, inputs: Any) -> Any:
-    """Join the ranks' parts of an array."""
+    """Put an array together from the ranks' parts."""
     grid = [results[i * cut.vocabulary : (i + 1) * cut.vocabulary] for i in range(cut.data)]
     if name in ("logps", "entropies"):
         full = numpy.zeros(total)
@@ -156,7 +156,7 @@ def compare_inputs(
 
 
 def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
-    """Return the partitioned cases for worlds of `size` ranks.
+    """Return the test cases for worlds of `size` ranks, each with the way it is split.
 
     Every objective runs with its tokens split over two ranks or, if it does not support this, with
     its vocabulary split over two, three and four ranks. Combinations of world size with or without
@@ -194,8 +194,8 @@ def test_every_term(world: World, every: bool) -> None:
 
 
 def test_answers_to_prompts_that_run_across_ranks(world: World) -> None:
-    """A batch-scoped term of segment sums sees all segments on each rank, even for prompts across
-    ranks."""
+    """A batch-scoped term of segment sums sees all segments on every rank, even if a prompt's
+    answers are on several ranks."""
     rows = [
         ((case, layout, schedule, "float64", "plain", "plain", "near"), replace(cut, seed=seed))
         for case in ("real", "over_prompt_mean")

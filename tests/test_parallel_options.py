@@ -1,4 +1,4 @@
-"""Ranks compare tensors in a term's options completely, and leave out equal rows."""
+"""Ranks compare all values of tensors in a term's options, and skip the same token rows."""
 
 from __future__ import annotations
 

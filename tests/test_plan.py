@@ -138,8 +138,8 @@ def test_a_chunk_grows_to_hold_its_longest_segment_within_the_budget():
 
 
 def test_segments_are_cut_into_the_fewest_chunks_of_the_budget():
-    """Segments are cut into the fewest chunks within the budget, even of unequal size; a requested
-    number of tokens is respected."""
+    """Segments are divided into the fewest chunks within the budget, even if they differ in length;
+    a requested chunk size is respected."""
     lengths = [5000, 4900, 300, 280, 5000, 5000]
     changes = {"tokens": 20480, "scope": "segment", "lengths": lengths}
     sizes = [c.stop - c.start for c in planned(changes, memory_budget=row(10560)).chunks]

@@ -137,8 +137,8 @@ def test_vespo_without_a_sampler() -> None:
 
 
 def test_vespo_takes_the_ratio_of_the_sampler_from_the_caller() -> None:
-    """VESPO accepts the sampler's ratio in place of the sampler's log-probs; a masked ratio of 0
-    counts as 1e-8."""
+    """VESPO accepts the ratio to the sampler in place of the sampler's log-probs; a masked ratio of
+    0 counts as 1e-8."""
     case = make(scale=0.1)
     ratio = (case.fields["old_logps"] - case.fields["sampling_logps"]).exp()
     ratio[4], masked = 1e-8, ratio.clone()
@@ -307,7 +307,7 @@ CLIP = {"clip_low", "clip_high", "clip_region"}
 
 
 def term_metrics(term: Term, case) -> dict[str, float]:
-    """Return a term's metrics, folded over scored tokens or over segments with a scored token."""
+    """Return a term's metrics over scored tokens, or over segments with a scored token."""
     scored = torch.tensor(case.lengths) > 0
     found = {}
     for name, observed in term.observe(case.stats.map(Tensor.detach), case.batch).items():

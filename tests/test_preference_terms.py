@@ -100,7 +100,7 @@ def test_odd_number_of_segments(name: str) -> None:
     ids=repr,
 )
 def test_unscored_tokens_in_a_segment_of_their_own(term: Term) -> None:
-    """Unscored tokens in a segment of their own (static shapes) change nothing."""
+    """With static shapes, unscored tokens in a segment of their own change nothing."""
     case = make(lengths=(3, 1, 2, 2, 4))
     live = torch.arange(12) < 8
     whole = case.batch
@@ -205,8 +205,8 @@ def test_a_token_s_place_is_unknown_where_segments_run_across_ranks() -> None:
 
 
 def group_paper(rows: list[Sequence], how: str) -> Tensor:
-    """Return the paper's loss of a chosen and three rejected answers, without answers that have no
-    tokens."""
+    """Return the paper's loss of a chosen and three rejected answers; answers without tokens are
+    left out."""
     scores = [0.3 * total(log_ratios(s)) for s in rows]
     others = [r for r, s in zip(scores[1:], rows[1:], strict=True) if len(s)] or scores[1:]
     if how == "softmax":

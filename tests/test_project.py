@@ -1,4 +1,4 @@
-"""The project keeps its import order, its size limits, and its rules for files."""
+"""The code keeps its import layers, its size limits, and its rules for files."""
 
 from __future__ import annotations
 

@@ -378,7 +378,7 @@ def test_empty_segments_do_not_count_in_metrics(name):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["gspo", "grpo", "vespo", "dpo", "sequence_truncate", "kl_k3"])
 def test_metrics_of_a_restricted_term_count_what_is_kept(name, static):
-    """Metrics of a term under `.where(kept)` count only kept segments."""
+    """Metrics of a per-segment term under `.where(kept)` count only segments with a kept token."""
     base = make_base(CASES[name], (5, 2, 3, 4), seed=2)
     base.per_segment["segment_kept"][:] = torch.tensor([True, True, False, False])
     ((coefficient, term),) = base.objective.parts

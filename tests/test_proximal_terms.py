@@ -352,8 +352,8 @@ def test_kl_against(against: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_straight_through(estimator: str, corrected: bool) -> None:
-    """Straight-through KL has the estimator's value and the gradient (logp - ref) grad logp, times
-    r if corrected."""
+    """The straight-through KL has the estimator's value, and the gradient (logp - ref) grad logp,
+    times the ratio r with importance correction."""
     case = kl_case()
     options = {"estimator": estimator, "bias_corrected": corrected, "straight_through": True}
     value, gradient = ours(hl.kl(**options), case)  # type: ignore[arg-type]
@@ -367,8 +367,8 @@ def test_kl_straight_through(estimator: str, corrected: bool) -> None:
 
 
 def test_kl_is_unbiased_in_the_mean() -> None:
-    """The straight-through gradient and the corrected estimate's gradient are unbiased, k3's plain
-    gradient is not.
+    """The gradients of the straight-through and of the corrected KL are unbiased; the plain
+    gradient of k3 is biased.
 
     The mean runs over all tokens of a softmax, weighted by p.
     """

@@ -1,4 +1,4 @@
-"""`rails.py` compares two versions on tiny shapes."""
+"""The regression benchmark `rails.py` compares two versions on tiny shapes."""
 
 from __future__ import annotations
 

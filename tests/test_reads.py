@@ -21,7 +21,7 @@ H, V = 8, 19
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the name of a term at each trial."""
+    """Record the name of each term that is tried on made-up tokens."""
     hl.clear_cache()
     names: list[str] = []
     plain = reads.trace

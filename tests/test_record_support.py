@@ -1,4 +1,5 @@
-"""`record_support` records id sets and log-probs that agree with the scores of Transformers."""
+"""The ids and log-probs that `record_support` records agree with the scores of Transformers'
+generation."""
 
 from __future__ import annotations
 

@@ -70,7 +70,8 @@ NAMES = ("index", "wide", "stats", "on", "live", "slice", "get", "fields", "tota
 
 
 def reads_what_was_given(name: str) -> None:
-    """Check that a field of this name is refused by name, or is read correctly by a term."""
+    """Check that a batch field of this name raises an error with the name, or is read correctly by
+    a term."""
     values = torch.linspace(1.0, 2.0, N)
     data, error = made(lambda: batch(**{name: values}))
     if data is None:
@@ -304,7 +305,8 @@ def with_prompt() -> hl.Batch:
 
 @pytest.mark.parametrize("modified", [False, True], ids=["alone", "with top_entropy"])
 def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
-    """A batch-scoped term under static shapes is correct on scored rows, or is refused."""
+    """With static shapes, a batch-scoped term gives correct values at scored rows, or raises an
+    error."""
     hidden, head, data = torch.randn(N, H), hl.Head(weight()), with_prompt()
     for make in (centred, centred_on_live_rows):
         term = make().top_entropy(quantile=0.6) if modified else make()

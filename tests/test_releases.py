@@ -1,5 +1,5 @@
-"""Adapters of Transformers and TRL under untested releases work with one warning, or name the
-changed function in an error."""
+"""With untested releases of Transformers and TRL, adapters work with one warning, or an error names
+the changed function."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ def test_a_loss_function_of_the_same_meaning_serves(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_check_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check of a model touches no generator, module or device; `apply` works on a meta
-    model."""
+    """`apply` checks a model without touching its random generators, modules or device, and works
+    on a meta model."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(tiny("llama").config)
         monkeypatch.setattr(nn.Module, "__call__", lambda *_: pytest.fail("a module was called"))
@@ -230,8 +230,8 @@ def test_a_family_of_no_table_under_trl(
 
 
 def test_a_forward_that_no_head_explains_under_trl() -> None:
-    """Under TRL a forward without a matching head raises if the fused loss was requested, else uses
-    full logits."""
+    """In TRL, a forward without a head that headloss supports raises if the fused loss was
+    requested, and else uses full logits."""
     pytest.importorskip("trl")
     from headloss.integrations.trl.forward import Request, Switches, add_head
 

@@ -1,4 +1,4 @@
-"""`score_centering` agrees with its formula on materialised logits, and over a replayed support.
+"""`score_centering` agrees with its formula on materialised logits, also over `support_ids`.
 
 T scored tokens, V vocabulary, K candidates; p is the trainer's distribution, q the sampler's.
 """
@@ -138,7 +138,7 @@ def test_all_of_the_vocabulary(name: str) -> None:
 
 
 def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
-    """The centred policy gradient at a constant advantage, averaged over the sampler's draws, is
+    """At a constant advantage the centred policy gradient, averaged over the sampler's draws, is
     0."""
     case = problem(k=V)
     q = torch.zeros(N, V, dtype=torch.float64)
@@ -244,7 +244,8 @@ def replayed(seed: int = 0) -> Problem:
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_over_a_replayed_support(name: str) -> None:
-    """Over a replayed support equal to the candidates, p and q sum to 1."""
+    """If the candidates are exactly the `support_ids`, the probabilities of trainer and sampler
+    each sum to 1."""
     options = BOUNDS[name]
     case = replayed()
     agree(

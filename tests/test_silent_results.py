@@ -52,7 +52,7 @@ SCHEDULES = {
 
 
 def penalised(loss: Tensor, inputs: list[Tensor]) -> None:
-    """Backpropagate a gradient penalty, as for a loss of plain logits."""
+    """Backpropagate a gradient penalty (a loss on gradients), as autograd does through logits."""
     gradients = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in gradients if g is not None)
     (loss + penalty).backward()
@@ -185,7 +185,8 @@ CASES = [(name, False) for name in MADE_INSIDE] + [("forward_kl", True), ("js", 
 
 @pytest.mark.parametrize(("name", "stored"), CASES)
 def test_every_term_in_inference_mode(name: str, stored: bool) -> None:
-    """Every new term works in inference mode with all functions, and then in a training step."""
+    """Every recent term works in inference mode with all public functions, and afterwards in a
+    training step."""
     hidden, weight = draw(N, H), draw(V, H)
     with torch.inference_mode():
         torch.manual_seed(1)
@@ -309,7 +310,7 @@ def per_sequence(values: Tensor, reduce) -> Tensor:
 
 
 def sequence_formula(name: str, logps: Tensor, batch: hl.Batch) -> Tensor:
-    """Return the papers' losses in float64, with clamped exponents."""
+    """Return the loss of each paper's formula in float64, with clamped exponents."""
     old, advantages = batch.old_logps.double(), batch.advantages.double()
     sampling, ref = batch.sampling_logps.double(), batch.ref_logps.double()
     d, lengths = logps - old, torch.tensor(LENGTHS)
@@ -450,7 +451,7 @@ def explores_where_asked(stats, batch):
 
 @pytest.mark.parametrize("asked", [-1.0, 1.0])
 def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
-    """A gradient that depends on batch values is correct or refused under a frozen head's
+    """A term whose gradient depends on batch values is correct or raises under the `frozen`
     schedule."""
     hidden, weight, _, _, targets = problem(torch.float64)
     batch, head = hl.Batch(targets, asked=torch.full((N,), asked)), hl.Head(weight)
@@ -492,7 +493,7 @@ def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
 
 
 def test_a_reduction_of_what_a_term_leaves_out_may_be_infinite() -> None:
-    """A reduction over kept tokens may be infinite for a segment without kept tokens."""
+    """A reduction over kept tokens may give an infinite weight to a segment without kept tokens."""
     hidden, weight, _, _, targets = problem(torch.float64)
     kept = torch.arange(N) < N // 2
     batch = hl.Batch(targets, hl.Segments.from_lengths([N // 2, N - N // 2]), kept=kept)

@@ -142,7 +142,8 @@ def test_any_split_in_any_order_merges_to_the_whole(problem, random):
 
 
 def test_a_slice_without_mass_merges():
-    """Slices without mass (all -inf) merge before, between and after other slices."""
+    """Vocabulary slices whose logits are all -inf merge correctly before, between and after other
+    slices."""
     z = torch.randn(2, 8, dtype=torch.float64)
     z[:, :2] = z[:, 4:6] = z[:, 7:] = -math.inf
     targets = torch.tensor([2, 6])
@@ -252,7 +253,8 @@ def test_gradients_of_small_entropies_keep_their_digits(size, gap):
 
 
 def test_logits_of_minus_infinity():
-    """Logits of -inf have no mass, no share of the entropy, and exactly zero gradient."""
+    """Logits of -inf have probability 0, add nothing to the entropy, and get a gradient of exactly
+    0."""
     z, targets = torch.randn(4, 30), torch.tensor([1, 5, 9, 29])
     banned = torch.zeros(30, dtype=torch.bool)
     banned[[0, 2, 10, 11]] = True
@@ -429,8 +431,8 @@ def test_a_call_computes_only_what_its_objective_reads(
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("names", ["tp", "tpe", "tpu"])
 def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
-    """The gradient of a full-vocabulary tile needs no search for columns, and equals a partial
-    tile's gradient.
+    """The gradient of a tile with the whole vocabulary needs no search for the target's column, and
+    equals that of a part of the vocabulary.
 
     Token 0's target logit is 40, so that only 1e-9 of its probability lies elsewhere.
     """

@@ -130,7 +130,7 @@ def large_batch(terms: Any) -> tuple[float, float, Tensor]:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_accumulation(name: str) -> None:
-    """A step in 1, 2 and 4 micro-batches equals the whole step."""
+    """A training step in 1, 2 or 4 micro-batches equals the step on the whole batch."""
     want = large_batch(OBJECTIVES[name]())
     assert want[1] > 1e-3
     for pairs in (4, 2, 1):
@@ -202,7 +202,7 @@ def _rank(names: list[str], settings: dict[str, Any]) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks() -> None:
-    """Two ranks under DDP with 1 and 2 micro-batches equal the whole step."""
+    """Two ranks under DDP with 1 and 2 micro-batches train as one step on the whole batch."""
     from worlds import world_of
 
     names = ["tokens", "where", "sum", "gspo", "dpo", "constant"]

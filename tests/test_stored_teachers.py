@@ -88,8 +88,8 @@ def test_all_of_the_vocabulary_is_the_divergence_itself(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_zero_where_the_student_is_the_teacher_and_above_it_elsewhere(kind: str) -> None:
-    """The generalized divergence is 0 exactly at student = teacher, for any outside mass, unlike
-    the truncated sum."""
+    """The generalised divergence is 0 exactly if student and teacher agree on the stored ids; the
+    truncated sum is not."""
     case = problem()
     z = (case.hidden @ case.weight.t()).detach()
     logps, ids = z.log_softmax(1).topk(K, 1)
@@ -227,8 +227,8 @@ def test_a_sampled_tail_is_three_terms() -> None:
 
 
 def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
-    """The mean gradient of a sampled tail, weighted by p, is the gradient of the whole
-    divergence."""
+    """The gradient with a sampled tail, averaged over tokens drawn from the student, is that of the
+    whole divergence."""
     case = problem(k=4)
     case.fields = {n: v[:1] for n, v in case.fields.items()}
     generator = torch.Generator().manual_seed(3)

@@ -1,4 +1,4 @@
-"""The softmax over a sampler's kept columns agrees with float64 masked logits."""
+"""A softmax over the ids that a sampler kept agrees with float64 masked logits."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ def test_within_budget(kind, head, schedule, dtype):
 
 @pytest.mark.parametrize(("kind", "head", "schedule", "dtype"), rows()[::2])
 def test_candidates_within_budget(kind, head, schedule, dtype):
-    """Candidates have log-probs over the support; candidates outside have -inf and no gradient."""
+    """Candidates have log-probs over the `support_ids`; candidates outside of them have -inf and no
+    gradient."""
     inputs = cases.inputs(kind, head, dtype, beside=True)
     matrix.check(inputs, SCHEDULES[schedule], upstream=1.75)
 
 
 def test_candidates_that_are_the_whole_support():
-    """If candidates are the whole support, the remaining log-prob is -inf without any gradient."""
+    """If the candidates are all `support_ids`, the log-probability outside of the candidates is
+    -inf and has no gradient."""
     seen = {}
 
     @hl.term
@@ -80,7 +82,7 @@ def test_static_shapes():
 @pytest.mark.parametrize("kind", ["padded", "mixed flat"])
 @pytest.mark.parametrize("schedule", ["held", "recompute"])
 def test_a_loss_elsewhere(kind, schedule):
-    """`head_stats` and `head_function` work over a support, too."""
+    """`head_stats` and `head_function` work with `support_ids`, too."""
     terms = hl.cross_entropy() - 0.3 * hl.entropy() + 0.1 * hl.z_loss()
     inputs = cases.inputs(kind, "everything", terms=terms)
     oracle = inputs.plain()

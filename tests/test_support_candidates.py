@@ -1,4 +1,4 @@
-"""Candidates, sum p^2 and max z of a softmax over a support agree with float64."""
+"""Candidates, sum p^2 and max z of a softmax over `support_ids` agree with float64."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def observe(stats, batch):
 
 @hl.term(observe=observe)
 def probe(stats, batch):
-    """A term of candidates' log-probs, -inf and without gradient outside the support."""
+    """A term of candidates' log-probs, which are -inf and without gradient outside of
+    `support_ids`."""
     log_p, tail = stats.candidate_logps, stats.candidate_tail
     log_p = torch.where(log_p.isneginf(), 0, log_p)
     tail = torch.where(tail.isneginf(), 0, tail)

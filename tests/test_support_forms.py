@@ -119,7 +119,8 @@ def test_counts_of_views() -> None:
 
 
 def test_all_forms_give_one_loss() -> None:
-    """All forms of a top-k sampler's sets give one loss, with the sampler's log-probs."""
+    """All forms of `support_ids` for a top-k sampler give the same loss, with the sampler's
+    log-probs."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 8, generator=generator)
     weight = torch.randn(40, 8, generator=generator)
@@ -217,8 +218,8 @@ def test_bad_input_is_named(call: Any, error: type[Exception], match: str) -> No
 
 
 def test_many_tokens_take_no_loop_over_pairs() -> None:
-    """64 completions of 1,024 tokens with 8 ids each are converted without a loop over pairs, below
-    a second."""
+    """64 completions of 1,024 tokens with 8 kept ids each are converted in less than a second,
+    without a Python loop over ids."""
     lists = [[[7, 3, 9, 1, 4, 2, 8, 5]] * 1024] * 64
     start = time.process_time()
     ids, offsets = hl.support_from_lists(lists)

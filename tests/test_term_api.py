@@ -229,7 +229,7 @@ def test_where_by_segment():
 
 
 def test_poison_where_a_term_is_restricted():
-    """A restricted term's fields may have any values, even NaN, at excluded tokens."""
+    """At tokens excluded by `where`, a term's fields may have any values, even NaN."""
     keep = torch.tensor([True, False] * 6)
     old = -torch.rand(T).double()
     clean = run(hl.grpo().where("keep"), keep=keep, old_logps=old)

@@ -179,7 +179,7 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
-    """Metrics hold no NaN: a generation without scores has a null reward in the file."""
+    """A generation without scores has a null reward in the metrics file, and not NaN."""
     monkeypatch.chdir(tmp_path)
     # the reward's fourth call, which scores the second generation; calls 1 and 2 evaluate held-out
     # prompts
@@ -445,7 +445,7 @@ def killed_at(operation: int) -> None:
 
 @pytest.fixture(scope="module")
 def operations(tmp_path_factory: Any, whole: Path) -> int:
-    """Return the number of a run's open, rename and remove operations in its folder."""
+    """Return how many open, rename and remove operations a run makes in its folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("count")):
         Path("count").touch()
         assert in_a_child(lambda: (killed_at(0), train("sft"))[1]) == 0
@@ -457,7 +457,8 @@ KILLS = [*range(2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 
 
 @pytest.mark.parametrize("seed", KILLS)
 def test_killed(seed: int, operations: int, finished: Path) -> None:
-    """A run killed twice between any file operations resumes to the result of a whole run."""
+    """A run that is killed at any two file operations resumes to the result of an uninterrupted
+    run."""
     shutil.rmtree(RUN)
     draw = random.Random(seed)
     killed = 0

@@ -91,7 +91,8 @@ def test_shipped_recipe(name: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 
 
 def test_terms_join_the_objective(tmp_path: Path) -> None:
-    """A z-loss joins cross-entropy in one pass, and the loss is their sum."""
+    """With a z-loss added, the loss is the sum of cross-entropy and z-loss, and the head is still
+    computed once."""
     losses = {}
     for weight in (0.0, 0.5):
         run("sft", tmp_path / str(weight), "trainer.max_steps=1", f"terms.z_loss={weight}")

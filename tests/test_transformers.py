@@ -1,4 +1,4 @@
-"""Hugging Face models with headloss applied agree with the stock model's loss, gradients, logits
+"""Hugging Face models after `apply(model)` agree with the stock model in loss, gradients, logits
 and training runs."""
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def test_family(model_type: str) -> None:
 
 
 def test_calls() -> None:
-    """Calls support a token count, router losses, packed documents, and shifted labels."""
+    """After `apply(model)`, calls support a token count, router losses, packed documents, and
+    shifted labels."""
     model = tiny("llama").train()
     assert_same_step(model, num_items_in_batch=torch.tensor(29))
     assert_same_step(model, num_items_in_batch=29, attention_mask=torch.ones_like(IDS))
@@ -219,8 +220,8 @@ def test_what_is_refused() -> None:
 
 
 def test_calls_from_two_threads() -> None:
-    """A concurrent call without labels is the stock call, and a second call with labels is
-    refused."""
+    """During a forward, a concurrent call without labels runs the stock forward, and a second call
+    with labels raises."""
     model = tiny("llama")
     want, loss = model(IDS).logits, model(IDS, labels=LABELS).loss
     with apply(model), ThreadPoolExecutor(1) as other:
@@ -293,8 +294,8 @@ def test_trainer_with_packed_rows_and_checkpointing(tmp_path: Any) -> None:
 
 
 def test_trainer_in_bf16_evaluates_losses_alone(tmp_path: Any) -> None:
-    """In bf16 an evaluation computes losses alone; accelerate's copies of outputs make no logits in
-    training."""
+    """In bf16, evaluation computes losses without logits; accelerate's conversion of outputs makes
+    no logits in training."""
     model = tiny("llama")
     apply(model)
     run = trainer(model, str(tmp_path), bf16=True, prediction_loss_only=True)

@@ -1,7 +1,7 @@
-"""Under `apply` a model's own forward runs with its loss function replaced by the objective.
+"""After `apply(model)` a model's own forward runs with its loss function replaced by the objective.
 
-The objective gets the model's own labels, label shift, token count and changes of logits. The
-reference is the stock model with the objective on its logits as loss function.
+The objective gets the model's own labels, label shift, token count and changes of logits. Expected
+values come from the stock model whose loss function is the objective on its logits.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
 
 @forward
 def Direct(self, hidden, labels, **kwargs):
-    """A forward with a direct, unshifted cross-entropy, like encoder-decoders."""
+    """A forward with its own cross-entropy on unshifted labels, as in encoder-decoder models."""
     logits = self.lm_head(hidden)
     return nn.CrossEntropyLoss()(logits.view(-1, 37), labels.view(-1)), logits
 
@@ -514,7 +514,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_logits_of_other_weights_are_refused(change: str) -> None:
-    """Logits read after `optimizer.step()` are refused; logits read before are available."""
+    """Reading `logits` after `optimizer.step()` raises, unless they were read before."""
     model, hidden = adapted(target_modules=["q_proj", "lm_head"]), []
     model.base_model.model.model.register_forward_hook(lambda *a: hidden.append(a[-1][0]))
     want = model(IDS, labels=LABELS).logits.detach()

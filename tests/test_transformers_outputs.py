@@ -30,7 +30,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def outputs(training: bool, gradient: bool = True) -> tuple[Any, Any]:
-    """Return the outputs of the stock model and of the applied model."""
+    """Return the outputs of the stock model, and of the model after `apply`."""
     model = tiny("llama", use_cache=True).train(training)
     with torch.set_grad_enabled(gradient):
         stock = model(IDS, labels=IDS)

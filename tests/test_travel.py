@@ -1,4 +1,4 @@
-"""Every public object is equal after copying, pickling and a spawned process."""
+"""Every public object is equal after copying, after pickling, and in a spawned process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton's partial statistics and gradient agree with the float64 reference (interpreted on a
-CPU)."""
+"""Triton's softmax statistics and logit gradient agree with the float64 reference; on a CPU the
+kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_partials_into_poisoned_memory_with_minus_infinity():
 
 
 def test_rest_keeps_its_digits():
-    """log1p of the remaining mass keeps its digits for a nearly certain token and equal largest
-    logits."""
+    """The logarithm of 1 + (other exponentials) is accurate for a nearly certain token and for
+    equal largest logits."""
     raw = torch.full((2, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = 0.0

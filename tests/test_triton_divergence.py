@@ -455,8 +455,8 @@ def test_recompute_in_bfloat16_is_one_pass(kind, temperature, mixed):
 
 
 def test_several_teachers_and_skipped_rows():
-    """Several teachers with skipped rows are correct: three divergences at two temperatures, each
-    on part of the tokens."""
+    """Several teachers with skipped token rows are correct: three divergences at two temperatures,
+    each on some of the tokens."""
     found = {}
     for backend in ("triton", "reference"):
         hidden, weight, targets = (t.to(DEVICE) for t in trained_looking(T, H, V))

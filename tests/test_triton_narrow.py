@@ -64,8 +64,8 @@ def test_sweeps(dtype, n, h, v, name):
 
 
 def test_tokens_far_above_their_shift():
-    """Tokens with a target far below the largest logit are correct, although exp(z - shift) would
-    overflow."""
+    """Tokens whose target lies far below the largest logit are correct, although exp(z - z_target)
+    would overflow."""
     n, h, v = 6, 32, 200
     x, w, targets = head(n, h, v, 0, torch.float32)
     targets[3] = 7

@@ -148,7 +148,7 @@ def test_held_gradient(which, name):
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "t", "tpu", "tpeu"])
 def test_product_gradient(which, name):
-    """The product writes the gradient of a vocabulary slice, rounded once."""
+    """The kernel that recomputes logits writes the gradient of a vocabulary slice, rounded once."""
     n, v, first = 6, 300, 20
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
@@ -246,8 +246,8 @@ def log_prob_errors(x, w, targets):
 @needs_tensor_cores
 @pytest.mark.parametrize(("h", "v"), [(896, 151936), (2048, 151936), (4096, 128256)])
 def test_log_probs_of_a_trained_head(h, v):
-    """Log-probs of a trained head are accurate, although a likely target's large logit is rounded
-    more."""
+    """Log-probs of a head like a trained one are accurate, although a likely target's large logit
+    has a larger rounding error."""
     given = trained_looking(2048, h, v, torch.bfloat16, torch.device(DEVICE), 0)
     assert log_prob_errors(*given).abs().max() <= 1e-5
 
@@ -270,7 +270,7 @@ def test_log_probs_have_little_bias(h, bound):
 @needs_tensor_cores
 @pytest.mark.parametrize("h", [896, 4096])
 def test_raw_logits_lack_nothing_of_their_size(h):
-    """Raw float32 logits are corrected for the tensor cores' rounding toward zero."""
+    """Raw float32 logits are corrected for the rounding toward zero on tensor cores."""
     x, w, _ = trained_looking(1024, h, 8192, torch.bfloat16, torch.device(DEVICE), 0)
     exact = x.double() @ w.double().t()
     z = PLAIN.logits(x, w)

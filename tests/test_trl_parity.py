@@ -1,7 +1,7 @@
 """headloss's losses equal TRL's own loss methods, run on a stub trainer with only tensors.
 
 The stub trainer's model returns a small tensor of log-probs (and entropies) that requires
-gradients. TRL's code gives a loss and a gradient of the leaf, which are compared with headloss's on
+gradients. TRL's code gives a loss and a gradient of these log-probs, compared with headloss's on
 packed tokens.
 """
 

@@ -1,4 +1,5 @@
-"""Preference terms agree with TRL's loss methods, run on a stub with a leaf of log-probs as model.
+"""Preference terms agree with TRL's loss methods, run on a stub whose model is a tensor of
+log-probs.
 
 Rows are segments: row 2k is chosen, row 2k + 1 rejected. Values and gradients are float64.
 """

@@ -1,4 +1,4 @@
-"""A sampler's kept ids reach every pass of a trainer."""
+"""The ids that a sampler kept reach every forward pass of a trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def generated(trainer: Any) -> dict[str, Any]:
 
 
 def support_of(inputs: dict[str, Any]) -> Tensor:
-    """Return the support [B, C, K] of the rows in TRL's batch."""
+    """Return the `support_ids` [B, C, K] in TRL's batch."""
     rows, shape = inputs["support_ids"], inputs["completion_ids"].shape
     ids, _ = pairs(rows, shape[1])
     padded = padded_pairs(ids, counts_of(rows, shape[1]).flatten())
@@ -97,7 +97,7 @@ def test_ratio_is_one_on_the_first_step(sampler: str) -> None:
 
 @pytest.mark.parametrize("kind", [rl.GRPO, rl.PPO, rl.REINFORCE])
 def test_every_pass_has_the_support(kind: type) -> None:
-    """Every pass uses the support, including old and reference log-probs."""
+    """Every forward pass uses the `support_ids`, also those for old and reference log-probs."""
     options: dict[str, Any] = {"num_iterations": 2} if kind is not rl.REINFORCE else {}
     trainer = make(kind, sampling_support=True, top_k=4, beta=0.1, **options)
     inputs = generated(trainer)

@@ -1,4 +1,5 @@
-"""Replay works under colocated vLLM, with TRL's code around a replacement engine."""
+"""Replaying kept ids works with colocated vLLM: TRL's own code runs around a stand-in for vLLM's
+engine."""
 
 from __future__ import annotations
 

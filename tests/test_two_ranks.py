@@ -1,4 +1,4 @@
-"""Trainers on two processes, with half of each batch per process, agree with one process.
+"""Trainers on two processes, each with half of each batch, agree with one process.
 
 Covered: stock TRL under DDP step by step, models sharded by FSDP2, `headloss train`, and wrappers
 with mixed precision that rebuild outputs. accelerate allows FSDP2 only on accelerators;

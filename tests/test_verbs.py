@@ -32,7 +32,8 @@ def problem(dtype=torch.float64):
 
 
 def by_autograd(logits: Tensor, batch, objective, dtype=torch.float64, **transform):
-    """Return the objective on logits by plain autograd in `dtype`, with an identity head."""
+    """Return the objective on logits by plain autograd in `dtype`; the head is an identity
+    matrix."""
     leaf = logits.detach().to(dtype).requires_grad_()
     head = hl.Head(torch.eye(logits.shape[-1], dtype=dtype), **transform)
     found = plain(leaf, head, batch, objective, mode="input")
@@ -216,7 +217,7 @@ def test_head_stats(parts, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
 def test_a_16_bit_adapter_rounds_its_features_and_nothing_else(dtype):
-    """A 16-bit adapter rounds only its features, scaling * hidden @ a.T, as in PEFT."""
+    """With a 16-bit LoRA only scaling * hidden @ a.T is rounded, as in PEFT."""
     hidden, weight, batch = problem(dtype)
     lora = hl.Lora(a=torch.randn(3, H).to(dtype), b=torch.randn(V, 3).to(dtype), scaling=0.5)
     z = hidden.double() @ weight.double().T + lora.features(hidden).double() @ lora.b.double().T

@@ -99,7 +99,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_fields_of_a_batch(name: str) -> None:
-    # Wrong targets or segments do not match the remaining fields.
+    # Targets or segments whose size does not match the other fields raise an error.
     says = {"targets": ("targets", "per token"), "segments": ("segments", "per segment")}
     call = lambda v: used(batch(**{name: v}), FIELDS[name])  # noqa: E731
     check(name, call, [*NUMBERS, *OTHERS, *tensors()], says.get(name, (name,)))
@@ -338,7 +338,7 @@ def test_no_vocabulary() -> None:
 
 @pytest.mark.parametrize("name", ["teacher_logits", "candidate_ids"])
 def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
-    """A field read by forward and backward may not change in between."""
+    """A batch field that forward and backward read may not change in between."""
     chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
     values = {"teacher_logits": torch.randn(T, V), "candidate_ids": torch.arange(T)[:, None] + 1}
     objective = {"teacher_logits": hl.distillation(), "candidate_ids": chosen()}[name]

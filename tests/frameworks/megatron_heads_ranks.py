@@ -84,7 +84,7 @@ def capped_by(model: Any, kind: tuple[str, ...]) -> None:
 
 
 def with_lora(model: Any, config: Any, frozen: bool, **more: Any) -> None:
-    """Put Megatron-Bridge's adapter on the output layer, with nonzero factors."""
+    """Put a LoRA of Megatron-Bridge on the output layer, with nonzero factors."""
     linear = model.output_layer
     torch.manual_seed(5)
     given = {
@@ -120,7 +120,8 @@ def on_dev() -> None:
 
 
 def of_dev(size: int, spread: bool, tied: bool) -> dict[str, float]:
-    """Compare on the dev branch's model, whose output layer computes the loss in its forward."""
+    """Compare Megatron with headloss on Megatron's dev branch, whose output layer computes the loss
+    itself."""
     parallel(size)
     model = model_of(config_of(size, sequence_parallel=spread), tied)
     assert type(model.output_layer).__name__ == "LinearCrossEntropyModule"

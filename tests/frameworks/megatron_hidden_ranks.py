@@ -108,7 +108,8 @@ def statistics(size: int, spread: bool, half: bool) -> dict[str, float]:
 
 
 def layers(kind: str) -> dict[str, float]:
-    """Compare a layer with Megatron-Bridge's soft cap or adapter."""
+    """Compare an output layer that has Megatron-Bridge's soft cap or LoRA, with and without
+    headloss."""
     from headloss.integrations.megatron_hidden import hand_on
 
     parallel(2)
@@ -130,7 +131,8 @@ def layers(kind: str) -> dict[str, float]:
 
 
 def depths() -> dict[str, float]:
-    """Compare a model with multi-token prediction by `megatron_mtp`."""
+    """Compare a model with multi-token prediction, with the functions of
+    `megatron_mtp_ranks.py`."""
     from headloss.integrations import megatron_mtp
     from headloss.integrations.megatron_hidden import hand_on
 

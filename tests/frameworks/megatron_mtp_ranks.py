@@ -33,8 +33,8 @@ V = 8  # a small vocabulary, so that the model's likeliest token is often the la
 
 
 def model_of(config: Any, tied: bool = False, attention: bool = True, length: int = S) -> Any:
-    """Return a model of one layer and D depths, without norms, since torch's norm refuses sequence
-    parallelism."""
+    """Return a model of one layer and D multi-token-prediction layers, without norms, since torch's
+    norm refuses sequence parallelism."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_local_spec,
@@ -110,8 +110,8 @@ def scaled(by: float = SCALE) -> None:
 def both(
     model: Any, forward: Any, processors: tuple[Any, Any] = (None, None), hits: int = 2
 ) -> dict[str, float]:
-    """Compare Megatron's and headloss's losses, gradients and logged values, with at least `hits`
-    hits of the likeliest token."""
+    """Compare Megatron's and headloss's losses, gradients and logged values; the likeliest token
+    must be the label at least `hits` times."""
     found = []
     scaled()
     for ours, processor in zip((False, True), processors, strict=True):
@@ -133,7 +133,8 @@ def both(
 
 
 def depths(size: int, spread: bool, tied: bool, processor: bool, more: dict[str, Any]) -> Any:
-    """Compare depths, with Megatron's main loss or the processor `TokenLosses`."""
+    """Compare the multi-token-prediction losses, with Megatron's main loss or with headloss's
+    output processor `TokenLosses`."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(size)
@@ -150,7 +151,8 @@ def depths(size: int, spread: bool, tied: bool, processor: bool, more: dict[str,
 
 
 def one_call(size: int, spread: bool, policy: bool, totals: bool) -> Any:
-    """Compare one `head_loss` of the main rows and the depths with Megatron's two losses."""
+    """Compare one `head_loss` call for the main prediction and all further depths with Megatron's
+    two losses."""
     from headloss.integrations.megatron import HeadLoss
 
     parallel(size)
@@ -213,8 +215,8 @@ def two_calls(more: dict[str, Any], segments: bool) -> Any:
 
 
 def packed(context_parallel: bool) -> Any:
-    """Compare packed documents, whose borders no depth crosses; with context parallelism a rank has
-    a front and a back chunk."""
+    """Compare packed documents, across whose borders nothing is predicted; with context parallelism
+    a rank has a chunk from the front and one from the back."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     size = 2 if context_parallel else 1
@@ -281,7 +283,7 @@ def main_grad(processor: bool) -> dict[str, float]:
         process = HeadLoss(hl.cross_entropy()) if ours and processor else None
         for seed in (1, 2):
             with headloss_installed(ours):
-                # The main logits of a fused layer would need APEX.
+                # Megatron's fused layer needs APEX to return the main logits.
                 model.module.output_layer.gradient_accumulation_fusion = ours and processor
                 out = model(**inputs(seed=seed), loss_mask=mask, output_processor=process)
                 (out.loss if process else (out * mask).sum() / mask.sum()).backward()

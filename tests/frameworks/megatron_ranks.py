@@ -266,8 +266,8 @@ def scheduled(model: Any, forward_step: Any, data: list[dict[str, Tensor]]) -> T
 
 
 def a_step(spread: bool) -> dict[str, float]:
-    """Compare a bfloat16 step of Megatron's schedule over two micro-batches, with cross-entropy as
-    objective."""
+    """Compare a bfloat16 training step in Megatron's schedule over two micro-batches, with
+    cross-entropy as objective."""
     from megatron.core.transformer.module import Float16Module
 
     from headloss.integrations.megatron import HeadLoss
@@ -300,7 +300,7 @@ def a_step(spread: bool) -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    """Return the error text of each wrong call."""
+    """Return the error text of each unsupported call."""
     from headloss.integrations.megatron import HeadLoss, TokenLosses
 
     parallel(2)

@@ -1,4 +1,5 @@
-"""Comparison of NeMo-RL's distillation losses from logits with headloss's from hidden states.
+"""Comparison of NeMo-RL's distillation losses, computed from logits, with headloss's, computed from
+hidden states.
 
 NeMo-RL's functions, losses and packed-sequence loop come from its sources and run on every rank,
 with Megatron-Core's model.
@@ -287,5 +288,5 @@ def full(size: int, spread: bool, level: str, payload: str, penalty: float) -> d
             adapter.install()
         found.append(measured(train, model, own, rows, data, loss_fn, prepare))
     adapter.uninstall()
-    assert len(found[0][0]) == 10, found[0][0]  # the loss and all its metrics
+    assert len(found[0][0]) == 10, found[0][0]  # compare the loss and all its metrics
     return compared(found)

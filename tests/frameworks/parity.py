@@ -1,5 +1,5 @@
-"""Common parts of the framework tests: a step, headloss's loss on the step, and framework
-functions.
+"""Shared by the framework tests: a random training step, headloss's loss of the step, and functions
+extracted from framework sources.
 
 B rows of C columns, T scored tokens. A framework is imported if possible without a GPU. If a
 framework cannot be imported without a GPU, the functions under test are extracted from its source
@@ -134,7 +134,7 @@ def measured(term: hl.Term, made: Step) -> dict[str, float]:
 
 
 def filled_rows(made: Step) -> hl.Totals:
-    """Return totals without rows that have no scored token, as most frameworks count."""
+    """Return totals that leave out rows without scored tokens, as most frameworks do."""
     return hl.Totals(int(made["mask"].sum()), int(made["mask"].any(1).sum()))
 
 

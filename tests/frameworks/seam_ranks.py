@@ -19,8 +19,8 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states [B, L, H], a weight [V, H], ids [B, L], and upstream gradients [B,
-    L]."""
+    """Return random hidden states [B, L, H], a head weight [V, H], ids [B, L] and upstream
+    gradients [B, L]."""
     torch.manual_seed(0)
     ids = torch.randint(V, (B, L))
     return torch.randn(B, L, H), torch.randn(V, H), ids, torch.randn(B, L)
@@ -64,7 +64,7 @@ def compared(act: Callable[[Callable[..., Tensor]], list[Tensor]], pair: Any) ->
 def compare_nemo_rl(tree: str) -> dict[str, float]:
     """Compare log-probs and this rank's gradients of its slices of hidden states and W.
 
-    The call follows NeMo-RL, whose release 0.6 passes a second weight.
+    NeMo-RL 0.6 passes the head weight twice.
     """
     from headloss.integrations.nemo_rl import logprobs
     from headloss.integrations.seams import called, fitted
@@ -96,7 +96,8 @@ def compare_nemo_rl(tree: str) -> dict[str, float]:
 
 
 def compare_skyrl() -> dict[str, float]:
-    """Compare SkyRL's function as its caller uses it: hidden gradients are summed over ranks."""
+    """Compare SkyRL's function used as in SkyRL, where the caller sums hidden gradients over
+    ranks."""
     from headloss.integrations.skyrl import logprobs
 
     group, rank, size = ranks()

@@ -140,8 +140,8 @@ def test_off_policy_token_mask(peer) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_reinforce(peer, edge: str) -> None:
-    """REINFORCE agrees by tokens and by sequences, with the sampler's weight truncated as in
-    GRPO."""
+    """REINFORCE agrees with AgileRL per token and per sequence, with truncated importance weights
+    of the sampler."""
     made = step(edge, per_token=edge == "one token")
     weight = (made["old_logps"] - made["sampling_logps"]).exp().clamp(max=1.4)
     terms = {"token": hl.ppo(epsilon_low=0.1, epsilon_high=0.1)}

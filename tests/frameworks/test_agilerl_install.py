@@ -144,7 +144,8 @@ def through_the_layer(self: Any) -> Any:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
-    """LoRA on the head agrees with the layer's forward; AgileRL's function ignores the adapter."""
+    """With a LoRA on the head, headloss agrees with the layer's forward; AgileRL's own function
+    ignores the LoRA."""
     from agilerl.algorithms.core.base import LLMAlgorithm
 
     from headloss.integrations.agilerl import install
@@ -165,7 +166,7 @@ def test_lora_on_the_head(name: str, monkeypatch: Any) -> None:
     named = agent(name, **adapted).actor.named_parameters()
     start = [(n, p.detach()) for n, p in named if p.requires_grad]
     moved = {n: off(b, a) for (n, a), b in zip(start, weights, strict=True) if "lm_head" in n}
-    # A critic does not use the head.
+    # AgileRL's critic has no language-model head, so it runs unchanged.
     assert min(moved[n] for n in moved if "critic" not in n) > 1e-4
     assert any(a[key] != pytest.approx(b[key], rel=1e-3, abs=1e-5, nan_ok=True)
                for a, b in zip(without, metrics, strict=True)

@@ -22,7 +22,8 @@ def peer() -> SimpleNamespace:
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("threshold", [1e-5, 0.04, 0.3, 100.0])
 def test_m2po(peer: SimpleNamespace, edge: str, threshold: float) -> None:
-    """M2PO agrees; AReaL's proximal policy is the trainer's, its old policy the sampler's."""
+    """M2PO agrees with AReaL, whose proximal policy is the trainer's and whose old policy is the
+    sampler's."""
     made = step(edge, scale=0.6)
     sampling, old = made["sampling_logps"], made["old_logps"]
     want = peer._apply_m2po_masking(sampling, old, made["mask"], threshold)

@@ -45,7 +45,7 @@ def test_dft() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_eaft(alpha: float) -> None:
-    """EAFT agrees, with weights from the 20 likeliest tokens of `head_topk`."""
+    """EAFT agrees with Axolotl, with weights from the 20 likeliest tokens found by `head_topk`."""
     hidden, weight, _ = problem()
     top = hl.head_topk(hidden.detach(), hl.Head(weight), 20).logps.log_softmax(-1)
     weights = (-(top.exp() * top).sum(-1)) ** alpha

@@ -64,8 +64,8 @@ def single() -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_fused_linear_jsd(beta: float) -> None:
-    """The fused linear JSD agrees; `beta` weights the teacher, with forward KL at 0 and reverse KL
-    at 1."""
+    """Liger's fused linear JSD agrees; `beta` is the teacher's weight: 0 gives forward KL, 1
+    reverse KL."""
     hidden, weight, teacher_hidden, teacher_weight, labels = single()
     function = kernels("fused_linear_jsd").LigerFusedLinearJSDFunction
     inputs = (hidden, weight, teacher_hidden, teacher_weight, labels)
@@ -80,7 +80,8 @@ def test_fused_linear_jsd(beta: float) -> None:
 
 
 def test_fused_linear_kl_div() -> None:
-    """The fused linear KL divergence agrees, for a target probability per vocabulary token."""
+    """Liger's fused linear KL divergence agrees, with a target probability for each vocabulary
+    token."""
     hidden, weight, teacher_hidden, teacher_weight, labels = single()
     target = (teacher_hidden @ teacher_weight.t()).softmax(1)
     function = kernels("fused_linear_kl_div").LigerFusedLinearKLDivFunction

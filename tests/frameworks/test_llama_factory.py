@@ -79,6 +79,7 @@ def test_supervised(name: str, folder: Path, monkeypatch: Any) -> None:
 
 
 def test_a_loss_of_its_own_is_refused(folder: Path) -> None:
-    """LLaMA-Factory's own DFT loss is refused, since `compute_loss_func` needs logits."""
+    """LLaMA-Factory's own DFT loss raises an error under headloss, since its `compute_loss_func`
+    needs logits."""
     with pytest.raises(ValueError, match="compute_loss_func"):
         run(folder, [HeadLossCallback()], use_dft_loss=True)

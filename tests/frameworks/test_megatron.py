@@ -1,8 +1,8 @@
 """Megatron-Core's `GPTModel` agrees with and without headloss's output processor, on two gloo
 ranks.
 
-The ranks are tensor parallel; differences are relative, of losses and of the worst parameter's
-gradient.
+The ranks are tensor parallel; compared are relative differences of losses and of the gradient that
+differs most.
 """
 
 from __future__ import annotations

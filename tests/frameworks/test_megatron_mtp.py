@@ -1,7 +1,8 @@
 """Megatron-Core's and headloss's `process_mtp_loss` agree in `GPTModel`, on two gloo ranks.
 
-The ranks are tensor parallel. Compared are relative differences of the main losses, of the logged
-depth losses, and of the gradient that differs most; counts of correct predictions must be equal.
+The two ranks are tensor parallel. Compared are relative differences of the main losses, of the
+logged depth losses, and of the gradient that differs most; counts of correct predictions must be
+equal.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def dev():
         yield made
 
 
-# The dev branch's model fails with MuP.
+# Megatron's dev branch fails with MuP.
 @pytest.mark.parametrize("more", ["none", "per token", "detached"])
 def test_the_dev_branch(dev: World, more: str) -> None:
     check(dev, ranks.depths, 2, more == "none", more == "none", True, MORE.get(more, {}))

@@ -162,8 +162,8 @@ def test_correction(peer: SimpleNamespace, name: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("sampler", [False, True])
 def test_kl(peer: SimpleNamespace, estimator: str, scale: float, sampler: bool) -> None:
-    """KL agrees, with a sampling gradient through a ratio to the policy itself or to the
-    sampler."""
+    """ms-swift's KL estimators agree, also with the gradient of sampling through an importance
+    ratio."""
     made = step(scale=scale)
     made["sampling_logps"] = made["logp"] + 0.3 * torch.randn(B, C, dtype=torch.float64)
     options = {"reference_policy_kl_penalty": 0.1, "reference_policy_kl_type": estimator}
@@ -179,7 +179,8 @@ def test_kl(peer: SimpleNamespace, estimator: str, scale: float, sampler: bool) 
 
 
 def test_likelihood_of_what_is_right(peer: SimpleNamespace) -> None:
-    """VAPO's likelihood of right answers is cross-entropy over samples with a reward."""
+    """VAPO's likelihood loss on right answers is cross-entropy restricted to samples with a
+    reward."""
     made = step()
     want = policy(peer, made, positive_example_nll_weight=0.2)
     right = torch.tensor([True, False, True, False, False])

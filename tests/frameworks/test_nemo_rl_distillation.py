@@ -34,8 +34,8 @@ def world():
     ],
 )
 def test_topk(world: World, tree: str, size: int, spread: bool) -> None:
-    """Forward, reverse and mixed top-k losses agree in metrics and gradients, with and without
-    `zero_outside_topk`."""
+    """NeMo-RL's forward, reverse and mixed top-k losses agree in metrics and gradients, with and
+    without `zero_outside_topk`."""
     check(world, ranks.topk, tree, size, spread, near=2e-6)
 
 

@@ -96,7 +96,8 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def test_log_probs_and_entropies(
     peer: Any, family: str, lora: bool, packed: bool, monkeypatch: Any
 ) -> None:
-    """Log-probs, entropies and gradients agree, for actions (PPO) and for all tokens (SFT, DPO)."""
+    """Log-probs, entropies and gradients agree with OpenRLHF's, for action tokens (PPO) and for all
+    tokens (SFT, DPO)."""
     from headloss.integrations.openrlhf import install
 
     ids, attended, actions = batch()

@@ -57,7 +57,7 @@ class Pairs:
 @pytest.mark.parametrize("ipo", [False, True])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2])
 def test_openrlhf(label_smoothing: float, ipo: bool, edge: str) -> None:
-    """OpenRLHF's DPO agrees; its ipo uses sums and no label smoothing."""
+    """OpenRLHF's DPO agrees; its IPO variant uses sums of log-probs and no label smoothing."""
     if ipo and label_smoothing:
         return
     file = file_of("openrlhf", "models/loss.py")
@@ -106,16 +106,17 @@ def test_nemo_rl(average: bool, edge: str) -> None:
         "reference_policy_logprobs": torch.cat([pairs.ref, column], 1),
     }
     want, *_ = found._dpo_loss(loss, pairs.leaf, data, torch.tensor(float(B)))
-    # NeMo-RL's denominator has an epsilon of 1e-8.
+    # NeMo-RL adds 1e-8 to the denominator.
     pairs.check(hl.dpo(beta=0.3, average_log_prob=average), want, 1e-7)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "mixed"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
-    """NeMo-RL's distillation agrees, from renormalised top-k log-probs or the whole vocabulary
-    (`zero_outside_topk`)."""
-    if outside and kind != "forward":  # NeMo-RL's teacher has e^-100 outside the top k
+    """NeMo-RL's distillation agrees, from renormalised top-k log-probs or, with
+    `zero_outside_topk`, over the whole vocabulary."""
+    # in NeMo-RL the teacher has probability e^-100 outside the top k
+    if outside and kind != "forward":
         return
     utils = file_of("nemo_rl", "nemo_rl/algorithms/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Tensor=Tensor, Optional=None).masked_mean
@@ -154,7 +155,8 @@ def test_nemo_rl_distillation(outside: bool, kind: str) -> None:
 @pytest.mark.parametrize("edge", LENGTHS)
 @pytest.mark.parametrize("per_token", [True, False])
 def test_openrlhf_sft(per_token: bool, edge: str) -> None:
-    """OpenRLHF's SFTLoss agrees; per sample, rows without scored tokens do not count."""
+    """OpenRLHF's SFTLoss agrees; with a mean per sample, rows without scored tokens do not
+    count."""
     utils = file_of("openrlhf", "models/utils.py")
     mean = extracted(utils, "masked_mean", torch=torch, Optional=Optional).masked_mean
     file = file_of("openrlhf", "models/loss.py")

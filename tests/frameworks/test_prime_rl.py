@@ -1,5 +1,5 @@
-"""Terms agree with prime-rl's loss functions, run from their source, since no index has the
-package."""
+"""Terms agree with prime-rl's loss functions, which are extracted from its sources because prime-rl
+is not on PyPI."""
 
 from __future__ import annotations
 

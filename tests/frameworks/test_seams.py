@@ -40,7 +40,7 @@ def test_skyrl(world) -> None:
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_prime_rl(softcap: float | None) -> None:
-    """prime-rl's log-probs, entropies and log-prob gradients agree at token temperatures."""
+    """Log-probs, entropies and gradients agree with prime-rl's, with a temperature per token."""
     from headloss.integrations.prime_rl import forward
 
     file = file_of("prime_rl", "src/prime_rl/trainer/models/layers/lm_head.py")
@@ -82,7 +82,7 @@ def test_prime_rl_entropy_has_a_gradient() -> None:
 
 
 def test_automodel() -> None:
-    """Automodel's masked cross-entropy of logits agrees, also with token weights."""
+    """The masked cross-entropy of NeMo Automodel on logits agrees, also with a weight per token."""
     file_of("nemo_automodel", "components/loss/linear_ce_base.py")
     pytest.importorskip("nemo_automodel.components.loss.linear_ce_base")
     from headloss.integrations.nemo_automodel import HeadLossCrossEntropy

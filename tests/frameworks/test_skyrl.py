@@ -1,6 +1,6 @@
 """Terms agree with SkyRL's losses, run from their source, since the package imports its engines.
 
-SkyRL's ratios are float32, hence the tolerance.
+SkyRL computes ratios in float32, so the tolerance is larger.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ def test_reductions(peer: SimpleNamespace, edge: str, over: str) -> None:
 
 
 def test_prompt_mean_over_segments_that_are_whole_prompts(peer: SimpleNamespace) -> None:
-    """A prompt mean of a token term equals a sequence mean over segments with all answers to a
-    prompt."""
+    """A mean per prompt equals a sequence mean, if all answers to a prompt are one segment."""
     made = step()
     advantages, mask = scaled(peer, made, "prompt_mean"), made["mask"]
     want = (-advantages * made["logp"])[mask].sum()
@@ -96,8 +95,7 @@ def test_importance_sampling(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_rollout_is(peer: SimpleNamespace, edge: str) -> None:
-    """SkyRL's rollout_is agrees, with the sampler's log-probs as old_logps and no ratio on a
-    bound."""
+    """SkyRL's `rollout_is` agrees, with the sampler's log-probs as old_logps."""
     made = step(edge)
     mask, turned = made["mask"].double(), {**made, "old_logps": made["sampling_logps"]}
 

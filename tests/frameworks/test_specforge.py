@@ -134,8 +134,8 @@ def of_steps(decay: float) -> Any:
 
 @pytest.mark.parametrize("lk", [None, "alpha", "lambda"])
 def test_eagle(installed: Any, monkeypatch: pytest.MonkeyPatch, lk: str | None) -> None:
-    """EAGLE-3 agrees in losses, acceptances (of a verifier with a larger vocabulary) and counts of
-    each step."""
+    """EAGLE-3 agrees with SpecForge in the losses, acceptances and counts of each step, for a
+    verifier with a larger vocabulary."""
     model = eagle(lk, monkeypatch)
     loss = of_steps(0.8)
     batch = eagle_inputs()

@@ -141,7 +141,8 @@ def test_loss_metrics_and_all_gradients(
 
 
 def test_nothing_scored(installed: Any) -> None:
-    """Without scored tokens loss and gradients exist and are zero, with unchanged metric keys."""
+    """Without scored tokens the loss and its gradients are zeros, and the metrics have the usual
+    names."""
     model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
     theirs = train(model, loss_of, **inputs(scored=0.0), **named)
     ours = installed(model, loss_of, **inputs(scored=0.0), **named)
@@ -151,8 +152,8 @@ def test_nothing_scored(installed: Any) -> None:
 
 
 def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
-    """A small acceptance has a gradient, unlike in speculators, which clamps acceptances at
-    1e-5."""
+    """A small acceptance probability still has a gradient; speculators clamps it at 1e-5, without
+    gradient."""
     model, named = draft_model("peagle"), losses("peagle", "nla")
     with torch.no_grad():
         model.lm_head.weight.mul_(30)
@@ -164,7 +165,7 @@ def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
 
 
 def test_autocast(installed: Any) -> None:
-    """Under autocast products are bfloat16 as in speculators, without rounded logits."""
+    """Under autocast, matmuls are in bfloat16 as in speculators, but logits are not rounded."""
     model, named = draft_model("dflash"), {"max_anchors": 6} | losses("dflash", "kl_div")
     exact = train(model, loss_of, **inputs(), **named)
     with torch.autocast("cpu", torch.bfloat16):
@@ -202,7 +203,7 @@ def test_what_is_replaced_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Record the batches of headloss's calls."""
+    """Record the batches with which headloss is called."""
     from headloss.integrations import drafts
 
     seen = []

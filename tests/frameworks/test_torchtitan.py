@@ -15,7 +15,7 @@ import headloss as hl
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_dapo(edge: str) -> None:
-    """DAPO agrees, as a token mean with the totals of all micro-batches and ranks."""
+    """DAPO agrees with torchtitan as a mean over the tokens of all micro-batches and ranks."""
     file = file_of("torchtitan", "experiments/rl/losses/dapo.py")
     method = extracted(
         file,

@@ -107,7 +107,7 @@ def test_documents_are_segments() -> None:
 
 @dataclass
 class Term:
-    """A loss term like torchtitan's after 0.3."""
+    """A stub with the interface of torchtitan's loss terms after version 0.3."""
 
     pred: Any
     labels: Any
@@ -195,7 +195,8 @@ def test_refusals() -> None:
 
 
 def test_fsdp2() -> None:
-    """FSDP2 agrees in float32 and in bfloat16 (where torchtitan rounds logits), tied and untied."""
+    """FSDP2 training agrees in float32 and in bfloat16 (where torchtitan rounds logits), with tied
+    and untied embeddings."""
     with world_of(2) as world:
         for tied, half in itertools.product((False, True), repeat=2):
             for found in world.run(case.sharded, tied, half, seconds=300):
@@ -215,8 +216,8 @@ def test_data_parallel_dtensors(world: World) -> None:
 
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
 def test_pipelines(world: World, kind: str) -> None:
-    """In pipelines the head's gradient is reduced once per step, and one gradient exists at a
-    time."""
+    """In a pipeline schedule the head's gradient is reduced once per step, and only one gradient is
+    in memory at a time."""
     for found in world.run(case.pipelined, kind, seconds=300):
         assert found["heads"] == 1 and found["gradient"] < 1e-12, found
         later = "recompute" if kind == "ScheduleGPipe" else "one_pass"

@@ -39,7 +39,7 @@ CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.15, "clip_ratio_high": 0.25}
 
 
 def config(made: Step, **options: Any) -> ActorConfig:
-    """Return a worker's configuration, with the totals of the step."""
+    """Return the configuration of a verl worker, with the token totals of the step."""
     loss = options.pop("policy_loss", {})
     found = ActorConfig(
         strategy="fsdp",
@@ -179,7 +179,7 @@ def test_clip_cov(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def candidates(made: Step, low: float, high: float) -> Tensor:
-    """Return [B, C] bool, True for verl's candidate tokens."""
+    """Return [B, C] bool: the tokens among which verl's Clip-Cov chooses."""
     mask, a, n = made["mask"], made["advantages"], made["logp"]
     r = (n - made["old_logps"]).exp()
     c = (a - a[mask].mean()) * (n - n[mask].mean())
@@ -356,8 +356,8 @@ def as_rows(field: Tensor, made: Step) -> Tensor:
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("threshold", ["2.0", "0.5_2.5"])
 def test_bypass_mode(level: str, threshold: str) -> None:
-    """Bypass mode agrees, with the sampler's log-probs as old ones and weights of the current
-    policy."""
+    """verl's bypass mode agrees: the sampler's log-probs are the old ones, and importance weights
+    come from the current policy."""
     made = step()
     correction = {"loss_type": "reinforce", "rollout_is": level, "rollout_is_threshold": threshold}
     masks = "_" in threshold

@@ -81,7 +81,8 @@ def same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.6, -0.3)])
 def test_fused_linear(shape: tuple[int, ...], temperature: float, weights: Any) -> None:
-    """The fused linear layer agrees in log-probs, entropies, and gradients of either or both."""
+    """verl's fused linear layer agrees in log-probs and entropies, and in the gradients of one or
+    both."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, H, generator=generator) for s in (shape, (V,)))
     ids = torch.randint(V, shape, generator=generator)
@@ -139,8 +140,8 @@ def test_losses_of_core_algos(mode: str) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.8, "of each sample"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) -> None:
-    """The engine agrees with and without logits, on two micro-batches of PPO with entropy and
-    KL."""
+    """verl's engine with headloss agrees with its logits path, on two micro-batches of PPO with
+    entropy and KL."""
     if isinstance(temperature, str):
         temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     loss = loss_of("vanilla", entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.2)
@@ -158,8 +159,8 @@ def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) ->
 
 
 def test_verls_fused_engine(engines: Engines) -> None:
-    """The engine agrees with verl's own fused head where that runs under FSDP2: tied, one
-    temperature."""
+    """verl's engine with headloss agrees with verl's own fused head where that runs under FSDP2:
+    tied embeddings and one temperature."""
     loss = loss_of("gspo", entropy_coeff=0.1)
     kind = LlamaForCausalLM
     own = kind.forward
@@ -174,8 +175,8 @@ def test_verls_fused_engine(engines: Engines) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "cohere", "qwen3"])
 def test_families(engines: Engines, family: str) -> None:
-    """Model families agree, including the soft cap and logit scale that verl's fused head
-    ignores."""
+    """Model families agree with their own logits, including soft cap and logit scale, which verl's
+    fused head ignores."""
     for mode in ("vanilla", "headloss_vanilla"):
         got = trained(engines("headloss", family), step(), loss_of(mode, entropy_coeff=0.1))
         data = step(use_fused_kernels=False)
@@ -184,7 +185,7 @@ def test_families(engines: Engines, family: str) -> None:
 
 
 def test_log_probs_alone(engines: Engines) -> None:
-    """Log-probs alone agree, as for the old and the reference policy."""
+    """Log-probs without gradients agree, as verl computes for the old policy and the reference."""
     found = []
     for backend in (None, "headloss"):
         data = step(use_fused_kernels=bool(backend))
@@ -212,7 +213,8 @@ def test_two_steps(tmp_path: Path) -> None:
 
 
 def test_bfloat16(engines: Engines) -> None:
-    """In bfloat16 temperatures and fields keep their dtype, although FSDP casts model inputs."""
+    """In bfloat16, temperatures and batch fields stay float32, although FSDP casts the model's
+    inputs."""
     temperature = torch.tensor([0.701, 1.303, 0.907, 1.001])
     found = []
     for mode in ("vanilla", "headloss_vanilla"):
@@ -265,7 +267,8 @@ MODES = (
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("over", MODES)
 def test_one_pass(engines: Engines, mode: str, weights: bool, over: str) -> None:
-    """One pass (`headloss_NAME`) agrees with verl's NAME in loss, verl's metrics, and gradients."""
+    """The loss mode `headloss_NAME` computes verl's loss NAME in one pass over the vocabulary, with
+    the same loss, metrics and gradients."""
     options: dict[str, Any] = {"dro_beta": 0.3, "kl_cov_ratio": 0.4}
     config = {
         "loss_agg_mode": over, "entropy_coeff": 0.1, "use_kl_loss": True, "kl_loss_coef": 0.2,
@@ -296,8 +299,8 @@ def test_kl_of_the_configuration(engines: Engines, kind: str) -> None:
 def test_one_pass_of_other_batches(
     engines: Engines, packed: bool, entropy: bool, scale: int | None
 ) -> None:
-    """One pass works for padded rows, a temperature per sample, without entropy, and without
-    totals."""
+    """The `headloss_` loss modes work for padded rows, for a temperature per sample, without
+    entropy, and without totals."""
     temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     config = {"entropy_coeff": 0.1, "loss_agg_mode": MODES[-1], "loss_scale_factor": scale}
     found = []
@@ -393,7 +396,8 @@ def released(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
 
 
 def test_other_releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other verl releases work with one warning if all replaced functions match."""
+    """Untested verl releases work with one warning if all functions that headloss replaces have the
+    known signatures."""
     adapter.uninstall()
     released(monkeypatch, "99.0")
     with pytest.warns(UserWarning, match=r"verl 99.0 was not tested .* \(tested: 0\.9\.1\)"):
@@ -430,7 +434,7 @@ def test_seams_that_do_not_hold(
 
 
 def test_uninstall() -> None:
-    adapter.install()  # a second install changes nothing
+    adapter.install()  # a second `install()` changes nothing
     owners = [
         (torch_functional, "FusedLinearForPPO"), (monkey_patch, "patch_forward_with_backends"),
         (EngineRegistry, "new"),

@@ -18,7 +18,7 @@ N, V, H, K = 14, 23, 5, 6
 
 
 def test_forward_kl_topk() -> None:
-    """verl's forward KL over the top k agrees.
+    """verl's forward KL over the teacher's top k agrees.
 
     If the student puts more mass on the stored tokens than the teacher, verl's sum over them is
     negative; verl clamps it to 0, which stops the gradient.
@@ -68,7 +68,8 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_reverse_kl_estimators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reverse-KL estimators of sampled tokens agree, with the teacher's log-probs as reference."""
+    """verl's estimators of reverse KL at sampled tokens agree, with the teacher's log-probs as
+    reference log-probs."""
     registered = pytest.importorskip("verl.trainer.distillation.losses")
     monkeypatch.setattr(registered, "no_padding_2_padding", lambda x, data: x)
     made = step()

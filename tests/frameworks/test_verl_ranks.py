@@ -33,14 +33,16 @@ def test_data_parallel(world: World, tmp_path: Path, mode: str, tied: bool) -> N
 
 @pytest.mark.parametrize("mode", ["vanilla", "headloss_vanilla", "headloss_gspo"])
 def test_sequence_parallel(world: World, tmp_path: Path, mode: str) -> None:
-    """Under sequence parallelism each rank has half of the packed positions, and results agree."""
+    """Under Ulysses sequence parallelism each rank has half of the packed tokens, and results agree
+    with one rank."""
     check(world, ranks.engine, saved(tmp_path), mode, True, False)
 
 
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("spread", [False, True])
 def test_teacher(world: World, tmp_path: Path, spread: bool, alone: bool) -> None:
-    """A teacher's top k agrees, data parallel or with half of the packed positions per rank."""
+    """Distillation from a teacher's top k agrees with verl, under data parallelism and under
+    Ulysses sequence parallelism."""
     check(world, ranks.teacher, saved(tmp_path), spread, alone)
 
 
@@ -56,8 +58,8 @@ def test_whole_vocabulary(
 @pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="wants megatron-core")
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_megatron(world: World, layout: str) -> None:
-    """Megatron agrees in both layouts with padding, temperatures per sample, and a teacher's top
-    k."""
+    """verl's Megatron path agrees in packed and padded layouts, with temperatures per sample and a
+    teacher's top k."""
     check(world, ranks.megatron, False, True, layout, near=2e-6)
     check(world, ranks.megatron, True, False, layout, True, near=2e-6)
     check(world, ranks.megatron, False, False, layout, True, -4.0, near=2e-6)

@@ -1,4 +1,5 @@
-"""A sampler's sets reach both modes of verl's FSDP engine from verl's batch.
+"""The kept ids of a sampler reach verl's FSDP engine through verl's batch, for verl's losses and
+for headloss's.
 
 Log-probs and losses are compared with those of logits masked to the kept ids.
 """

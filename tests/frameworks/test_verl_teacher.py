@@ -56,8 +56,8 @@ def old_log_probs(engine: Any) -> torch.Tensor:
 
 
 def both(engines: Any, loss: Any, flags: Any = None, **engine: Any) -> list[Any]:
-    """Return the outputs of verl's engine with logits and with headloss, without the metric of the
-    student's own top k."""
+    """Return the outputs of verl's engine with logits and with headloss, without verl's metric of
+    the student's own top k."""
     results, old = [], old_log_probs(engines(None, **engine))
     for backend in (None, "headloss"):
         data = taught(use_fused_kernels=bool(backend), **(flags or {}))
@@ -83,8 +83,8 @@ WAYS = {
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(engines: Any, way: str, packed: bool, tied: bool) -> None:
-    """All modes agree on two micro-batches, with verl's entropy and KL in addition to the policy
-    loss."""
+    """All distillation modes agree on two micro-batches, with verl's entropy and KL added to the
+    policy loss."""
     loss = distillation_of("vanilla", WAYS[way], entropy_coeff=0.1, use_kl_loss=True)
     only = way == "supervised alone"
     flags = {"distillation_only": only, "calculate_entropy": not only}
@@ -135,7 +135,8 @@ def test_outputs(engines: Any) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    """Results agree to bfloat16, to which verl (not headloss) rounds the student's log-probs."""
+    """Results agree within bfloat16 precision, since verl (not headloss) rounds the student's
+    log-probs to bfloat16."""
     path, losses = saved(tmp_path), []
     loss = distillation_of("vanilla", WAYS["supervised alone"])
     for backend, dtype in ((None, "fp32"), ("headloss", "bf16"), (None, "bf16")):
@@ -162,7 +163,7 @@ def test_refused(engines: Any) -> None:
 
 
 def test_a_policy_loss_that_is_not_read(engines: Any) -> None:
-    """A policy loss that is not read has no effect on purely supervised distillation."""
+    """In purely supervised distillation the policy loss is not read, so it has no effect."""
     engine, results = engines("headloss"), []
     for mode in ("vanilla", "headloss_gspo"):
         data = taught(distillation_only=True, calculate_entropy=False)

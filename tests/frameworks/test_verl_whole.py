@@ -1,7 +1,7 @@
 """Full-vocabulary distillation from a teacher's hidden states in verl's FSDP engine agrees with
 logits.
 
-verl's reference uses a teacher's top k of all V tokens.
+The expected values come from verl's top-k loss with k = V.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def test_ceilings(engines: Any, ceiling: float | None, over: str) -> None:  # no
 
 
 def test_a_list_of_hidden_states(engines: Any) -> None:  # noqa: F811
-    """A list of hidden states works, as from an agent loop's `extra_fields`."""
+    """A teacher's hidden states may be a list of tensors, as in an agent loop's `extra_fields`."""
     settings = {**WAYS["supervised alone"], "log_prob_min_clamp": None}
     loss, results = distillation_of("vanilla", settings, "headloss_reverse_kl"), []
     for nested in (True, False):

@@ -16,7 +16,8 @@ B, L = 2, 16
 
 
 def model_of(tied: bool = False, capped: bool = False, spread: bool | None = None) -> Any:
-    """Return a one-layer model, sharded with (`spread` True) or without sequence parallelism."""
+    """Return a one-layer model under tensor parallelism, with sequence parallelism if `spread` is
+    True."""
     from torchtitan.models.llama3 import llama3_configs
     from torchtitan.models.muse_glimmer.model import SoftCappedLinear
 
@@ -42,7 +43,7 @@ def model_of(tied: bool = False, capped: bool = False, spread: bool | None = Non
     for name, layer in model.layers.items():
         if spread is None:
             layer.attention = Mean()
-        else:  # only embedding, norm and head are sharded
+        else:  # other layers stay unsharded: only embedding, norm and head are sharded
             model.layers[name] = Squashed()
     return model
 
@@ -79,7 +80,7 @@ def off_all(got: list[Tensor], want: list[Tensor]) -> float:
 def a_step(
     model: Any, config: Any, ids: Tensor, labels: Tensor, count: Any, **given: Any
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run a step like torchtitan's trainer."""
+    """Run a training step as torchtitan's trainer does."""
     loss_fn = config.build(compile_config=None)
     loss_fn.set_lm_head(model.lm_head)
     model._skip_lm_head = True
@@ -104,7 +105,8 @@ def both() -> SimpleNamespace:
 
 
 def sharded(tied: bool, half: bool) -> dict[str, float]:
-    """Compare FSDP2 over two ranks with different tokens, divided by the tokens of both ranks."""
+    """Compare FSDP2 over two ranks with different data; losses are divided by the tokens of both
+    ranks."""
     from torch.distributed import get_rank
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -250,7 +252,8 @@ def tensor_parallel(backend: str, spread: bool, tied: bool, data: int = 1) -> di
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 
     kinds, parallel_dims.device_type = both(), "cpu"
-    set_spmd_backend("partial_dtensor")  # other backends need a mesh for random numbers
+    # torchtitan's other backends need a device mesh to draw random numbers
+    set_spmd_backend("partial_dtensor")
     model = model_of(tied, spread=spread)
     set_spmd_backend(backend)
     try:

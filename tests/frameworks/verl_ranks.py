@@ -32,7 +32,7 @@ def _off(got: Any, want: Any) -> float:
 
 
 def engine(path: str, mode: str, spread: bool, tied: bool) -> dict[str, float]:
-    """Compare with logits under FSDP2, data parallel or (`spread`) with Ulysses sequence
+    """Compare with logits under FSDP2, with data parallelism or, if `spread`, with Ulysses sequence
     parallelism."""
     from verl_case import loss_of, step
 

@@ -28,6 +28,6 @@ class Blank(Drawn):
 def blank_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plots, "Figure", Blank)
-        create = functools.cache(reasoning_gym.create_dataset)  # problems are addressed by number
+        create = functools.cache(reasoning_gym.create_dataset)  # name problems by number
         patch.setattr(reasoning_gym, "create_dataset", create)
         yield

@@ -119,7 +119,7 @@ def whole(*shape: int) -> Tensor:
 
 
 class Form:
-    """Arguments of backend operations in one form: the minimal or the maximal set of features."""
+    """Arguments for every backend operation, with the smallest or the largest set of features."""
 
     def __init__(self, full: bool, dtype: torch.dtype) -> None:
         self.full = full
@@ -309,7 +309,7 @@ def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> An
                 *arguments, grid=(programs,), **constants, **launcher.options
             )
             shared, code = found.metadata.shared, found.asm.get("amdgcn", "")
-            if "approx" in code:  # AMD's compiler only prints a warning
+            if "approx" in code:  # AMD's compiler prints a warning instead of raising
                 error = "instructions of PTX"
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"[-600:]

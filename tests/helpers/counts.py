@@ -1,8 +1,9 @@
 """Count code: lines including comments and docstrings, tokens without comments and docstrings.
 
-    python tests/helpers/counts.py [FOLDER ...]     # folders with a headloss/; default: this one
+    python tests/helpers/counts.py [FOLDER ...] # folders with a headloss/; default: this repository
 
-Core is all code outside kernels, losses, integrations, rl, train and naive.py.
+The core is all code outside the folders kernels, losses, integrations, rl and train, and outside
+naive.py.
 """
 
 from __future__ import annotations

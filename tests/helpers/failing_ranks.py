@@ -1,4 +1,5 @@
-"""A rank that fails in the middle of a call: the error and its delay on each of two ranks."""
+"""A rank fails in the middle of a call: the error, and the time until it is raised, on each of two
+ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import headloss as hl
 
 SECONDS = 3.0  # timeout of the process groups
 T, H, V = 6, 4, 10
-ARMED = 100.0  # does not occur in a term's trial run
+ARMED = 100.0  # a value that the trial run of a term on made-up tokens does not contain
 
 
 class Met(NamedTuple):
@@ -81,7 +82,7 @@ def fails(over: str, how: str) -> list[Met]:
 
 
 def fails_before_backward() -> list[Met]:
-    """Let rank 1 raise between forward and backward of a recompute call."""
+    """Let rank 1 raise between forward and backward of a call under the `recompute` schedule."""
     patient = distributed.new_group([0, 1])
     group = distributed.new_group([0, 1], timeout=timedelta(seconds=SECONDS))
     rank = distributed.get_rank()

@@ -1,4 +1,4 @@
-"""Random calls of the public functions, drawn from seeds, and plain records of their results.
+"""Random calls of the public functions, drawn from seeds, with results as plain dicts.
 
     python tests/helpers/fuzz.py --count 500 --against FOLDER  # older headloss/; --first: a seed
     python tests/helpers/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
@@ -48,7 +48,7 @@ class Built:
     objective: Any
     options: Any
     leaves: dict[str, Tensor]
-    logits: Any = None  # raw logits of a `logits_loss` call
+    logits: Any = None  # raw logits for `logits_loss`
 
 
 def segments_of(call: Call) -> Any:
@@ -121,7 +121,7 @@ def build(call: Call) -> Built:
 
 
 def run(call: Call) -> dict[str, Any]:
-    """Return the plain record of a call: its results, or the error's type and text."""
+    """Return a call's results as a plain dict, or the type and text of its error."""
     if call.spoil is not None:
         SPOILS[call.spoil].apply(call)
     given = plainly(call) if call.place is None else fuzz_ranks.RUNNING.run(call)
@@ -183,7 +183,7 @@ def _run(call: Call, built: Built) -> dict[str, Any]:
 
 
 def _act(call: Call, built: Built) -> tuple[Any, Tensor, dict[str, Tensor] | None]:
-    """Run forward and backward without reading the device.
+    """Run forward and backward without reading values from the device, as a CUDA graph needs.
 
     Return output, loss and gradients by name; the gradients are None if no leaf needs one.
     """
@@ -269,7 +269,7 @@ def _logits_loss(call: Call, built: Built) -> Any:
 def records(
     first: int, count: int, device: str = "cpu", until: float = math.inf
 ) -> Iterator[dict[str, Any]]:
-    """Yield records of consecutive seeds until the time limit."""
+    """Yield the results of calls with consecutive seeds until the time limit."""
     for seed in range(first, first + count):
         if time.perf_counter() > until:
             return

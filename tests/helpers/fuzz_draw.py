@@ -207,7 +207,8 @@ def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
 
 
 def _make_right(call: Call) -> None:
-    """Complete a call that will be made invalid, so that the call is wrong in one place only."""
+    """Complete the arguments of a call that one change will make invalid, so that nothing else is
+    wrong."""
     shape = call.batch["targets"].shape
     for name in ("advantages", "old_logps", "ref_logps", "sampling_logps", "share"):
         call.batch.setdefault(name, torch.full(shape, -1.0))
@@ -309,7 +310,8 @@ def _draw_targets(
     vocabulary: int,
     bad: bool,
 ) -> Tensor:
-    """Draw targets, poison unscored positions, and return [..] bool, True if unscored."""
+    """Draw targets, put invalid values at unscored positions, and return [..] bool, True if
+    unscored."""
     targets = torch.randint(vocabulary, shape, generator=generator)
     share = 0.0 if bad else rng.choice([0.0, 0.0, 0.3, 0.3, 0.8, 1.0])
     unscored = torch.rand(shape, generator=generator) < share

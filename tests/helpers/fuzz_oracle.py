@@ -56,7 +56,7 @@ def _of_error(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     wanted = REFUSALS if call.spoil is None else (SPOILS[call.spoil].says,)
     if any(re.search(pattern, text) for pattern in wanted):
         return []
-    if call.spoil is not None:  # two errors may apply, and either may be named
+    if call.spoil is not None:  # two errors apply; the text may name either
         right = replace(call, spoil=None)
         if fuzz.run(right).get("error") == error:
             return _of_error(right, record)
@@ -115,7 +115,8 @@ def _of_values(call: fuzz_draw.Call, record: dict[str, Any]) -> list[str]:
     lost = skipped_norms(built, record["skipped"] * upstream) if "skipped" in record else {}
 
     def check(name: str, off: float, allowed: float, yardstick: Any = None) -> None:
-        # The yardstick (plain PyTorch in the inputs' dtype) is computed only if needed.
+        # The error of plain PyTorch in the inputs' dtype, by which errors are judged, is computed
+        # only if needed.
         if off > allowed and (yardstick is None or not off <= 5 * yardstick() + allowed):
             found.append(f"{name}: off by {off:.2g}, want {allowed:g}")
 

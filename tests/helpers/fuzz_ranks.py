@@ -26,12 +26,12 @@ RANKS = 2
 STARTING, SECONDS = 300.0, 60.0
 PLACES = ("vocabulary", "spread", "segments")
 VERBS = ("head_loss", "head_stats", "head_topk")
-# Terms that see only a rank's own tokens, or need the order of a segment's tokens.
+# Terms that see only their rank's tokens, or need the order of tokens inside a segment.
 WHOLE = {"clip_cov", "kl_cov", "top_entropy", "second_moment_masked", "fipo"}
 
 
 def draw_place(call: Any, rng: random.Random) -> None:
-    """Draw the partition of a call, if possible.
+    """Draw how the call is split over ranks, if it can be split.
 
     A batch-scoped term would see only its rank's tokens, and the order of a segment's tokens is
     lost across ranks.
@@ -155,7 +155,8 @@ RUNNING = Ranks()
 
 
 def joined(call: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the record of an equivalent single rank; an error if values of the ranks disagree."""
+    """Return the results of the call on one rank, put together from all ranks; an error if ranks
+    disagree."""
     parts = [record.pop("part") for record in found]
     if any("error" in record for record in found):
         errors = [record.get("error", "none") for record in found]

@@ -1,4 +1,4 @@
-"""Files of records of random calls, and differences between the records of two versions.
+"""Files with the results of random calls, and differences between the results of two versions.
 
 Each version runs in separate processes that find its package by path, so that two versions share
 only public names. This module does not import headloss.
@@ -90,7 +90,7 @@ def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float =
 def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
     """Compare two records.
 
-    16-bit gradients and their sums may differ by one rounding, unless every bit counts. A call that
+    16-bit gradients and their sums may differ by one rounding, unless `close` is 0. A call that
     hangs in the old version counts as a difference.
     """
     if "error" in a and a["error"].startswith("hang"):
@@ -129,7 +129,7 @@ def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
 
 
 def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the records of a file by seed.
+    """Return the results in a file, by the seed of the call.
 
     Raises:
         ValueError: the file `path` was written by a package outside of `folder`.
@@ -142,13 +142,13 @@ def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
         while True:
             try:
                 record = pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):  # the last record may be incomplete
+            except (EOFError, pickle.UnpicklingError):  # the last result may be incomplete
                 return found
             found[record["seed"]] = record
 
 
 def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
-    """Count the calls of each kind."""
+    """Count the calls of each category."""
     count: Counter[str] = Counter()
     for record in records:
         error = record.get("error", "").split(":")[0]
@@ -160,8 +160,8 @@ def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
 
 
 def against(arguments: Any, folders: dict[str, Path]) -> int:
-    """Run "old" and "new" in `workers` processes each, in parallel, and compare the records; return
-    1 if a record differs or is missing, else 0."""
+    """Run two versions in `workers` processes each, in parallel, and compare the results; return 1
+    if a result differs or is missing, else 0."""
     begin = time.perf_counter()
     found: dict[str, dict[int, dict[str, Any]]] = {"old": {}, "new": {}}
     with tempfile.TemporaryDirectory() as place:
@@ -227,7 +227,8 @@ def _report(
 
 
 def watched(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the records; a hanging call ends the process and prints the stacks of its threads."""
+    """Yield results of calls; a call that hangs ends the process and prints the stacks of its
+    threads."""
     while True:
         faulthandler.dump_traceback_later(HANG, exit=True)
         try:

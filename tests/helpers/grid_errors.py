@@ -1,4 +1,5 @@
-"""Invalid calls on a grid of two process groups, refused on every rank."""
+"""Invalid calls on 2 x 2 ranks (two vocabulary slices times two groups of tokens), which raise on
+every rank."""
 
 from __future__ import annotations
 

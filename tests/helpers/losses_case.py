@@ -71,8 +71,8 @@ def make(
     dtype: torch.dtype = torch.float64,
     lengths: tuple[int, ...] = LENGTHS,
 ) -> Case:
-    """Make a case with log-ratios of standard deviation `scale`, and advantages per segment or
-    token."""
+    """Make a small batch with log-ratios of standard deviation `scale`, and with advantages per
+    segment or per token."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(size: int) -> Tensor:
@@ -113,7 +113,8 @@ def reduced(objective: Term | Objective, stats: Statistics, batch: PackedBatch) 
 
 
 def value_and_gradient(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """Return the loss and its gradients; zeros for leaves without influence on the loss."""
+    """Return the loss and its gradients, which are zeros for tensors that do not influence the
+    loss."""
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     return [
         loss.detach(),

@@ -1,4 +1,4 @@
-"""Comparison of a term with its formula on materialised float64 logits, on every schedule.
+"""Comparison of a term with its formula on materialised float64 logits, under every schedule.
 
 Unscored positions hold NaN and arbitrary ids.
 

@@ -328,7 +328,7 @@ def teacher_fields(
 
 
 def check(inputs: Inputs, options: hl.Options, upstream: float = 1.0) -> hl.Output:
-    """Run a call and check all its results against the error budget."""
+    """Run a call, and check all its results against the error allowed relative to plain PyTorch."""
     out, gradients = inputs.run(options, upstream)
     oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)
     exact = oracle if inputs.hidden.dtype == torch.float64 else inputs.plain("float32", upstream)

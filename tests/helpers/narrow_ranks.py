@@ -1,5 +1,5 @@
-"""Comparison of a narrow head on several ranks, in Triton's interpreter, with a whole float64
-head."""
+"""Comparison of the `narrow` schedule on several ranks, in Triton's interpreter, with a float64
+head on one rank."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headloss
 
 PACKAGE = Path(headloss.__file__).parent
-# Backend code (kernels on a GPU) and the three matrix products.
+# Not counted: backend code (kernels on a GPU) and the three large matmuls.
 LEFT_OUT = ("kernels/", "head/products.py")
 # Operations without GPU work: empty memory, aliases of a tensor, an asynchronous check.
 NOTHING = "empty new_empty empty_like empty_strided new_empty_strided _unsafe_view detach"

@@ -1,4 +1,5 @@
-"""The head's gradient if `head_loss` is called outside a wrapped module's forward."""
+"""The head's gradient if `head_loss` is called outside of the forward of a model wrapped by DDP or
+FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the ranks' agreement on a call: number of collectives, records, errors of one rank."""
+"""Agreement of ranks on the arguments of a call: number of collectives, and errors of one rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headloss.parallel import agreement
 
 
 def crossed() -> tuple[str, str]:
-    """Check that an error of one vocabulary group reaches the ranks with common segments on a
-    grid."""
+    """Check that an error in one vocabulary group also reaches the ranks that share segments with
+    that group."""
     data, vocab = groups(2, 2)
     s = setup("vocabulary")
     s.head["vocab_group"] = vocab
@@ -109,8 +109,8 @@ def gathers() -> Iterator[list[str]]:
 
 
 def one_record() -> list[list[str]]:
-    """Return a rank's operations in a group's first call, in later calls, under `check_ranks`, and
-    without scored tokens."""
+    """Return a rank's collectives and matmuls in a group's first call, in later calls, under
+    `check_ranks`, and without scored tokens."""
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []
@@ -125,8 +125,8 @@ def one_record() -> list[list[str]]:
 
 
 def values_are_compared_when_asked() -> list[str]:
-    """Return the errors for a different batch on one rank: in a group's first and second call, and
-    under `check_ranks`."""
+    """Return the errors for a batch that differs on one rank, in a group's first and second call
+    and under `check_ranks`."""
     _, known = groups(1, distributed.get_world_size())
     found = []
     for check, first in ((False, True), (False, False), (True, False)):
@@ -175,8 +175,8 @@ WRONG_VALUES = (
 
 
 def wrong_values_of_one() -> list[str]:
-    """Return the errors for invalid values on the last rank alone, in calls after a group's first
-    call, without comparison of values."""
+    """Return the errors for invalid values on the last rank alone, in later calls, which do not
+    compare values between ranks."""
     s = setup("vocabulary")
     s.run()
     own, others = torch.arange(T).unsqueeze(1), torch.full((T, 1), V)
@@ -218,8 +218,8 @@ def raises_while_traced() -> str:
 
 
 def same_ranks_again() -> None:
-    """Check losses against one rank with two alternating groups of equal ranks, with groups
-    destroyed and made again, and with one group for both vocabulary and segments."""
+    """Check losses against one rank with two groups of the same ranks in turn, with groups
+    destroyed and made again, and with one group for vocabulary and segments."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     hidden, whole = torch.randn(T, H).double(), torch.randn(V * world, H).double()

@@ -20,8 +20,7 @@ from headloss.testing import parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The partition of a call over data x vocabulary ranks; `spread` turns on sequence
-    parallelism."""
+    """How a call is split over data x vocabulary ranks; `spread` turns on sequence parallelism."""
 
     data: int = 1
     vocabulary: int = 1
@@ -64,7 +63,7 @@ class Mine:
 
 
 def part_of(inputs: matrix.Inputs, cut: Cut, rank: int, data: Any, vocab: Any) -> Mine:
-    """Return this rank's part of a common random partition."""
+    """Return this rank's inputs of a random split, which all ranks draw from the same seed."""
     row, column = divmod(rank, cut.vocabulary)
     generator = torch.Generator().manual_seed(cut.seed)
     batch, head, total = inputs.batch, inputs.head, inputs.batch.targets.numel()

@@ -1,5 +1,5 @@
-"""Comparison of calls between ranks: calls that differ on one rank in an easily overlooked
-place."""
+"""Comparison of calls between ranks that differ only on the last rank, in a place that is easily
+overlooked."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def poisoned(hidden: Tensor) -> Tensor:
 
 
 def middle(on_last: float) -> Callable[[Any], Any]:
-    """Return a maker of terms with a tensor of 5000 values and a rank-specific value in the
-    middle."""
+    """Return a function that makes a term with a tensor of 5000 values, whose middle value depends
+    on the rank."""
 
     def change(_: Any) -> Any:
         values = torch.zeros(5000)
@@ -101,7 +101,7 @@ def corrected(maximum: float) -> Callable[[Any], Any]:
 
 
 def local() -> Callable[[Tensor], Tensor]:
-    """Return a function with a common name but a different function object on every rank."""
+    """Return a function that has the same name on every rank, but is a different object."""
 
     def negative(logp: Tensor) -> Tensor:
         return -logp
@@ -183,7 +183,8 @@ def compared(name: str) -> str:
 
 
 def captured() -> str:
-    """Capture a CUDA graph on a shard, without and with an earlier warm-up call."""
+    """Capture a CUDA graph of a call on a vocabulary slice, without and with a warm-up call
+    before."""
     _, group = groups(1, distributed.get_world_size())
     head = hl.Head(torch.ones(V, H), vocab_group=group)
     batch = hl.Batch(torch.arange(T) % V)

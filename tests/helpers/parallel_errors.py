@@ -277,8 +277,8 @@ def assert_refused(
 
 
 def refusal(call: Callable[[], object]) -> str:
-    """Return the error text of a refused call, then check that the vocabulary group stays
-    usable."""
+    """Return the error text of an invalid call, then check that the vocabulary group still
+    works."""
     try:
         call()
     except ValueError as error:

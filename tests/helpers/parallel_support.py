@@ -1,4 +1,4 @@
-"""Calls with a support per token, partitioned over ranks and run on every rank of a test world."""
+"""Calls with `support_ids`, split over ranks and run on every rank of a test world."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_all(calls: list[Call]) -> list[dict[str, Any]]:
 
 
 def other_supports() -> None:
-    """Check that all ranks of a vocabulary group raise if their support ids differ."""
+    """Check that all ranks of a vocabulary group raise if their `support_ids` differ."""
     cut = Cut(vocabulary=2)
     inputs, rank = support_cases.inputs("padded"), distributed.get_rank()
     mine = part_of(inputs, cut, rank, *groups(1, 2))

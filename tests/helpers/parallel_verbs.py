@@ -191,7 +191,7 @@ def lora_dropout() -> None:
 
 
 def teacher_dropout() -> None:
-    """Check that all ranks refuse a teacher's adapter with dropout on one rank alone."""
+    """Check that all ranks raise if the teacher's LoRA has dropout on one rank alone."""
     p = Problem()
     a, b = torch.ones(2, H, dtype=torch.float64), torch.ones(V, 2, dtype=torch.float64)
     lora = (hl.Lora(a=a, b=b, scaling=1.0, dropout=0.0 if p.rank else 0.5),)
@@ -202,7 +202,7 @@ def teacher_dropout() -> None:
 
 
 def teacher_heads() -> None:
-    """Check a teacher's head, whole or partitioned like the student's head."""
+    """Check a teacher head that is whole on every rank, or split like the student's head."""
     p = Problem()
     generator = torch.Generator().manual_seed(7)
     other = torch.randn(V, 3, generator=generator, dtype=torch.float64)
@@ -250,8 +250,8 @@ def top_entropy() -> None:
 
 
 def doubtful_fields() -> None:
-    """Check an [S] field on a rank with S tokens, and a per-token field with ranks without
-    tokens."""
+    """Check a per-segment field on a rank with as many tokens as segments, and a per-token field
+    with ranks without tokens."""
     p = Problem()
     last = p.world - 1
     owner = torch.arange(T) % last
@@ -309,7 +309,7 @@ def static_spread() -> None:
 
 
 def layouts() -> None:
-    """Check ranks with row-major and column-major hidden states."""
+    """Check a call in which some ranks have row-major and others column-major hidden states."""
     p = Problem()
     want = hl.head_loss(p.hidden, hl.Head(p.weight), p.batch, p.objective)
     into_hidden, into_weight = torch.autograd.grad(want.loss, (p.hidden, p.weight))

@@ -1,4 +1,5 @@
-"""The path of `hidden`: all files that receive a call's hidden states, up to the gradient.
+"""The path of hidden states through the package: all files that receive them during a call, up to
+the gradient.
 
     PYTHONPATH=.:tests python tests/helpers/stays.py # print the stays of a GRPO call
 

@@ -1,4 +1,4 @@
-"""Common parts of the support tests: a head, a batch with restricted tokens, an objective.
+"""Shared by tests of `support_ids`: a head, a batch with allowed ids per token, and an objective.
 
 N positions, T of them scored, H hidden width, V vocabulary, K largest number of ids of a position.
 """
@@ -19,10 +19,11 @@ BEYOND = 1 << 40
 
 
 def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed: int = 0):
-    """Make distinct support ids for each position, including the target.
+    """Make distinct `support_ids` for each position, always with the target.
 
     With "mixed" in `kind`, two of five positions have no ids, so all tokens are allowed. Unscored
-    positions have arbitrary ids. "flat" gives ids and offsets, else ids are padded with -1.
+    positions have arbitrary ids. With "flat" in `kind` ids are flat with offsets, else padded with
+    -1.
     """
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = []

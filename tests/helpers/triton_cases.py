@@ -1,4 +1,4 @@
-"""Common parts of the Triton backend's tests: tiles of logits, and the float64 oracle.
+"""Shared by tests of the Triton backend: tiles of logits, and the float64 reference.
 
 Import this module before Triton: without a GPU it turns on Triton's interpreter.
 """
@@ -68,8 +68,8 @@ def targets_of(n: int, v: int) -> torch.Tensor:
 
 
 def coefficients_of(n: int, which: str) -> SoftmaxCoefficients:
-    """Return coefficients of n tokens as columns of a matrix, since kernels read vectors of any
-    stride."""
+    """Return gradient coefficients of n tokens as strided columns of a matrix, since kernels must
+    read vectors of any stride."""
     generator = torch.Generator().manual_seed(7)
     names = {"t": "target", "p": "prob", "e": "entropy", "u": "uniform"}
     columns = torch.randn(len(which), n, generator=generator).t().contiguous().to(DEVICE)

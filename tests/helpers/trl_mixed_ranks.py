@@ -37,7 +37,8 @@ BF16 = torch.bfloat16
 
 
 def request(ids: Tensor) -> Request:
-    """Make a request whose fields and coefficient are not representable in bfloat16."""
+    """Make a request for headloss whose fields and coefficient bfloat16 cannot represent
+    exactly."""
     targets = ids[:, 1:]
     generator = torch.Generator().manual_seed(int(ids.sum()))
     old = -4 - torch.rand(targets.shape, generator=generator)
@@ -100,7 +101,8 @@ def same_forward(wrap: Callable[[Any], Any], dtype: torch.dtype) -> None:
 
 
 def sharded(output: torch.dtype | None, head_alone: bool = False) -> Callable[[Any], Any]:
-    """Wrap in FSDP2 like accelerate: the last norm and the head in one unit, or the head alone."""
+    """Wrap a model in FSDP2 as accelerate does, with the last norm and the head in one FSDP group,
+    or the head alone."""
 
     def wrap(model: Any) -> Any:
         policy = MixedPrecisionPolicy(
@@ -116,7 +118,7 @@ def sharded(output: torch.dtype | None, head_alone: bool = False) -> Callable[[A
 
 
 def replicated(model: Any) -> Any:
-    """Wrap in DDP with mixed precision, which casts inputs."""
+    """Wrap a model in DDP with mixed precision, which casts the inputs."""
     policy = _MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
     return DistributedDataParallel(copy.deepcopy(model), mixed_precision=policy)
 
@@ -162,7 +164,7 @@ def same_run(case: Case, folder: Path) -> None:
 
 
 def sharded_replay(lora: str = "") -> None:
-    """Check that ratios to the sampler are 1 on the first step under FSDP2."""
+    """Check that ratios between policy and sampler are 1 on the first step under FSDP2."""
     more = {}
     if lora:
         targets = ["q_proj", "lm_head"]

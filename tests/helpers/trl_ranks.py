@@ -79,7 +79,8 @@ def same_orpo(name: str) -> list[float]:
 
 
 def same_replay() -> list[float]:
-    """Check that ratios to the sampler are 1 on the first step, with metrics over both ranks."""
+    """Check that ratios between policy and sampler are 1 on the first step, in metrics over both
+    ranks."""
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "beta": 0.1}
     trainer = replay.make(rl.GRPO, per_device_train_batch_size=2, **options)
     replay.check_first_step(trainer)

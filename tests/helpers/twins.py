@@ -55,7 +55,7 @@ SMALLEST = 2.0**-90
 
 
 def is_multiple(backward: Backward) -> bool:
-    """Return True if a token's gradient is a multiple of exp z in all columns except the
+    """Return True if a token's logit gradient is one factor times exp(z) in all columns except the
     target's."""
     c, cap = backward.coefficients, backward.transform.softcap
     return c.prob is not None and c.entropy is None and c.uniform is None and cap is None
