@@ -108,7 +108,7 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_numbers(record: object, *names: str) -> None:
-    """Replace the numbers of a frozen record with Python's int or float."""
+    """Replace the numbers in a frozen dataclass with Python's int or float."""
     for name in names:
         object.__setattr__(record, name, plain_number(getattr(record, name)))
 

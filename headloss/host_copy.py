@@ -1,4 +1,4 @@
-"""Asynchronous copies of a tensor's numbers to the host."""
+"""Asynchronous copies of a tensor's values to CPU memory."""
 
 from __future__ import annotations
 

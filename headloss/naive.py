@@ -136,7 +136,7 @@ def one_pass(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, chun
 
 @torch.no_grad()
 def recompute(x: Tensor, weight: Tensor, batch: Batch, objective: Objective, slab: int) -> Result:
-    """Run four matmuls per slab (a slice of vocabulary columns), with the logits of `slab` columns
+    """Run four matmuls per block of `slab` vocabulary columns, with the logits of one block
     at a time, for any loss: one loop for the statistics of all tokens, one for the gradient."""
     dx, dw = torch.zeros_like(x), torch.empty_like(weight)
     slabs, targets = torch.arange(len(weight), device=x.device).split(slab), batch["targets"]

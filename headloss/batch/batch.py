@@ -71,10 +71,10 @@ class Batch:
             the log-probs of this call, detached.
         totals: global denominators; default: the totals of this batch (over `segments.group`).
         candidate_ids: [.., K] int64, K <= 512: vocabulary ids whose log-probs a term reads as
-            `stats.candidate_logps`. Ids are distinct at each position; a negative id is an empty
-            slot.
+            `stats.candidate_logps`. Ids are distinct at each position; a negative id is an unused
+            entry.
         support_ids: the ids over which each position's softmax runs, such as the ids that a sampler
-            kept: [.., K] integers with negative ids in empty slots, or a pair of all ids [P] and
+            kept: [.., K] integers with negative ids in unused entries, or a pair of all ids [P] and
             offsets [N + 1]. Each position's ids are distinct and include the target. A position
             without ids has the whole vocabulary.
         ignore_index: a target value that marks unscored positions in addition to -100, such as the

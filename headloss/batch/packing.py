@@ -302,7 +302,7 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
     Raises:
         ValueError: a batch attribute assigned to after construction; a target, a segment id or an
-            id field's value outside its range at a scored position; an invalid support.
+            id field's value outside its range at a scored position; invalid `support_ids`.
         RuntimeError: a batch that was changed in place after construction.
     """
     # Refuse attributes assigned to a batch, since packing reads the fields given at construction.
@@ -321,8 +321,8 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
 
 def _check_static(support: SupportIds, targets: Tensor) -> None:
-    """ValueError if only some of the scored tokens have a support: with static shapes, the host
-    cannot find the tokens without a support. The check reads the device, except during graph
+    """ValueError if only some of the scored tokens have `support_ids`: with static shapes, the CPU
+    cannot find the tokens without `support_ids`. The check reads the device, except during graph
     capture."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return

@@ -1,4 +1,4 @@
-"""Supports: the columns over which the softmax of each position runs, as given and as packed.
+"""The vocabulary columns over which each position's softmax runs: as given, and after packing.
 
 N positions, T scored positions, P pairs of a token and a column, K the most columns of a position.
 """
@@ -21,8 +21,8 @@ HIGH = 1 << 32  # A factor above all columns makes position * HIGH + column uniq
 
 
 class SupportIds:
-    """The value of `support_ids` as given: [.., K] with negative ids in empty slots, or a pair of
-    [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
+    """The value of `support_ids` as given: [.., K] with negative ids in unused entries, or a pair
+    of [P] ids and [N + 1] offsets; TypeError or ValueError for anything else."""
 
     def __init__(self, value: Any, targets: Tensor) -> None:
         self.value = value
@@ -118,7 +118,7 @@ class SupportIds:
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
-        if live is not None:  # Give every unscored token a support of one arbitrary column.
+        if live is not None:  # Give every unscored token one arbitrary column.
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             pairs = SupportPairs(ids.reshape(-1), width=self.width)
@@ -130,7 +130,7 @@ class SupportIds:
 class SupportPairs:
     """Pairs of T packed tokens and their columns, in the order of tokens."""
 
-    ids: Tensor  # Columns [P], int64; a negative entry marks an empty slot (no column).
+    ids: Tensor  # Columns [P], int64; a negative entry marks an unused entry (no column).
     offsets: Tensor  # [T + 1] int64: token t has the columns ids[offsets[t] : offsets[t + 1]].
     width: int | None  # Number of columns per token; None if the number differs between tokens.
     # Indices [m] of tokens without ids, whose softmax is over all columns; None: all have ids.
@@ -151,7 +151,7 @@ class SupportPairs:
 
     @cached_property
     def counts(self) -> Tensor:
-        """The number of columns in each token's support, [T]."""
+        """The number of columns over which each token's softmax runs, [T]."""
         return count_in(self.tokens(), len(self), self.ids >= 0)
 
     def tokens(self, pairs: Tensor | None = None) -> Tensor:
@@ -169,7 +169,7 @@ class SupportPairs:
 
     @cached_property
     def _free(self) -> list[int]:
-        """The tokens without support ids, on the host."""
+        """The tokens without `support_ids`, in CPU memory."""
         return [] if self.free is None else self.free.tolist()
 
     @cached_property
@@ -179,7 +179,7 @@ class SupportPairs:
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
     def window(self, rows: slice, first: int, size: int) -> Support:
-        """Return the pairs (a token and a column of its support) of the tokens `rows`, with columns
+        """Return the pairs (a token and a column of its softmax) of the tokens `rows`, with columns
         in [first, first + size)."""
         begin = self._ends[rows.start]
         end = self._ends[rows.stop]

@@ -63,7 +63,7 @@ def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def padded_pairs(ids: Tensor, counts: Tensor) -> Tensor:
-    """Return [N, K] int64 ids from [P] ids and [N] counts, with -1 in empty slots; K is at least
+    """Return [N, K] int64 ids from [P] ids and [N] counts, with -1 in unused entries; K is at least
     1."""
     most = max(1, int(counts.max())) if len(counts) else 1
     slots = torch.arange(most, device=counts.device) < counts.unsqueeze(1)
@@ -141,7 +141,7 @@ def support_from_counts(ids: Any, counts: Any) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: a tensor or a NumPy array, flat [P] in the order of tokens, or padded [.., K] with
-            arbitrary values in the slots beyond a token's count.
+            arbitrary values in the entries beyond a token's count.
         counts: [..] N numbers in any shape: the number of ids of each token.
 
     Raises:

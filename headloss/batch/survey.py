@@ -23,12 +23,12 @@ NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or 
 class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
-    On a GPU, the constructor starts an asynchronous copy to the host, and `numbers` waits for this
+    On a GPU, the constructor starts an asynchronous copy to the CPU, and `numbers` waits for this
     copy alone. A `Survey` does not depend on the vocabulary; each call compares the extremes of ids
     with the vocabulary size of the head.
 
     Args:
-        id_fields: fields [.., K] of vocabulary ids; negative ids are empty slots.
+        id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
         probs: [.., K] probabilities or log-probs that belong to the ids, by the id field's name
             (see `ID_FIELDS`).
         of_support: the result of `SupportIds.survey`, copied to the host with the other numbers.

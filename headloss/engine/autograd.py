@@ -117,7 +117,7 @@ class HeadStatistics(torch.autograd.Function):
 
 
 def take_up(ctx: Any) -> tuple[Call, LogitSource | None, ForwardResult]:
-    """Return the call's record, the source that recomputes logits, and the result of the forward
+    """Return the `Call`, the `LogitSource` that recomputes logits, and the result of the forward
     pass; RuntimeError if a field that the backward pass reads was changed in place."""
     ctx.used = True
     for name, tensor, version in ctx.read_again:
@@ -263,7 +263,7 @@ def _of_frozen_head(
 def _in_slabs(
     call: Call, source: LinearLogits, inputs: BackwardInputs, factor: Tensor | None
 ) -> Gradients:
-    """Return the gradients, computed in slabs (slices of vocabulary columns); each slab of the
+    """Return the gradients, computed in blocks of vocabulary columns; each block of the
     weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source

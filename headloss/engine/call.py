@@ -43,7 +43,7 @@ READ_AGAIN = ("teacher_logits", "teacher_hidden", "teacher_topk_ids", "candidate
 
 @dataclass(kw_only=True, eq=False)
 class Call:
-    """The record of a call: requirements, plan, and packed batch."""
+    """Requirements, plan and packed batch of a call."""
 
     requirements: Requirements
     shard: WholeVocabulary  # This rank's vocabulary shard.
@@ -197,7 +197,7 @@ def slope_of(transform: Transform, teacher: object = None) -> Number:
 
 
 def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
-    """Return the call's record and input tensors: the logits alone, or features and weights
+    """Return the `Call` and its input tensors: the logits alone, or features and weights
     pairwise, then the bias."""
     call = call_of(arguments)
     head = arguments.head

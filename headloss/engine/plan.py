@@ -29,12 +29,12 @@ GPU_SHARE = 64
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Vocabulary columns of a block with `batch_invariant`.
-# Working memory of a sweep (a loop over tiles) that writes softmax terms or gradients in 16 bits,
+# Working memory of a loop over tiles of logits that writes softmax terms or gradients in 16 bits,
 # in bytes.
 SWEEP_BYTES = 480 << 20
-# Working memory of a sweep (a loop over tiles) in a call with a teacher, in bytes.
+# Working memory of a loop over tiles of logits in a call with a teacher, in bytes.
 TEACHER_BYTES = 660 << 20
-# Smallest and largest number of logits of a slab (a slice of vocabulary columns) in a sweep.
+# Smallest and largest number of logits of a block of vocabulary columns in a loop over tiles.
 SLAB_ELEMENTS = (48 << 20, 192 << 20)
 
 

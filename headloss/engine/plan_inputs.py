@@ -15,15 +15,15 @@ Schedule = Literal["one_pass", "recompute", "frozen", "held", "narrow", "statist
 # Rows x columns of a matmul's output that a multiprocessor computes at a time.
 WAVE_TILE = (128, 256)
 WORKING_BLOCK = 1 << 20  # Logits in a working block of the reference backend.
-CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and slope).
-# Bytes per pair of a token and a support column: float32 logit and gradient, and indices sorted by
+CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and its gradient).
+# Bytes per pair of a token and an allowed column: float32 logit and gradient, and indices sorted by
 # column.
 PAIR_BYTES = 48
 EXP_ROWS = 16384  # Tokens of one matmul, if only statistics are computed.
 
 
 class Tile(NamedTuple):
-    """Rows x columns of logits in one step of a sweep, a loop over tiles."""
+    """Rows x columns of logits in one step of a loop over tiles."""
 
     rows: int
     columns: int
@@ -63,16 +63,16 @@ class PlanInputs:
     multiprocessors: int = 0  # Multiprocessors of the GPU.
     memory: int = 0  # Bytes of the GPU; in a vocabulary group, of the smallest GPU.
     given: bool = False  # Logits are given.
-    overwrites: bool = False  # The gradient may overwrite the given logits.
-    in_place: bool = False  # A kernel reads and writes the given logits without a copy.
+    overwrites: bool = False  # The gradient may overwrite the logits of the caller.
+    in_place: bool = False  # A kernel reads and writes the caller's logits without a copy.
     teachers: bool = False  # A teacher's logits are computed next to the student's.
     candidates: int = 0  # Candidate columns per token.
-    support: int = 0  # Pairs of a token and a column of its support.
+    support: int = 0  # Pairs of a token and an allowed column.
     restricted: int = 0  # Number of tokens whose softmax is over `support_ids`.
 
     @property
     def narrow(self) -> bool:
-        """True if all tokens have a support, so that no matmul runs over the vocabulary."""
+        """True if all tokens have `support_ids`, so that no matmul runs over the vocabulary."""
         return 0 < self.restricted == self.tokens
 
     @property

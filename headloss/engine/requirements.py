@@ -50,12 +50,12 @@ class Requirements:
     # Teachers, each with the divergences that terms read.
     teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
     given: bool  # Logits are given.
-    overwrites: bool  # The gradient may overwrite the given logits.
+    overwrites: bool  # The gradient may overwrite the caller's logits.
     rescaled: bool  # Gradients are scaled against underflow: dW sums in float32.
     vocabulary: int  # Vocabulary columns of this rank, without padding.
     backend: str
     compute_dtype: torch.dtype | None  # Autocast's dtype of matmuls; None: the tensors' own dtypes.
-    dtype: torch.dtype  # Dtype of hidden states in matmuls, or of given logits.
+    dtype: torch.dtype  # Dtype of hidden states in matmuls, or of logits passed by the caller.
     wide: torch.dtype  # Dtype of statistics.
     needs_grad: NeedsGrad
     scored: Packing  # Scored tokens and their positions in the batch.

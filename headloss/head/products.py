@@ -21,8 +21,9 @@ WIDE = torch.float32, torch.float64
 # GPUs.
 LARGE = 1 << 25
 BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
-GRAIN = 128  # Rows of a chunk and columns of a slab are multiples of this number, for fast matmuls.
-# Parts of a slab's tokens in a call with a teacher; logits of one part are in memory at a time.
+# Chunks have a multiple of 128 tokens, and blocks a multiple of 128 columns, for fast matmuls.
+GRAIN = 128
+# Parts of a block's tokens in a call with a teacher; logits of one part are in memory at a time.
 PARTS = 8
 
 

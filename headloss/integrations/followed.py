@@ -157,7 +157,7 @@ class Recipe:
 
 
 class Followed(Tensor):
-    """Logits [.., V] without storage; the `recipe` can compute real logits."""
+    """Logits [.., V] without storage; the `recipe` can compute the logits' values."""
 
     own: Recipe
 

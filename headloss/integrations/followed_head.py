@@ -59,9 +59,9 @@ class FollowedHead:
 
     @eager(reason=BREAKS)
     def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """Return followed logits; replaces the head's forward.
+        """Return `Followed` logits; replaces the head's forward.
 
-        With extra arguments, such as PEFT's `adapter_names`, the head returns real logits.
+        With extra arguments, such as PEFT's `adapter_names`, the head returns usual logits.
         """
         if more or self.thread != threading.get_ident() or not hidden.is_floating_point():
             return self.own(hidden, **more)

@@ -1,6 +1,6 @@
 """Values of terms and metrics, accumulated between two entries of a log.
 
-Each call of the loss adds the values of terms and metrics to a vector on the device. The host reads
+Each call of the loss adds the values of terms and metrics to a vector on the device. The CPU reads
 the vector of accumulated values once per log entry.
 """
 

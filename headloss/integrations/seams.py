@@ -229,7 +229,7 @@ def announce(package: str, checked: str) -> None:
 
 
 class Watch:
-    """Record of whether a framework calls an adapter's functions.
+    """Observer that notes whether a framework calls an adapter's functions.
 
     After the first step of any optimizer in the process, headloss warns if the adapter is
     installed but the framework has called none of the adapter's functions.

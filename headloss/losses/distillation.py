@@ -69,13 +69,13 @@ def distillation(
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
     that several positions may share); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
-    an empty slot) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The stored
-    ids may also be the student's top k, from hl.head_topk. A token that the teacher rules out
-    (logit -inf) counts as a token of log-prob -10000. Where the teacher's vocabulary is larger than
-    the student's, `teacher_lse` [..], at the term's temperature, replaces the log-sum-exp of the
-    teacher's logits. With `teacher_lse`, q has a mass m below 1, and the total variation grows by
-    (1 - m) / 2. The tail "sampled" also reads teacher_logps [..],
-    log q_y at the term's temperature.
+    an unused entry) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The
+    stored ids may also be the student's top k, from hl.head_topk. A token that the teacher rules
+    out (logit -inf) counts as a token of log-prob -10000. Where the teacher's vocabulary is larger
+    than the student's, `teacher_lse` [..], at the term's temperature, replaces the log-sum-exp of
+    the teacher's logits. With `teacher_lse`, q has a mass m below 1, and the total variation grows
+    by (1 - m) / 2. The tail "sampled" also reads teacher_logps [..], log q_y at the term's
+    temperature.
 
     Default reduction: token_mean. Metrics: the divergence by its name. The tail "sampled" has four
     more metrics: stored (the sum over the K outcomes), sampled (the summand of targets that are not
@@ -123,7 +123,7 @@ def _observe(
     if teacher.tail == "sampled" and teacher.source(batch) == "topk":
         log_p = stats.extras[teacher]
         sampled = of_target(log_p, batch).to(value.dtype)
-        # An id below 0 marks an empty slot, whose probability is 0.
+        # An id below 0 marks an unused entry, whose probability is 0.
         mass = log_p[:, :-2].exp().sum(1).to(value.dtype)
         figures |= {"stored": value - sampled, "sampled": sampled, "mass": mass}
         figures["outside"] = outside(batch).to(value.dtype)

@@ -1,4 +1,4 @@
-"""Tools for the function of a term: pickle by name, comparison by content, and a record of the
+"""Tools for the function of a term: pickle by name, comparison by content, and a list of the
 attributes that the function reads."""
 
 from __future__ import annotations

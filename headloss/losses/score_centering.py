@@ -108,8 +108,9 @@ def score_centering(
     max=b, live=True) + hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's
     probability of a token outside the candidates is modelled as rho p. If the candidates cover the
     whole vocabulary or all of `support_ids`, the summand -alpha p_k has no gradient and the loss is
-    exact. prime-rl has the exact sum over a replayed support, and weighs tokens by a mask of |p -
-    q|. The term also applies to tokens that another part of the objective clips or masks.
+    exact. prime-rl has the exact sum over the ids that the sampler kept, and weighs tokens by a
+    mask of |p - q|. The term also applies to tokens that another part of the objective clips or
+    masks.
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
@@ -117,7 +118,7 @@ def score_centering(
             the log of the ratio w = p / q is clamped to [-20, 20].
         min, max: bounds of the ratio p / q, each > 0 or None; allowed only with a mode.
 
-    Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where empty slots
+    Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where unused entries
     count 0; candidate_sampling_logps [.., K], log q of the candidates under the sampler's full
     sampling distribution. Default reduction: token_mean. Metrics: sampler_mass and trainer_mass
     (sums of q and p over the candidates), rho, abs_c (sum_k |c_k|).

@@ -259,7 +259,7 @@ def any_of(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -log sum_k p_k
 
-    Guu et al. 2017, arXiv:1704.07926. The loss is 0 where every slot is empty.
+    Guu et al. 2017, arXiv:1704.07926. The loss is 0 at a token without candidates.
 
     Inputs: candidate_ids [.., K]. Default reduction: token_mean.
     """

@@ -77,7 +77,7 @@ class Teacher:
     def columns(self, batch: PackedBatch) -> Tensor:
         """Return the stored ids, [T, K]; with the tail "sampled" [T, K + 1].
 
-        The option tail="sampled" appends a column: the target's id, or -1 (an empty slot) if the
+        The option tail="sampled" appends a column: the target's id, or -1 (an unused entry) if the
         teacher's stored top k has the target.
         """
         ids: Tensor = batch.teacher_topk_ids

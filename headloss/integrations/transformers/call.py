@@ -55,7 +55,7 @@ class Call(FollowedHead):
         self.labels, self.step = arguments["labels"], applied.step
         self.shift_labels = applied.shift_labels(arguments)
         self.losses, self.asked, self.gradient = 0, False, torch.is_grad_enabled()
-        # The batch is made before the model's forward, so that the transfer to the host overlaps
+        # The batch is made before the model's forward, so that the transfer to the CPU overlaps
         # the forward.
         self.batch: Batch | None = self.step and self.step.batch
         if self.batch is None and self.replaces:
@@ -77,10 +77,10 @@ class Call(FollowedHead):
 
     @eager
     def end(self, output: Any) -> Any:
-        """Return `output`, with real logits if a sharded model is evaluated.
+        """Return `output`, with the logits' values if a sharded model is evaluated.
 
-        After the call, the weight of a sharded head is freed, so real logits cannot be computed. In
-        training, reading the logits of a sharded model after the call raises an error.
+        After the call, the weight of a sharded head is freed, so that the logits' values cannot be
+        computed. In training, reading the logits of a sharded model after the call raises an error.
         """
         if not self.model.training and (self.external or is_fsdp2(self.model)):
             for value in output.values() if hasattr(output, "values") else output:

@@ -31,7 +31,7 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
 
     The recorder is the last logits processor, after those of the model's `generation_config` and of
     a call's `logits_processor`, and changes no draw. The recorder keeps pairs of a token and an id,
-    and the scores of one step. On a GPU, the host waits for the device once per token.
+    and the scores of one step. On a GPU, the CPU waits for the device once per token.
 
     Args:
         model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.
@@ -174,7 +174,7 @@ class SupportRecorder:
 
     def _begin(self, assistant: Any) -> None:
         self.sets, self._assistant, self._greedy = None, assistant, False
-        # For each step, the kept ids and each row's number of kept ids.
+        # For each step, the ids that the sampler kept, and their number in each row.
         self._steps: list[tuple[Tensor, Tensor]] = []
         self._step_logps: list[Tensor] = []
         # Logits of the last sampler step, until the tokens drawn from them are known.

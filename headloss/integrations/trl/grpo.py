@@ -58,7 +58,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     # Reason why the engine that generates completions does not return the ids its sampler kept.
     without_sets: str | None = None
     _rows: list[Row] | None = None  # Kept ids of the current generation.
-    # Whether the tokens have kept ids; None: tokens were not drawn by this trainer.
+    # Whether the ids that the sampler kept are known; None: this trainer did not draw the tokens.
     _replayed: bool | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
-`sampling_support` is the trainer's option: True asks for kept ids, False keeps TRL's log-probs,
-None uses kept ids if a filter removes ids. With `sampling_support=True` an obstacle raises
-ValueError; with None, it gives one warning.
+`sampling_support` is the trainer's option: True asks for log-probs over the ids that the sampler
+kept, False for TRL's log-probs, None for the former if a filter removes ids. With
+`sampling_support=True` an obstacle raises ValueError; with None, it gives one warning.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .support import ENGINE
 
 LOG = logging.getLogger("headloss")
 SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
-# Options that change the logits of kept ids, with the values at which nothing changes.
+# Options that change the logits of kept ids, and the values at which an option changes nothing.
 CHANGING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
@@ -87,7 +87,7 @@ def wanted(trainer: Any) -> bool:
 
 
 def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
-    """Return whether to use kept ids, judged by the logits processors that Transformers built.
+    """Return whether to use the ids that the sampler kept, by Transformers' logits processors.
 
     Transformers also builds logits processors from the model's own generation config.
     """
@@ -131,7 +131,7 @@ def _announce(trainer: Any) -> None:
 
 
 def obstacles(trainer: Any) -> Iterator[Obstacle]:
-    """Yield the obstacles to the use of kept ids in a trainer's options."""
+    """Yield the trainer's options that prevent log-probs over the ids that the sampler kept."""
     options = _options(trainer)
     yield from _of_generation(trainer)
     if options["temperature"] != trainer.temperature:
@@ -225,7 +225,8 @@ def _changes(option: str) -> Obstacle:
 
 @contextlib.contextmanager
 def engine_with_sets(trainer: Any) -> Iterator[None]:
-    """Let the vLLM engine that TRL builds inside the context return its kept ids, if wanted."""
+    """Let the vLLM engine that TRL builds inside the context return the ids that its sampler kept,
+    if the trainer wants the ids."""
     module: Any = sys.modules.get(ENGINE)  # TRL's trainer has imported the module.
     theirs = getattr(module, "LLM", None)
     if theirs is None:  # vLLM is not installed.

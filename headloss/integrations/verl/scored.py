@@ -48,8 +48,8 @@ class Scored:
         self.positions = shape.numel()
 
     def support(self, data: Any) -> Pairs | None:
-        """Return the kept ids of the T scored tokens, in order of position; None for a batch
-        without kept ids.
+        """Return the ids that the sampler kept for the T scored tokens, in order of position; None
+        for a batch without such ids.
 
         The batch's `support_ids` holds one list per response token, with the ids that the sampler
         kept. An empty list means that the sampler kept the whole vocabulary.
@@ -74,7 +74,7 @@ class Scored:
         return ids.to(self.at.device), _offsets(counts[chosen]).to(self.at.device)
 
     def everywhere(self, data: Any) -> Pairs | None:
-        """Return the kept ids of all N positions; unscored positions have none."""
+        """Return the ids that the sampler kept for all N positions; none at unscored positions."""
         if (pairs := self.support(data)) is None:
             return None
         counts = pairs[1].new_zeros(self.positions)
