@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -568,37 +569,68 @@ def test_a_frozen_schedule_is_refused(setting):
         )
 
 
-def test_the_host_reads_how_many_rows_are_left_once_their_gradient_is_queued(monkeypatch):
-    """A chunk's gradient kernels are queued before the CPU waits for the number of remaining rows,
-    so that the GPU is never idle."""
+@pytest.fixture
+def events(monkeypatch):
+    """Record copies to the CPU by number, the reads of these copies, and gradient kernels."""
     from headloss.kernels import reference
     from headloss.logits import linear
 
-    events = []
+    log, copies = [], []
 
     class Copy(linear.HostCopy):
         def __init__(self, values):
-            events.append("asked")
+            copies.append(self)
+            log.append(f"copy {len(copies)}")
             super().__init__(values)
 
         def tolist(self):
-            events.append("read")
+            log.append(f"read {1 + copies.index(self)}")
             return super().tolist()
 
     def gradient(*arguments):
-        events.append("gradient")
+        log.append("gradient")
         return part_gradient_(*arguments)
 
     part_gradient_ = reference.part_gradient_
     monkeypatch.setattr(linear, "HostCopy", Copy)
     monkeypatch.setattr(reference, "part_gradient_", gradient)
     monkeypatch.setattr("headloss.engine.plan.CPU_SKIP_WORTH", 0)
-    states = torch.randn(8, 4)
+    return SimpleNamespace(log=log, copies=copies)
+
+
+def weighted_gradient(weights):
+    """Return the hidden gradient of a distillation loss in chunks of 4 tokens."""
+    torch.manual_seed(0)
+    states = torch.randn(len(weights), 4)
     head = hl.Head(torch.randn(50, 4))
-    batch = hl.Batch(torch.arange(8), teacher_hidden=states, share=torch.tensor([0.0, 1] * 4))
-    hidden = torch.randn(8, 4, requires_grad=True)
+    batch = hl.Batch(torch.arange(len(weights)), teacher_hidden=states, share=weights)
+    hidden = torch.randn(len(weights), 4, requires_grad=True)
     objective = hl.distillation(teacher_head=head).weighted("share")
-    out = hl.head_loss(hidden, head, batch, objective, hl.Options(chunk_tokens=4))
-    out.loss.backward()
-    assert events == ["asked", "gradient", "read"] * 2
-    assert hidden.grad[::2].count_nonzero() == 0 and hidden.grad[1::2].all()
+    hl.head_loss(hidden, head, batch, objective, hl.Options(chunk_tokens=4)).loss.backward()
+    return hidden.grad
+
+
+def test_the_cpu_reads_the_share_of_rows_once_their_gradient_is_queued(events):
+    """A chunk's gradient kernels are queued before the CPU waits for the share of rows with a
+    gradient, so that the GPU is never idle."""
+    gradient = weighted_gradient(torch.tensor([0.0, 1] * 4))
+    assert events.log == ["copy 1", "gradient", "read 1", "copy 2", "gradient", "read 2"]
+    assert gradient[::2].count_nonzero() == 0 and gradient[1::2].all()
+
+
+def test_after_a_dense_chunk_the_cpu_does_not_wait(events, monkeypatch):
+    """On a GPU, the chunk after a dense chunk is multiplied whole, and the CPU reads the chunk's
+    share only with the chunk that follows."""
+    from headloss.logits import linear
+
+    weights = torch.tensor([1.0] * 4 + [0, 1, 0, 1] + [1] * 8)
+    want = weighted_gradient(weights)
+    events.log.clear()
+    events.copies.clear()
+    # On a GPU, `share` is the previous chunk's copy.
+    previous = property(lambda source: (None, *events.copies)[-2], lambda source, share: None)
+    monkeypatch.setattr(linear.LogitSource, "share", previous)
+    torch.testing.assert_close(weighted_gradient(weights), want)
+    reads = [event for event in events.log if event.startswith("read")]
+    assert reads == ["read 1", "read 1", "read 2", "read 3", "read 3"]
+    assert events.log.index("copy 2") < events.log.index("read 1", 3)

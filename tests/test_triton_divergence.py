@@ -67,7 +67,7 @@ def small_blocks(monkeypatch):
     """Make every row several blocks, with a ragged last block."""
     monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
-    monkeypatch.setattr("headloss.kernels.triton.statistics.NARROW", 64)
+    monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 64)
 
 
 def narrow(normalizer: Normalizer) -> Normalizer:

@@ -94,33 +94,32 @@ class RowContext(NamedTuple):
         return self.shard.measured(self.acts, partials, self.needs)
 
 
-def rows_left(live: Tensor | None, count: HostCopy | None = None) -> Tensor | None:
+def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
-    so few rows have no gradient that leaving them out would not be faster. `count` is a copy of the
-    number K to the CPU, if such a copy is already under way."""
+    so few rows have no gradient that leaving them out would not be faster. `shares` are copies of
+    K / n to the CPU, of this mask and of the previous tile's mask; a large share decides."""
     if live is None:
         return None
-    most = (DENSE_SHARE if live.is_cuda else 1) * len(live)
-    if count is not None and count.tolist()[0] >= most:
+    most = DENSE_SHARE if live.is_cuda else 1
+    if any(share and share.tolist()[0] >= most for share in shares):
         return None
     index = live.nonzero().squeeze(1)
-    return None if len(index) >= most else index
+    return None if len(index) >= most * len(live) else index
 
 
 class LogitSource:
-    """Statistics and gradient of raw logits in float32 or float64; a subclass computes the
-    logits."""
+    """Statistics and gradient of float32 or float64 logits, which a subclass computes."""
 
     dtype: torch.dtype  # Dtype of statistics and of raw logits.
     # Dtype of the gradient of the raw logits; None: the dtype of the logits.
     gradient_dtype: torch.dtype | None = None
     additions: int = 1  # Number of matrix products whose sum is a block's weight gradient.
+    share: HostCopy | None = None  # Share of the last tile's rows with a gradient, on a GPU.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
         self.acts = context.acts
-        # Number of columns in this rank's vocabulary slice.
-        self.vocabulary: int = context.shard.size
+        self.vocabulary: int = context.shard.size  # Columns of this rank's vocabulary slice.
         self.beside = context.beside
 
     def __len__(self) -> int:
@@ -160,14 +159,15 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of the tile's logits, in the rows that carry a gradient. The
-        gradient's kernel is queued for all rows before the CPU reads the number of rows with a
-        gradient, so that the GPU does not wait for the CPU before the matmuls."""
+        """Return the gradient of the tile's logits, in the rows that carry a gradient. The kernel
+        of all rows is queued before the CPU reads the share of rows with a gradient, so that the
+        GPU has work. On a GPU, a tile after a dense tile counts as dense, without a wait."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
-        count = None if live is None else HostCopy(live.sum(0, keepdim=True))
+        share = None if live is None else HostCopy(live.mean(0, True, dtype=torch.float32))
         gradient = self.gradient_(raw, rows, columns, inputs)
-        index = rows_left(live, count)
+        index = rows_left(live, self.share, share)
+        self.share = share if raw.is_cuda else None
         if index is None:
             return LogitGradient(gradient, rows, columns)
         return LogitGradient(compact_(gradient, index), index + (rows.start or 0), columns)

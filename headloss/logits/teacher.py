@@ -87,7 +87,6 @@ class DenseTeacher:
         self.measures = measures
         self.shard = context.shard
         self.wide = wide
-        self.source: View | LinearLogits
         self.student = _at(context.transform, teacher.temperature)
         # Rows of `source` to which the tokens map, if several tokens share a row; None: each token
         # has its own row.
@@ -159,8 +158,8 @@ class DenseTeacher:
             if mass is not None and measure.kind == "forward_kl":
                 mean_slopes[:, k] = mass - 1
             extras[self.key, measure] = value
-        sides = torch.stack([*p, *q], 1)
-        return extras | {(self.key, "vjp"): torch.cat([sides, mean_slopes], 1)}
+        extras[self.key, "vjp"] = torch.stack([*p, *q, *mean_slopes.unbind(1)], 1)
+        return extras
 
     def _pair(
         self, p: Normalizer, q: Normalizer, measures: tuple[Measure, ...], places: Tensor | None

@@ -20,8 +20,7 @@ from .formulas import block_partials, merged, per_row, store_partials, transform
 from .launch import Launcher
 from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
-# Largest number of columns at once for a program that leaves columns out (`without`).
-NARROW = 2048
+BLOCK = 2048  # A program handles at most this number of columns at once.
 
 
 class PartialsInputs(NamedTuple):
@@ -117,7 +116,7 @@ def partials(
     n, v = raw.shape
     to = records.empty_partials(raw, n, needs) if onto is None else onto
     if n:
-        block = records.block_width(v, None if without is None else NARROW)
+        block = records.block_width(v, BLOCK)
         left_out = None if without is None else records.blocked_columns(without, v, block)[0]
         of = PartialsInputs(tile, to, targets, left_out, records.scaling(transform))
         launch(n, of, first, v, BLOCK=block, ONTO=onto is not None)
