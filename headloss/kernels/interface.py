@@ -270,7 +270,7 @@ class Kernels(Acts, Protocol):
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
         """Return the product of a [n, k] and b [k, m] (of any strides), rounded once to `dtype`, or
-        added to `out` [n, m]. Sums are in float32, in an order that is the same for all rows."""
+        added to `out` [n, m]. Sums are in float32, in one order for all rows and every n."""
 
     # ------------------------------------------------------------------ matmuls with an epilogue
 
@@ -358,9 +358,9 @@ class Kernels(Acts, Protocol):
         shift) in `exp_tile` after a change of e at the target. Of the gradient coefficients, only
         c_target and c_prob may be present, and there must be no soft cap. The size |s| is not far
         below `least` [n], the size of the values that `chosen_gradient_` later adds to each row.
-        The second result is each row of x [n, H] times s, in float32 or wider and rounded once.
-        With `order`, row i of every result is computed from row order.rows[i] of the inputs; rows
-        from order.count on are arbitrary."""
+        The second result is each row of x [n, H] times the row's factor s, in float32 or wider and
+        rounded once. With `order`, row i of every result is computed from row order.rows[i] of the
+        inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 

@@ -14,10 +14,10 @@ logit z_j or with the derivative s_j of the divergence with respect to p_j:
     total_variation   sum |p - q| / 2                    s_j = sign(p_j - q_j) / 2
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
-For all measures but forward_kl and log_acceptance, the gradient with respect to the student's logit
-z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum of p_k s_k is called
-the mean slope; a constant added to every derivative s_k does not change the gradient (Lin 1991;
-Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
+For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
+student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum of p_k
+s_k is called the mean slope; a constant added to every derivative s_k does not change the gradient
+(Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
 arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
@@ -56,9 +56,9 @@ class Distribution(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Softmax transforms and normalizers of a student and a teacher, with the K measures that
-    compare the two. The transforms of student and teacher both have the temperature of the loss
-    term."""
+    """Softmax transforms and normalizers of a student and a teacher, with the K divergences to
+    measure between the two. The transforms of student and teacher both have the temperature of the
+    loss term."""
 
     student: Distribution
     teacher: Distribution  # The normalizer has one element per student row.

@@ -4,9 +4,9 @@ and sums the products.
 
 T tokens, n tokens of a block, H hidden width, V vocabulary. Gradients that arrive by blocks of
 tokens complete the hidden gradient block by block, while the weight gradient is a sum over blocks.
-Gradients that arrive by slabs (blocks of vocabulary rows of the weight) complete the weight
-gradient slab by slab, while the hidden gradient is a sum over slabs. Sums of gradients are in
-float32, and are scaled once, at the end.
+Gradients that arrive by blocks of vocabulary rows (*slabs* of the weight) complete the weight
+gradient block by block, while the hidden gradient is a sum over the blocks. Sums of gradients are
+in float32, and are scaled once, at the end.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..kernels.interface import Sum
 from .linear import LinearLogits, NeedsGrad
 from .rows import Gradients, LogitGradient
 
-# Block list of a call whose gradient comes by slabs (blocks of vocabulary rows): a single block of
-# tokens.
+# List with a single block of tokens, for a call whose gradient comes by slabs (blocks of vocabulary
+# rows).
 ONE_BLOCK = [Chunk(0, 0, 0, 0)]
 SHARED = "a sum of hidden gradients"
 # Length of a pause in GPU clock cycles (about 11 microseconds), in which an all-reduce kernel can
@@ -159,11 +159,11 @@ class SlabAccumulator(BlockAccumulator):
     each slab (block of vocabulary rows), call `open`, then `add` for some tokens at a time, then
     `close`.
 
-    The weight gradient of a slab is summed in a separate tensor, which `close` rounds and writes to
-    its place in the weight gradient. With `at_once`, a single `add` brings all tokens of a slab,
-    and the product is written directly to its place in the weight gradient. The hidden gradient is
-    summed in `source.dtype` over the slabs, and at the end over the ranks that shard the
-    vocabulary.
+    The weight gradient of a block of vocabulary rows is summed in a separate tensor, which `close`
+    rounds and writes to these rows of the weight gradient. With `at_once`, a single `add` brings
+    all tokens for a block of vocabulary rows, and the product is written directly to these rows of
+    the weight gradient. The hidden gradient is summed in `source.dtype` over all blocks of
+    vocabulary rows, and at the end over the ranks that shard the vocabulary.
     """
 
     by_factor = False
@@ -184,8 +184,8 @@ class SlabAccumulator(BlockAccumulator):
                 self.totals[i] = torch.empty_like(place, dtype=self.sum_dtype)
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add the gradient of some tokens' logits, in the vocabulary columns of the slab, to the
-        sums."""
+        """Add the gradient of some tokens' logits, in one block of vocabulary columns, to the sums
+        of weight and hidden gradients."""
         self._add_to_weights(gradient)
         dlogits, rows, columns, *_ = gradient
         for i, total in self.hidden.totals.items():
@@ -201,8 +201,8 @@ class SlabAccumulator(BlockAccumulator):
                 total.index_add_(0, rows, part)
 
     def close(self, columns: slice, factor: Tensor | None) -> None:
-        """Multiply the slab's weight gradient by `factor`, and write the product to the slab's rows
-        of the whole weight gradient (or add the product to `main_grad`)."""
+        """Multiply the weight gradient of a block of vocabulary rows by `factor`, and write the
+        product to these rows of the whole weight gradient (or add the product to `main_grad`)."""
         for i in self.fresh:
             self.totals[i].zero_()
         self.fresh.clear()

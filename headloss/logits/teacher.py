@@ -127,10 +127,10 @@ class DenseTeacher:
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
-        """Return the value [n] of each measure, and a tensor [n, 4 + K] from which the gradient is
-        computed: two numbers of the student's normalizer, two of the teacher's, and K mean slopes
-        (see `kernels.pair`). `normalizer` belongs to the student's softmax at the temperature of
-        the head."""
+        """Return the value [n] of each divergence, and a tensor [n, 4 + K] from which the gradient
+        is computed: two numbers of the student's normalizer, two of the teacher's, and K mean
+        slopes (see `kernels.pair`). `normalizer` belongs to the student's softmax at the
+        temperature of the head."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)
@@ -183,15 +183,15 @@ class DenseTeacher:
         return tile if tile.shape[1] < 2 or tile.stride(1) == 1 else tile.contiguous(), None
 
     def slopes(self, extras: ByStatistic) -> dict[Measure, Tensor] | None:
-        """Return the loss's derivatives [n] with respect to the measures of this teacher; None if
-        the loss has no such derivative."""
+        """Return the loss's derivatives [n] with respect to the divergences from this teacher; None
+        if the loss has no such derivative."""
         return {m: extras[self.key, m] for m in self.measures if (self.key, m) in extras} or None
 
     def vjp(
         self, rows: slice, columns: slice, measured: Measured, slopes: dict[Measure, Tensor]
     ) -> Divergence:
         """Return the inputs of the kernel that computes the divergences' gradient on a tile;
-        `slopes` are the loss's derivatives with respect to the measures."""
+        `slopes` are the loss's derivatives with respect to the divergences."""
         raw, places = self.raw or self._teacher(rows, columns)
         self.raw = None
         sides = vjp_inputs(self.key, measured)

@@ -22,9 +22,10 @@ WIDTH = 256  # Columns of a matrix that are converted to a wider dtype at a time
 
 
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield blocks of tokens: the slice of tokens, their pairs [b, K], each pair's column in the
-    window (0 outside of the window), and the mask of pairs in the window. A block is limited so
-    that temporaries of `elements` numbers per pair (token, column) stay small."""
+    """Yield blocks of tokens: the slice of tokens, their pairs [b, K], each pair's column relative
+    to `first` (0 outside of [first, first + size)), and the mask of pairs inside of [first, first +
+    size). A block is limited so that temporaries of `elements` numbers per pair (token, column)
+    stay small."""
     ids, offsets, first, size = support
     counts = offsets.diff()
     most = int(counts.max()) if len(counts) else 0

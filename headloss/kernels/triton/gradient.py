@@ -73,7 +73,7 @@ def gradient_kernel(
 
     if a.shifts is not None and a.z.inner is None:
         # With e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e times a linear
-        # function of log2 e. The element of the target is overwritten afterwards.
+        # function of log2 e. The gradient at the target is overwritten afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2

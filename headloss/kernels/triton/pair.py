@@ -73,8 +73,8 @@ class Part(NamedTuple):
     """Operands of the kernel for the gradient of divergences or of a stored top-k."""
 
     student: Softmax  # With a stored top-k, the softmax over all columns that are not stored.
-    # Mean slopes [n, K] of K divergences. With a stored top-k, the derivative [n] of the loss with
-    # respect to the log-sum-exp over the columns that are not stored.
+    # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With a stored top-k, the derivative [n]
+    # of the loss with respect to the log-sum-exp over the columns that are not stored.
     mean_slope: Tensor
     weight: Tensor | None = None  # Weights [n, K] of K divergences.
     log_acceptance: Tensor | None = None  # Shape [n].
@@ -168,13 +168,13 @@ def divergence_kernel(
     raw,  # Raw logits, a `Matrix`.
     teacher,  # A `Teacher`.
     student,  # A `Softmax`.
-    kinds,  # K compile-time descriptions (`Kind`), one per measure.
-    to,  # Output: the value and the mean slope of each measure, [n, K, 2].
+    kinds,  # K compile-time descriptions (`Kind`), one per divergence.
+    to,  # Output: the value and the mean slope (sum of p_k s_k) of each divergence, [n, K, 2].
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,  # Number of sums in a vector: a power of two, at least 2 K.
-    # Index of the log-acceptance among the K measures; K if the call measures no log-acceptance.
+    # Index of the log-acceptance among the K divergences; K if the call has no log-acceptance.
     ACCEPTANCE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -230,8 +230,8 @@ def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
 
 
 def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
-    """Return a `Kind` for each measure, and two kernel constants: K, the number of measures, and
-    ACCEPTANCE, the index of the log-acceptance or K."""
+    """Return a `Kind` for each divergence, and two kernel constants: K, the number of divergences,
+    and ACCEPTANCE, the index of the log-acceptance or K."""
     names = [measure.kind for measure in measures]
     place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
     kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)

@@ -121,7 +121,7 @@ def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
     if isinstance(temperature, Tensor):
         number = 1.0
         of_rows = temperature.to(torch.float32).contiguous()
-        # A slice of tokens may be unaligned: an aligned copy avoids a recompilation.
+        # A slice of a vector of tokens may be unaligned: an aligned copy avoids a recompilation.
         if of_rows.data_ptr() % 16:
             of_rows = of_rows.clone()
     if cap is None:

@@ -48,7 +48,7 @@ def logits_kernel(
         column, present = columns_at(support, at, end)
         total = tl.zeros((ROWS, DEPTH), tl.float32)
         rows = w.data + column[:, None] * w.stride
-        # Skip a block of pairs without a column in the window of columns: such a block is padding
+        # Skip a block of pairs that has no column in [first, first + size): such a block is padding
         # at the end of a token's pairs.
         for k in range(0, h * tl.max(present.to(tl.int32), 0), DEPTH):
             depth = k + tl.arange(0, DEPTH)
@@ -124,7 +124,8 @@ class Pieces(NamedTuple):
     """Pieces (at most PIECE consecutive pairs of one token): token t has pieces ends[t - 1] to
     ends[t]."""
 
-    tokens: Tensor  # Token of each piece, [M]; n for an entry that is not used.
+    # Token of each piece (run of at most PIECE pairs), [M]; n for an entry that is not used.
+    tokens: Tensor
     ends: Tensor  # Shape [n].
     # Running count of pieces, of only the tokens whose pairs are cut into several pieces, [n].
     cut_ends: Tensor
@@ -134,7 +135,7 @@ class Pieces(NamedTuple):
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
     """Cut each token's pairs (token, column), `count` in all, into pieces of at most PIECE pairs.
-    With `every`, a token without pairs has one empty piece."""
+    With `every`, a token without pairs has one empty piece (a run of pairs)."""
     n = len(starts) - 1
     device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
@@ -184,8 +185,8 @@ def gathered(
     WINDOW: tl.constexpr,
 ):
     """Return the sum over the pairs `begin` to `end` of the pair's value times the pair's row of
-    `rows`, in the columns `depth`. Without `WINDOW`, every pair (token, column) lies in the window
-    of columns."""
+    `rows`, in the columns `depth`. Without `WINDOW`, the kernel does not check whether a pair's
+    column lies in the window [first, first + size)."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
@@ -226,8 +227,8 @@ def sums_kernel(
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
-        # One program sums a whole row, because finding the pairs of a piece takes longer than
-        # summing a part of a row.
+        # One program sums all columns of a piece (run of pairs), because finding the pairs takes
+        # longer than summing a part of the columns.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)
