@@ -91,7 +91,7 @@ def _options(**named: Any) -> hl.Options:
 
 def _headloss(**options) -> Callable[[Work, Setting], Run]:
     def make(work: Work, setting: Setting) -> Run:
-        chosen = _options(**options)  # A trainer too makes its options only once.
+        chosen = _options(**options)  # Options are made once, not in each call, as in a trainer.
 
         def run(inputs: Inputs) -> Found:
             batch, objective = work.batch(inputs), work.objective(inputs)

@@ -266,7 +266,8 @@ def _few_steps(bench: Any, found: dict) -> str:
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
-        f"{max(less):.0f} GiB less memory at {most} tokens. The time of a headloss step is "
+        f"{max(less):.0f} GiB less memory at {most} tokens. Relative to "
+        "*Transformers*, the time of a headloss step is "
         f"{', '.join(said)} tokens.\n"
         f"{bench.report.machine(found)}"
     )

@@ -42,11 +42,11 @@ class Draft(nn.Module):
         """Return the draft's next states [B, T, H] and append the step's keys and values to `past`.
 
         In the first step, `hidden` [B, T, H] holds the verifier's fused states, and in later steps
-        the states that the previous call returned. `tokens` [B, T, H] holds embeddings. In every
-        step, position i holds the draft that starts from row i. This draft attends to the states of
-        the first unrolled step at positions up to i. In later unrolled steps, a draft attends only
-        to its own states, because a decoder that starts from row i has drafted no states of other
-        rows.
+        the states that the previous call returned. `tokens` [B, T, H] holds the embeddings of the
+        drafted or given tokens. In every step, position i holds the draft that starts from row i.
+        The draft from row i attends to the states of the first unrolled step at positions up to i.
+        In later unrolled steps, a draft attends only to its own states, because a decoder that
+        starts from row i has drafted no states of other rows.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -105,7 +105,7 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
     drafted = unrolled(draft, layers, verifier.embed(ids), steps)
     row, step = torch.arange(ids.shape[1])[:, None], torch.arange(steps)
     there = (row > step) & (row <= step + ids.shape[1] - steps)  # Mask [T, S] of drafted states.
-    likeliest = hl.head_topk(states, verifier.head, 1).ids  # [B, T, 1]
+    likeliest = hl.head_topk(states, verifier.head, 1).ids  # Ids [B, T, 1].
     batch = hl.Batch(
         torch.where(scored[..., None] & there, likeliest, -100),
         teacher_hidden=states.flatten(0, 1),

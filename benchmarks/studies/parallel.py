@@ -280,7 +280,7 @@ def two_rows(ranks: Ranks) -> DeviceMesh:
 def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
     """Make a GSPO step on a grid of ranks. Each of the two rows of the grid holds half of each
     sequence, and each rank of a row holds a slice of the vocabulary. Weight gradients are summed
-    over the rows, as in data parallelism."""
+    over the rows of the grid, as in data parallelism."""
     data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
     row_of, column = mesh.get_coordinate() or (0, 0)
     shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()

@@ -4,8 +4,8 @@ Page: benchmarks/NOTES.md.
 
     torchrun --nproc-per-node 4 benchmarks/studies/parallel_products.py --slice 16032
 
-Each variant starts from the logit gradient of one rank of a vocabulary group. It computes dW, and
-dX [T, H], which is summed over the ranks and rounded. The study prints the slowest rank's
+Each variant starts from the logit gradient of one rank of a vocabulary group. Each variant computes
+dW, and dX [T, H], which is summed over the ranks and rounded. The study prints the slowest rank's
 milliseconds of back-to-back calls, as medians of alternating turns. `--copies` adds a variant that
 copies dX into the memory of other ranks, which needs GPUs with peer access.
 """
@@ -181,8 +181,8 @@ class Copies:
 
 
 def ways(products: Products, copies: bool) -> dict[str, Callable[[], None]]:
-    """Return the variants by name. A name says how dX is summed over ranks, and in how many blocks
-    dX and dW are computed."""
+    """Return the variants by name. The name of a variant says how dX is summed over ranks, and in
+    how many blocks dX and dW are computed."""
     group, first = distributed.group.WORLD, distributed.group.WORLD
     if products.ranks.on_gpu:
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -15,9 +15,9 @@ share a GPU. A finished run leaves a file; a restarted program makes only the mi
 
 Recorded for each generation: the reward, and the mean over tokens of the sampler's log-prob minus
 the trainer's (an estimate of KL). For each step the study records the gradient's norm, and the
-fraction of tokens (GRPO) or sequences (GSPO) on the wrong side of the clip. The right side is
-computed in float64 from the hidden states and weights of the run. Before and after a training run,
-the model solves held-out problems by greedy decoding.
+fraction of tokens (GRPO) or sequences (GSPO) on the wrong side of the clip. The correct side of the
+clip is computed in float64 from the hidden states and weights of the run. Before and after a
+training run, the model solves held-out problems by greedy decoding.
 """
 
 from __future__ import annotations

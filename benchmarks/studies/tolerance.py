@@ -97,8 +97,8 @@ def time_all(setting: Setting, device: torch.device, rounds: int) -> dict[str, A
         exact[name] = getattr(inputs, name).grad
     rows = [{"tolerance": x, **errors(inputs, x, exact)} for x in TOLERANCES]
     rounded = {name: _norm(g, g.to(torch.bfloat16)) / _norm(g) for name, g in exact.items()}
-    # These gradients are already rounded, so that their error is not measured but estimated: it is
-    # uniform in half a unit in the last place.
+    # Gradients in bfloat16 are already rounded: their rounding error is estimated as uniformly
+    # distributed within half a unit in the last place.
     if setting.dtype == torch.bfloat16:
         rounded = dict.fromkeys(exact, 2**-9 / 3**0.5)
     del exact

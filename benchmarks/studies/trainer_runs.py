@@ -152,7 +152,7 @@ def resumed(case: Case, size: Size, folder: Path) -> float:
     _clear(kept)
     assert len(got) == len(want) == STEPS
     found = differences(got[RESUMED:], want[RESUMED:])
-    # The token count is not compared, because TRL restarts it.
+    # The token count is not compared, because TRL restarts it when a run resumes.
     return max(found["loss"], found["grad_norm"])
 
 
