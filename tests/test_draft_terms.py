@@ -21,7 +21,7 @@ from headloss.statistics.softmax import Normalizer
 from headloss.testing import error, trained_looking
 
 T, V, H, WIDTH = 24, 53, 8, 6
-BLOCK = 4  # slots per block
+BLOCK = 4  # drafted tokens per block
 SCHEDULES = {
     "one_pass": hl.Options(),
     "recompute": hl.Options(schedule="recompute", chunk_tokens=5),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from triton_cases import DEVICE, EPS  # first, to turn on the interpreter
+from triton_cases import DEVICE, EPS  # import this first: turns on Triton's interpreter
 
 import headloss as hl
 from headloss import kernels

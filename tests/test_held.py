@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import twins
-from triton_cases import DEVICE, EPS  # first, to turn on the interpreter
+from triton_cases import DEVICE, EPS  # import this first: turns on Triton's interpreter
 
 import headloss as hl
 from headloss import kernels

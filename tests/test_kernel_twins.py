@@ -105,7 +105,7 @@ def test_there_are_acts_to_look_at():
     assert len(ACTS) >= 20 and kernels.load("reference") is reference
 
 
-# ---------------------------------------------------------------------- products and exp tiles
+# ---------------------------------------------------------------------- matmuls and tiles of exp(z)
 
 
 @pytest.mark.covering(1)
@@ -382,7 +382,7 @@ def test_scale_rows():
         assert torch.equal(works[1], before) == (factor == 1)
 
 
-# ---------------------------------------------------------------------- twins against autograd
+# ---------------------------------------------------------------------- PyTorch twins against autograd
 
 
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
