@@ -382,7 +382,7 @@ def test_scale_rows():
         assert torch.equal(works[1], before) == (factor == 1)
 
 
-# ---------------------------------------------------------------------- PyTorch twins against autograd
+# ---------------------------------------------------------------------- kernel twins and autograd
 
 
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
