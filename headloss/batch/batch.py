@@ -339,7 +339,7 @@ class Batch:
 
 
 MOST_IDS = 512  # Largest number of ids of a position.
-# Attributes of `Batch` and of `PackedBatch`.
+# Names that fields must not have, because `Batch` or `PackedBatch` has an attribute of the name.
 RESERVED = {*vars(Batch), "targets", "segments", "totals", "fields", "support", "support_ids"}
 RESERVED |= {"get", "live", "on", "slice", "replacing", "wide", "index", "stats", "as_given"}
 

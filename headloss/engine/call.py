@@ -51,7 +51,7 @@ class Call:
     packed: PackedBatch  # The scored tokens sorted by segment, and their fields.
     # Settings of the scored tokens (targets, transform, kernels) that every `LogitSource` reads.
     context: RowContext
-    # Skips rows with almost no gradient; None without `gradient_tolerance`.
+    # Function that skips rows with almost no gradient; None without `gradient_tolerance`.
     tolerance: Tolerance | None
 
     @property

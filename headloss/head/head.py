@@ -4,7 +4,7 @@ V vocabulary rows, H hidden width, r the rank of an adapter; [..] is any shape o
 z are computed from hidden states in two steps:
 
     raw = hidden @ weight.T + bias + sum over adapters of scaling * dropout(hidden) @ a.T @ b.T
-        + sum over pairs beside of features @ weight2.T
+        + sum over the pairs (features, weight2) in `beside` of features @ weight2.T
     z   = softcap * tanh(raw * logit_scale / softcap) / temperature
 
 `logit_scale`, `softcap` and `temperature` are constants without a gradient.

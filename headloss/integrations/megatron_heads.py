@@ -124,7 +124,8 @@ def check_layer(
 # ---------------------------------------------------------------------- class of the layer
 
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
-COMPARED: WeakSet[Any] = WeakSet()  # Layers whose logits were found equal to the product.
+# Output layers whose logits were found equal to hidden states times weight.
+COMPARED: WeakSet[Any] = WeakSet()
 HANDS_ON = "hands_on"  # Attribute of a replaced forward: the layer's original forward.
 LARGEST = 100.0  # Scale of the test logits, large enough to reveal any common soft cap.
 

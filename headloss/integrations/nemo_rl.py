@@ -1,8 +1,8 @@
 """NeMo-RL's log-probs computed by headloss from hidden states, under Megatron's vocabulary
 parallelism.
 
-    install()       with `megatron_cfg.use_linear_ce_fusion_loss`; the losses stay NeMo-RL's
-    uninstall()     restores NeMo-RL's function
+`install()` replaces the log-prob function used under `megatron_cfg.use_linear_ce_fusion_loss`;
+NeMo-RL still computes the losses. `uninstall()` restores NeMo-RL's function.
 
 NeMo-RL releases after 0.7 call the flag `use_fused_linear_logprobs`.
 

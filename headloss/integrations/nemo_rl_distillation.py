@@ -1,8 +1,8 @@
 """NeMo-RL's distillation under Megatron without the student's logits: from a teacher's top k, and
 over the whole vocabulary (`opd_full`).
 
-    install()       in each policy worker; losses and metrics stay NeMo-RL's
-    uninstall()     restores NeMo-RL's functions
+Call `install()` in each policy worker; NeMo-RL still computes losses and metrics. `uninstall()`
+restores NeMo-RL's functions.
 
 The student's model returns hidden states only in forwards with a distillation loss. The policy's
 log-probs and the teacher's top-k ids are still computed from logits.

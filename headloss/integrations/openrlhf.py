@@ -1,10 +1,9 @@
 """OpenRLHF's log-probs and entropies by headloss, for SFT, DPO and PPO.
 
-    install()       OpenRLHF's `Actor.forward` makes no logits
-    uninstall()     restores OpenRLHF's method
+After `install()` OpenRLHF's `Actor.forward` makes no logits, while OpenRLHF still computes the
+losses. `uninstall()` restores `Actor.forward`.
 
-The losses stay OpenRLHF's. B rows, L positions, A actions at the end of a row, H hidden width, V
-vocabulary.
+B rows, L positions, A actions at the end of a row, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def uninstall() -> None:
 
 def forward(
     self: Any,
-    sequences: Tensor,  # [B, L]
-    action_mask: Tensor | None = None,  # [B, A]
-    attention_mask: Tensor | None = None,  # [B, L]
+    sequences: Tensor,  # The token ids [B, L].
+    action_mask: Tensor | None = None,  # The mask of actions [B, A].
+    attention_mask: Tensor | None = None,  # The padding mask [B, L].
     return_output: bool = False,
     allgather_logits: bool = False,
     return_logprobs: bool = False,

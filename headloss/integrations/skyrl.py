@@ -1,8 +1,8 @@
 """SkyRL's log-probs computed by headloss from hidden states, under Megatron's vocabulary
 parallelism.
 
-    install()       with `fused_lm_head_logprob`; the losses stay SkyRL's
-    uninstall()     restores SkyRL's function
+`install()` replaces the log-prob function used under `fused_lm_head_logprob`; SkyRL still computes
+the losses. `uninstall()` restores SkyRL's function.
 
 B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism. SkyRL's code for
 context parallelism and packing surrounds the replaced function, and is unchanged.
@@ -39,7 +39,7 @@ def uninstall() -> None:
 
 def logprobs(
     backend: str,
-    hidden: Tensor,  # Shape [B, L, H], equal on all ranks.
+    hidden: Tensor,  # Hidden states [B, L, H], equal on all ranks.
     weight: Tensor,  # A vocabulary shard [V / R, H] for R ranks, divided by the temperature.
     target: Tensor,  # Shape [B, L], shifted.
     vocab_start_index: int,

@@ -196,7 +196,8 @@ def _values(
 def _redistribute(
     module: ModuleType, values: Any, rows: Tensor, args: Any, lengths: dict[str, Any]
 ) -> None:
-    """Exchange values from contiguous parts to zigzag parts, by the framework's own function."""
+    """Exchange values between context-parallel ranks, from contiguous to zigzag slices of the
+    sequences, by slime's or miles's function."""
     # The function has an underscore in slime and none in miles, and other arguments.
     if hasattr(module, "_allgather_cp_redistribute"):
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)

@@ -65,7 +65,7 @@ def bounded(weight: Tensor, minimum: float, maximum: float, mask: bool) -> Tenso
 
 
 def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
-    """Return the ratio of new to old policy, [T], or [S] at sequence level."""
+    """Return the ratio of new to old policy, [T] per token or [S] per sequence, as `level` says."""
     d = log_ratio(stats, batch)
     if level == "token":
         return bounded_exp(d)
@@ -79,7 +79,7 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
 
 
 def advantages_at(batch: PackedBatch, level: str) -> Tensor:
-    """Return the advantages in the ratio's shape, averaged over a segment at sequence level."""
+    """Return the advantages in the policy ratio's shape: [T], or averaged over segments [S]."""
     per_segment = LEVELS[level][1] == "segment"
     return batch.segments.mean(batch.advantages) if per_segment else batch.advantages
 

@@ -70,7 +70,8 @@ def dpo(
     Args:
         beta: strength of the pull to the reference, > 0.
         label_smoothing: assumed share of pairs with exchanged labels, in [0, 0.5]. The loss is
-            (1 - label_smoothing) f(h) + label_smoothing f(-h), except for robust and exo_pair.
+            (1 - label_smoothing) f(h) + label_smoothing f(-h) for the chosen loss type's function
+            f, except for robust and exo_pair.
         loss_type: one of the loss types above.
         average_log_prob: average an answer's log-ratios instead of summing them; None: average for
             sigmoid_norm and ipo alone.

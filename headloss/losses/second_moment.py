@@ -65,7 +65,7 @@ class _SecondMoment:
 def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modifier:
     """Mask that drops the tokens of largest trainer-sampler mismatch until the mean is low enough.
 
-        0 for the n largest m, else 1; m = (old - sampling)^2, n the least with mean(the other m) < threshold
+        0 for the n largest m, else 1; m = (old - sampling)^2, n the smallest number for which the mean of the remaining m is below threshold
 
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
     ratio; the authors' code derives clip bounds from the threshold instead. If even the tokens of

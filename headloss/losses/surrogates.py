@@ -92,7 +92,7 @@ def _soft_gate(
     level: str,
     temperature_pos: float,
     temperature_neg: float,
-) -> Tensor:  # [T], or [S] at sequence level
+) -> Tensor:  # [T], or [S] for a policy ratio per sequence
     advantages = advantages_at(batch, level)
     tau = torch.full_like(advantages, temperature_neg).masked_fill(advantages > 0, temperature_pos)
     gate = (tau * (importance_ratio(stats, batch, level) - 1)).sigmoid() * 4 / tau

@@ -94,8 +94,8 @@ class SupportRecorder:
 
     @property
     def support_ids(self) -> Tensor:
-        """Kept ids [B, C, K] int64, ascending and padded with -1; all -1 means that no id was
-        removed.
+        """Ids that the sampler kept, [B, C, K] int64, ascending and padded with -1; all -1 means
+        that no id was removed.
 
         Greedy decoding keeps one id for each token.
         """

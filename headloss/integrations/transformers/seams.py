@@ -15,8 +15,8 @@ COUNT = 11
 
 
 def loss_function(
-    logits: Tensor,  # [B, L, V]
-    labels: Tensor,  # [B, L]
+    logits: Tensor,  # The logits [B, L, V].
+    labels: Tensor,  # The labels, of shape [B, L].
     vocab_size: int,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = IGNORE,

@@ -246,8 +246,8 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """The path of the loss, and the path of passes without gradient (old and reference
-    log-probs)."""
+    """The ways to compute the loss, and the log-probs of passes without gradient (old and
+    reference log-probs)."""
 
     loss: Path
     logprobs: Path
@@ -350,8 +350,8 @@ def installed(
 
 
 class Unrounded:
-    """Stand-in for a model in TRL's passes without gradient, which returns the head's unrounded
-    log-probs.
+    """Callable that TRL runs in place of the model in passes without gradient, and that returns the
+    head's unrounded log-probs.
 
     TRL reads log-probs from the output of the model's wrappers, and FSDP2 under bf16 rounds that
     output. TRL passes the rows in chunks, in order.

@@ -57,7 +57,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     sampling_support: bool | None = None
     # Reason why the engine that generates completions does not return the ids its sampler kept.
     without_sets: str | None = None
-    _rows: list[Row] | None = None  # Kept ids of the current generation.
+    _rows: list[Row] | None = None  # Ids that the sampler kept in the current generation.
     # Whether the ids that the sampler kept are known; None: this trainer did not draw the tokens.
     _replayed: bool | None = None
 
@@ -67,7 +67,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
         self.warned_of: set[str] = set()  # Options of which `replay` has already warned.
-        self.paths: list[Paths] = []  # Paths of the models with headloss's head.
+        self.paths: list[Paths] = []  # How to compute log-probs of each model with headloss's head.
         with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
             super().__init__(*args, **kwargs)
         check_settings(self)

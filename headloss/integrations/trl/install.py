@@ -1,10 +1,10 @@
 """headloss in TRL's other trainers: replacement of TRL's chunked log-probs and chunked divergence.
 
-    install()       RLOO, KTO, GRPO, SFT, DPO, async GRPO and distillation trainers run on headloss
-    uninstall()     restores TRL's functions
+After `install()` TRL's RLOO, KTO, GRPO, SFT, DPO, async GRPO and distillation trainers get their
+log-probs or divergences from headloss. `uninstall()` restores TRL's functions.
 
-The losses stay TRL's, so log-probs and gradients need more than one pass. headloss's own trainers
-(`GRPOTrainer`, `SFTTrainer`, `DPOTrainer`) are faster.
+TRL still computes the losses, so that log-probs and gradients need more than one pass. headloss's
+own trainers (`GRPOTrainer`, `SFTTrainer`, `DPOTrainer`) are faster.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
 `sampling_support` is the trainer's option: True asks for log-probs over the ids that the sampler
-kept, False for TRL's log-probs, None for the former if a filter removes ids. With
-`sampling_support=True` an obstacle raises ValueError; with None, it gives one warning.
+kept, False for TRL's log-probs, None for log-probs over kept ids if a filter removes ids. Options
+that prevent log-probs over kept ids raise ValueError under True, and give one warning under None.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class Fused:
 
     def forward(
         self,
-        hidden_states: Tensor,  # [.., H]
-        vocab_weights: Tensor,  # [V, H]
-        input_ids: Tensor,  # Shape [..], the labels, shifted.
+        hidden_states: Tensor,  # The hidden states [.., H].
+        vocab_weights: Tensor,  # The head's weight [V, H].
+        input_ids: Tensor,  # The labels [..], already shifted.
         temperature: float | Tensor = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs and entropies [..], each with a gradient."""
