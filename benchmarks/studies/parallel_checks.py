@@ -158,7 +158,7 @@ def placed(p: Problem, grid: Grid, groups: tuple[Any, Any], name: str, schedule:
         distributed.all_reduce(least, distributed.ReduceOp.MIN, group=part.group)
         distributed.all_reduce(most, distributed.ReduceOp.MAX, group=part.group)
         same = bool(least == most)
-    if grid.data > 1:  # Each row of the grid has a part of the loss's sum.
+    if grid.data > 1:  # Each row of the grid of ranks computes a part of the sum in the loss.
         distributed.all_reduce(loss, group=groups[0])
         distributed.all_reduce(dw, group=groups[0])
     scale = want.loss.abs().clamp_min(0.5)
