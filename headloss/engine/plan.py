@@ -45,28 +45,28 @@ class Plan:
     Attributes:
         schedule: a schedule of `Options`, or "statistics" if no input requires a gradient.
         backend: "reference" or "triton".
-        chunk_tokens: the most tokens whose logits over the whole vocabulary are in memory at once.
+        chunk_tokens: the number of tokens of a chunk. At most `chunk_tokens` tokens have logits
+            over the whole vocabulary in memory at once.
         tile: rows and columns of logits in memory, for schedules that loop over tiles.
         sweep_rows: rows of a step that computes statistics over all columns; 0 if statistics are
             computed by tiles.
         exp_tiles: True if the matmul of logits writes exp(logits) in 16 bits in place of logits.
-        on_chip: True if statistics come from kernels of a narrow head, whose tiles of logits never
-            leave the chip.
+        on_chip: True if statistics come from the kernels for heads of a width of at most 256. Tiles
+            of logits then never leave the chip.
         keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
-        in_place: True if kernels read given logits, and write their gradient, without a copy.
-        bytes: bytes of working memory beyond inputs and returned gradients, by part.
+        in_place: True if kernels read the caller's logits, and write the logits' gradient, in place.
+        bytes: bytes of working memory, by part. Inputs and returned gradients are not included.
         peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
             implementation.
-        budget: bytes for a chunk, or for the tensors that the `held` schedule keeps, and the origin
-            of this number.
+        budget: bytes for a chunk, or for the tensors that the `held` schedule keeps. A text says
+            where the number comes from.
         reason: the reason for the schedule.
         skip_rows: True if the two backward matmuls skip rows without a gradient.
         single_block: True if one block holds all tokens, so that matmuls write the returned
             gradients.
-        support: the number of pairs of a token and a column of its support; each pair costs a dot
-            product.
-        restricted: the number of tokens with a support.
+        support: the number of (token, id) pairs in `support_ids`. Each pair costs a dot product.
+        restricted: the number of tokens whose softmax is over `support_ids`.
     """
 
     schedule: Schedule

@@ -82,8 +82,8 @@ def register_teacher(factory: Callable[[torch.device], Head]) -> None:
 
     Args:
         factory: function of a device that returns the teacher's head on the device, with a weight
-            [V, H'] for the batch's `teacher_hidden` [.., H']. `factory` is called once, in the
-            first micro-batch.
+            [V, H'] for the batch's `teacher_hidden` [.., H']. The teacher's head is made once, in
+            the first micro-batch.
     """
     from . import whole
 
