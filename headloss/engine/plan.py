@@ -54,7 +54,7 @@ class Plan:
         on_chip: True if statistics come from the kernels for heads of a width of at most 256. Tiles
             of logits then never leave the chip.
         keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
-        in_place: True if kernels read the caller's logits, and write the logits' gradient, in place.
+        in_place: True if kernels overwrite or read the caller's logits without a copy.
         bytes: bytes of working memory, by part. Inputs and returned gradients are not included.
         peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
