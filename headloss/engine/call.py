@@ -231,8 +231,8 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
 def call_of(a: Arguments) -> Call:
     """Return the `Call` after the ranks agree that their calls match; ValueError for bad fields of
     teachers and candidates. Hidden states may be on the meta device (shapes without
-    data). Dropout in a teacher's adapter uses the random seed of the first rank of the vocabulary's
-    group, which costs a collective."""
+    data). Dropout in a teacher's adapter uses the mask of the vocabulary group's first
+    rank, which is broadcast."""
     fields = None
     across = a.batch.segments.group if isinstance(a.batch, Batch) else None
     if across is None:

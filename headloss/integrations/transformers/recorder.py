@@ -42,7 +42,7 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
     Raises:
         TypeError: the model cannot generate.
         ValueError: from `generate`, for beam search and assisted decoding, which do not draw each
-            token from one softmax, and for `generate_batch`, which generates rows independently.
+            token from one softmax, and for `generate_batch` (continuous batching).
     """
     recorder = SupportRecorder()
     with recorder.attached(model):
