@@ -1,16 +1,14 @@
 """GSPO on packed completions of any length, with a KL penalty and an entropy bonus.
 
 The example makes four updates on the same samples. In the first update the policy is the sampler's
-policy: every ratio is 1, and the GSPO term is minus the mean advantage, which is 0. In the second
-to fourth update the ratios differ from 1. A completion's ratio is the exponential of the mean of
-its log-ratios; the shortest completion changes most, because its mean is over the fewest tokens. A
-sequence whose ratio leaves [1 - 3e-4, 1 + 4e-4] is clipped and has no further gradient, so that the
-GSPO term gains less in each step. The loss is the GSPO term, plus 0.05 times the KL, minus 0.01
-times the entropy.
+policy: every ratio is 1, and the GSPO term is minus the mean advantage, which is 0. In later
+updates the ratio of the shortest completion differs most from 1, because its mean log-ratio is over
+the fewest tokens. A sequence whose ratio leaves [1 - 3e-4, 1 + 4e-4] is clipped and has no further
+gradient, so that the GSPO term gains less in each step. The loss is the GSPO term, plus 0.05 times
+the KL, minus 0.01 times the entropy.
 
-The example's last lines of output show the plan: the schedule and the memory in bytes. Chunks of
-logits end where sequences end, so that one pass is enough. The plan's `total` is the memory of
-headloss, and `plain` is the memory with plain logits.
+Chunks of logits end where sequences end, so that one pass is enough. The printed plan gives the
+memory of headloss (`total`) and the memory with plain logits (`plain`).
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import torch
 import headloss as hl
 
 VOCAB, WIDTH = 8000, 64
-# The lengths of six completions, three for each of two prompts.
-LENGTHS = [70, 310, 120, 10, 200, 90]
+LENGTHS = [70, 310, 120, 10, 200, 90]  # Six completions, three for each of two prompts.
 
 
 def main() -> None:
