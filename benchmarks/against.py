@@ -79,7 +79,8 @@ def judged(ratios: list[float], bar: float | None) -> dict[str, Any]:
 
 
 def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> int:
-    """Print a line per case and headloss contestant; return 1 if any is slower, else 0."""
+    """Print a line for each case and headloss configuration; return 1 if any is slower in the new
+    version, else 0."""
     before, slower = load(folder), 0
     for case in cases:
         inputs = works.make_sets(case.setting, device, pairs + 1)

@@ -53,7 +53,7 @@ GIVEN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One benchmark case: works in one setting, timed for several contestants.
+    """One benchmark case: losses in one setting, timed for several implementations.
 
     Attributes:
         row: name in the report; cases of one row differ in shape.
@@ -207,7 +207,7 @@ MAIN = (*DEFAULTS, *FASTEST, *RECOMPUTE)
 
 
 def full() -> Iterator[Case]:
-    """Yield the sweeps over shapes, numbers of tokens and vocabularies."""
+    """Yield cases for several shapes, numbers of tokens and sizes of the vocabulary."""
     for tokens, width, vocabulary in SHAPES:
         setting = Setting(tokens=tokens, width=width, vocabulary=vocabulary)
         ragged = replace(setting, segments=RAGGED)
@@ -238,7 +238,7 @@ def full() -> Iterator[Case]:
 
 
 def quick() -> Iterator[Case]:
-    """Yield the table's rows at sizes for a CPU, in float32 in place of bfloat16, and small sweeps
+    """Yield the table's rows at sizes for a CPU, in float32 in place of bfloat16, and small cases
     for the plots."""
     seen = set()
     for case in table():

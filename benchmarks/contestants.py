@@ -22,7 +22,7 @@ from works import Z_WEIGHT, Inputs, Setting, Values, Work
 import headloss as hl
 
 MIB = 1 << 20
-MEMORY: int | None = None  # default budget of headloss contestants, bytes; None: headloss's default
+MEMORY: int | None = None  # Memory budget of headloss runs in bytes; None: headloss's default.
 STATISTICS = ("logp", "lse", "entropy")
 
 

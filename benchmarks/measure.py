@@ -31,8 +31,8 @@ def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
     """Return a run of the necessary matrix products, by the vendor's library in the inputs' dtype.
 
     The products are the logits (and a teacher's logits), then dX and dW (if required) from a
-    realistic logit gradient, in chunks of 4096 tokens. For given logits, the limit is a copy of the
-    logits.
+    realistic logit gradient, in chunks of 4096 tokens. If the caller passes in logits, the limit is
+    a copy of the logits.
     """
     if setting.given:
         copy = torch.empty_like(inputs.pristine)
@@ -185,7 +185,7 @@ def run_case(
     keep: Callable[[str], bool] = lambda name: True,
     seconds: float = math.inf,
 ) -> list[dict]:
-    """Check correctness, then time: return one row for each work and contestant.
+    """Check correctness, then time; return one row for each benchmarked loss and implementation.
 
     Args:
         keep: function of an implementation's name; False leaves the implementation out.
@@ -230,7 +230,7 @@ def run_case(
 
 
 def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
-    """Run every contestant that compiles code once, ignoring errors.
+    """Run every implementation that compiles code once, ignoring errors.
 
     Cases with logits passed in by the caller are left out because the logits are large, and eager
     PyTorch because it compiles nothing.

@@ -1,4 +1,4 @@
-"""The float64 oracle, and the correctness gate that compares contestants with the oracle.
+"""The float64 oracle, and the correctness gate that compares each implementation with the oracle.
 
 T tokens, H hidden width, V vocabulary.
 """
@@ -139,8 +139,8 @@ def _sampled(
     blocks: Iterable[Tensor],
     oracle: Oracle,
 ) -> dict[str, Tensor]:
-    """Return the gradients of hidden rows (or given logits) `rows`, of weight and bias rows
-    `columns`, and of adapter factors."""
+    """Return the gradients of the hidden states (or of logits passed in by the caller) of the
+    tokens `rows`, of weight and bias rows `columns`, and of adapter factors."""
     into_rows: list[Tensor] = []
     order: list[Tensor] = []
     weight, factors = sources.weight, sources.factors

@@ -1,4 +1,4 @@
-"""Logits in plain PyTorch, for contestants and for reference values.
+"""Logits in plain PyTorch, for timed implementations and for reference values.
 
 n tokens, H hidden width, V vocabulary, K columns, r the rank of an adapter.
 """

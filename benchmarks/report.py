@@ -205,7 +205,7 @@ TIE = 0.02  # relative difference of two equal runs
 
 def few(results: dict) -> str:
     """Return a table of four cases at H=4096: headloss by default, in further budgets and under
-    recompute, and the fastest contestant of each library."""
+    recompute, and the fastest configuration of each library."""
     results = _of(results, "table")
     rows = [r for r in results["rows"] if r["width"] == 4096 and r["tokens"] == 16384]
     ran = {r["contestant"] for r in rows}
@@ -382,8 +382,8 @@ def markdown(lines: list[tuple[str, ...]]) -> str:
 
 
 def plots(results: dict, folder: Path) -> list[Path]:
-    """Write PNG files of the available results: sweeps over tokens and vocabulary, one term against
-    five terms, and the table as bars."""
+    """Write PNG files of the available results: time against the numbers of tokens and of
+    vocabulary ids, one term against five terms, and the table as bars."""
     import matplotlib
 
     matplotlib.use("agg")

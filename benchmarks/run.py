@@ -5,9 +5,9 @@
     python benchmarks/run.py --table --against ../before  # 30 pairs of calls of two versions
     python benchmarks/run.py --full --part 1/4 --output full.json
 
-Every contestant must pass a correctness gate against float64 before timing. Results are appended to
-one file after each case; a repeated case replaces its old rows. A CUDA error ends the program; with
---resume the program continues after the failed case.
+Every implementation must pass a correctness gate against float64 before it is timed. Results are
+appended to one file after each case; a repeated case replaces its old rows. A CUDA error ends the
+program; with --resume the program continues after the failed case.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LISTS = {"quick": cases.quick, "table": cases.table, "full": cases.full}
 
 
 class Results:
-    """A file of results: machine and versions of each run, and a row for each case, work and
-    contestant."""
+    """A file of results: machine and versions of each run, and a row for each case, loss and
+    implementation."""
 
     def __init__(self, path: Path | None, run: dict) -> None:
         self.path = path

@@ -1,4 +1,5 @@
-"""Cases of benchmarks/steps.py: models of known shapes, batches, and contestants with one backbone.
+"""Cases of benchmarks/steps.py: models of known shapes, batches, and implementations of the head
+for one backbone.
 
 B sequences of L tokens, H hidden width, V vocabulary. In DPO a chosen sequence is followed by its
 rejected sequence.

@@ -6,9 +6,9 @@
 
 The models are Transformers models with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of
 Llama-3-8B, in bfloat16, with random weights, all trained. Labels have a mean probability of a half.
-For each model, batch and work, the benchmark compares each contestant's loss and gradient with a
-float32 head on identical hidden states, and then times correct contestants alternately. With
-`--longest` the program times nothing, and searches for the longest sequence that each
+For each model, batch and loss, the benchmark compares each implementation's loss and gradient with
+a float32 head on identical hidden states, and then times the correct implementations alternately.
+With `--longest` the program times nothing, and searches for the longest sequence that each
 implementation can train on without running out of memory.
 """
 
@@ -57,8 +57,8 @@ def race(
     device: torch.device,
     exact: Callable[[str, Any, Any], Tensor] = exact,
 ) -> dict[str, dict[str, Any]]:
-    """Return a row for each contestant: errors against the loss `exact`, and for correct
-    contestants time and memory."""
+    """Return a row for each implementation: errors against the loss `exact`, and for correct
+    implementations time and memory."""
     weights = list(model.parameters())
     model.zero_grad(set_to_none=True)
     loss = exact(work, model, batch)
@@ -114,7 +114,7 @@ def gate(
             row["peak_bytes"] = peak(lambda: contestant.loss(work, model, batch).backward(), device)
     except ImportError as missing:
         row = {"status": "skipped", "reason": one_line(missing)}
-    except Exception as failure:  # an error of one contestant must not stop the rest
+    except Exception as failure:  # An error of one implementation must not stop the benchmark.
         row |= {"status": "failed", "reason": one_line(failure)}
     else:
         slack = BACKBONE if weights[0].dtype == torch.bfloat16 else 0.0
@@ -204,7 +204,7 @@ def longest_row(
             tokens = longest(fits, setting.unit, setting.cap)
     except ImportError as missing:
         return {"status": "skipped", "reason": one_line(missing), "longest": None}
-    except Exception as failure:  # an error of one contestant must not stop the rest
+    except Exception as failure:  # An error of one implementation must not stop the benchmark.
         return {"status": "failed", "reason": one_line(failure), "longest": None}
     return {"status": "ok", "reason": "", "longest": tokens}
 
@@ -292,7 +292,7 @@ def timed_rows(
 def longest_rows(
     name: str, setting: Setting, model: Any, chosen: dict[str, Contestant], device: torch.device
 ) -> Rows:
-    """Yield rows of the longest-sequence search of each contestant, for SFT and GRPO."""
+    """Yield rows of the longest-sequence search of each implementation, for SFT and GRPO."""
     for work in ("SFT", "GRPO"):
         for who, contestant in chosen.items():
             same = {"case": f"{name}, longest", "model": name, "work": work, "contestant": who}
@@ -300,7 +300,7 @@ def longest_rows(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; return 0 if every headloss contestant ran correctly, else 1."""
+    """Run the benchmark; return 0 if every headloss configuration ran correctly, else 1."""
     arguments = _parse(argv)
     warnings.simplefilter("ignore", FutureWarning)  # deprecated names in transformers
     device = torch.device(arguments.device)

@@ -294,7 +294,7 @@ class Values(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A loss, for headloss and for all other contestants.
+    """A benchmarked loss, for headloss and for all other implementations.
 
     Attributes:
         fields: names of the batch fields that the objective reads.

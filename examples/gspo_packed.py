@@ -31,7 +31,7 @@ def main() -> None:
     reward = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 0.0]).view(2, 3)
     advantages = (reward - reward.mean(1, keepdim=True)).flatten()  # [S]
 
-    # Stand-ins for the log-probs of the sampler and of the reference policy.
+    # Placeholders for the log-probs of the sampler and of the reference policy.
     with torch.no_grad():
         old = hl.head_stats(hidden, head, sampled).logp
     reference = old + 0.1 * torch.randn_like(old)

@@ -4,10 +4,10 @@ Page: benchmarks/README.md.
 
     python benchmarks/studies/cpu_memory.py --output benchmarks/results/cpu_memory.json
 
-Each contestant runs in a separate process on identical inputs: T tokens, hidden width H, vocabulary
-V. A call's memory is the largest resident set of the process during the call, minus the resident
-set before the call (on Linux). The memory includes the two returned gradients. All implementations
-of a benchmarked loss must return equal values.
+Each implementation runs in a separate process on identical inputs: T tokens, hidden width H,
+vocabulary V. A call's memory is the largest resident set of the process during the call, minus the
+resident set before the call (on Linux). The memory includes the two returned gradients. All
+implementations of a benchmarked loss must return equal values.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CONTESTANTS: dict[str, tuple[str, Callable[[Tensor, Tensor, hl.Batch], Tensor]]]
 
 
 def run_one(name: str, tokens: int, width: int, vocabulary: int, dtype: torch.dtype) -> dict:
-    """Measure one contestant in this process."""
+    """Measure one implementation in this process."""
     work, loss = CONTESTANTS[name]
     loss(*_inputs(64, 16, 128, dtype)).backward()  # first use of libraries allocates memory
     hidden, weight, batch = _inputs(tokens, width, vocabulary, dtype)
@@ -111,7 +111,7 @@ def _reset_peak() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict:
-    """Measure every contestant in a separate process."""
+    """Measure every implementation in a separate process."""
     sizes = [f"--{name}={getattr(arguments, name)}" for name in ("tokens", "hidden", "vocab")]
     rows = []
     for name in CONTESTANTS:

@@ -223,7 +223,7 @@ def race(name: str, shape: Shape, alone: bool) -> list[dict[str, Any]]:
 
 
 def training_step(quick: bool) -> list[dict[str, Any]]:
-    """Return a row for each contestant of a training step of a draft model."""
+    """Time a training step of a draft model; return a row for each implementation of its loss."""
     setting = draft_cases.TINY if quick else draft_cases.Setting()
     model = draft_cases.make_model(setting, DEVICE)
     batch = draft_cases.make_batch(setting, DEVICE)

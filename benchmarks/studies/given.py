@@ -1,4 +1,5 @@
-"""Speed of loss and in-place gradient of given logits, compared with a copy of the logits.
+"""Speed of the loss and the in-place gradient of logits passed in by the caller, compared with a
+copy of the logits.
 
 Page: benchmarks/NOTES.md.
 

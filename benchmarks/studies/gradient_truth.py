@@ -1,4 +1,5 @@
-"""The error of a model's gradient from each contestant, against a float64 head on one backbone.
+"""The error of a model's gradient with each implementation of the head, against a float64 head on
+one backbone.
 
 Page: benchmarks/README.md.
 
@@ -7,15 +8,15 @@ Page: benchmarks/README.md.
     python benchmarks/studies/gradient_truth.py --quick --device cpu    # seconds, tiny shapes
 
 A random backbone of Qwen2's shape computes the hidden states once, in bfloat16. The head's weight
-is scaled until the largest logit has the wanted size, and every target is sampled from the model. A
-contestant computes the gradients of hidden states and weight; the hidden gradient is then
+is scaled until the largest logit has the wanted size, and every target is sampled from the model.
+An implementation computes the gradients of hidden states and weight; the hidden gradient is then
 backpropagated through the common backbone. The reference head computes in float64.
 
 The old policy differs from the current policy by noise on the hidden states. For GRPO the noise
 changes a token's log-prob by 0.1 (standard deviation), so that a few percent of the tokens are
 clipped. For GSPO the noise changes a sequence's mean log-prob by 3.5e-4, so that about a fifth of
-the sequences are clipped. In "grpo" and "gspo" all contestants get identical old log-probs from a
-float64 head, like those of an exact sampler. In "grpo, own old" and "gspo, own old" each
+the sequences are clipped. In "grpo" and "gspo" all implementations get identical old log-probs from
+a float64 head, like those of an exact sampler. In "grpo, own old" and "gspo, own old" each
 implementation under test computes the old log-probs itself, like a trainer that scores a batch
 before the first update. If a trainer makes only one update per batch, the old log-probs equal the
 current log-probs, and no token is clipped. The gradient then has the rounding error that the study
@@ -327,7 +328,7 @@ class Runs:
 
 
 def measured(bench: Bench, sample: Sample, runs: Runs, name: str, own: bool) -> dict[str, Any]:
-    """Measure one contestant on one batch; an error becomes part of the row."""
+    """Measure one implementation on one batch; an error becomes part of the row."""
     run = runs.of(name, sample.work)
     if isinstance(run, str):
         return {"status": "skipped", "reason": run}
@@ -346,8 +347,8 @@ def measured(bench: Bench, sample: Sample, runs: Runs, name: str, own: bool) -> 
 def _with_own_old(
     sample: Sample, runs: Runs, name: str, run: contestants.Run
 ) -> tuple[Inputs, str]:
-    """Return the batch with old log-probs computed by the contestant, or from plain logits if the
-    contestant returns no log-probs, as in its trainer."""
+    """Return the batch with old log-probs computed by the implementation, or from plain logits if
+    the implementation returns no log-probs."""
     assert sample.earlier is not None
     before = replace(sample.inputs, hidden=sample.earlier.clone().requires_grad_())
     values, whose = run(before).read().values, ""
@@ -404,8 +405,8 @@ def percent(value: float) -> str:
 
 
 def table(results: dict) -> str:
-    """Return a Markdown table with a line per loss and contestant, and a column per size of
-    logits."""
+    """Return a Markdown table with a line per loss and implementation, and a column per size of the
+    largest logit."""
     parts = [report.machine(results), NOTES]
     for work, rows in _by_work(results):
         sizes = sorted({row["size"] for row in rows})
@@ -483,7 +484,7 @@ def summary(results: dict) -> str:
 
 
 def plot(results: dict, path: Path) -> Path:
-    """Plot a panel per loss, with the contestant's name at the end of each line."""
+    """Plot a panel per loss, with the implementation's name at the end of each line."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -546,7 +547,7 @@ def _together(ends: list[tuple[float, str, str]]) -> list[tuple[float, list[tupl
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the study; return 0 if every headloss contestant was measured, else 1."""
+    """Run the study; return 0 if every headloss configuration was measured, else 1."""
     arguments = _parse(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda":

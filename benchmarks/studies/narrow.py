@@ -140,7 +140,8 @@ def use(owned: str, h: int, shape: tuple[int, ...]) -> None:
 
 
 def compile_one(job: tuple[int, str, tuple[int, ...]]) -> str | None:
-    """Compile in a separate process the kernel of a sweep with this tile shape."""
+    """Compile, in a separate process, the kernel of a pass over the vocabulary with this tile
+    shape."""
     h, owned, shape = job
     send = launch.Launcher.send
     use(owned, h, shape)

@@ -118,8 +118,8 @@ class Clock:
         return self.alone[names]
 
     def times(self, step: Step, of_all: Callable[[float], float]) -> dict[str, float]:
-        """Time a step on an idle device, and back to back as in training, where the host prepares a
-        step while the device executes the previous step."""
+        """Time a step on an idle device, and back to back as in training, where the CPU prepares a
+        step while the GPU executes the previous step."""
         apart = self.ranks.milliseconds(step, self.repeats)
         in_a_row = self.ranks.milliseconds(step, 3, warm=1, in_a_row=IN_A_ROW)
         found = middle([of_all(ms) for ms in apart])

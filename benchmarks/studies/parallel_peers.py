@@ -1,7 +1,7 @@
 """Cross-entropies of other libraries over vocabulary slices, with the inputs of `parallel.py`.
 
 T tokens, H hidden width, V vocabulary; each rank has all hidden states and V / ranks rows of the
-weight. A contestant returns the mean loss, with gradients of hidden states and weight slice.
+weight. Each implementation returns the mean loss, with gradients of hidden states and weight slice.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def liger(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
 
 
 def contestants(on_gpu: bool) -> dict[str, Contestant]:
-    """Return contestants by their name in the table; Liger's is left out without a GPU or without
-    Liger."""
+    """Return the implementations by their name in the table; Liger's is left out without a GPU or
+    without Liger."""
     found: dict[str, Contestant] = {"vocabulary": ours, "vocabulary, plain PyTorch": plain}
     if on_gpu:
         try:
