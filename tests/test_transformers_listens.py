@@ -173,6 +173,26 @@ def Biased(self, hidden, labels, **kwargs):
 
 
 @forward
+def BiasTrained(self, hidden, labels, **kwargs):
+    """A forward like ESM's, whose bias is not the head's."""
+    logits = self.lm_head(hidden) + torch.linspace(-1, 1, 37) + self.lm_head.weight[:, 0]
+    return self.loss_function(logits, labels, 37), logits
+
+
+@forward
+def BiasAlone(self, hidden, labels, **kwargs):
+    logits = self.lm_head(hidden).detach() + self.lm_head.weight[:, 0]
+    return self.loss_function(logits, labels, 37), logits
+
+
+@forward
+def Columns(self, hidden, labels, **kwargs):
+    """A forward like Inkling's, with a padded vocabulary."""
+    logits = self.lm_head(hidden)[:, 1:, :35].contiguous()
+    return self.loss_function(logits, labels[:, 1:].clamp(max=34), 35), logits
+
+
+@forward
 def ReadsTheWeight(self, hidden, labels, **kwargs):
     logits = hidden @ self.lm_head.weight.T
     return self.loss_function(logits, labels, 37), logits
@@ -228,11 +248,11 @@ def AndAnother(self, hidden, labels, **kwargs):
 
 FORWARDS = [
     Beside, LabelsOfItsOwn, CountOfItsOwn, Ignores, LeavesOut, LastRows, Halves, HalvesInPlace,
-    Pads, Clamps, Caps, CapsBackwards, Biased, ReadsTheWeight, ZLoss, EntropyBonus, Teacher,
-    Accuracy, Twice, AndAnother,
+    Pads, Clamps, Caps, CapsBackwards, Biased, BiasTrained, BiasAlone, Columns, ReadsTheWeight,
+    ZLoss, EntropyBonus, Teacher, Accuracy, Twice, AndAnother,
 ]  # fmt: skip
 # Model forwards whose loss can only be computed from materialised logits.
-DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, ReadsTheWeight}
+DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, BiasAlone, ReadsTheWeight}
 
 
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)

@@ -78,7 +78,8 @@ class HeadCall:
         if self.autocast["enabled"] and dtype != torch.float64:
             dtype = self.autocast["dtype"]
         shape = (*self.hidden.shape[:-1], self.head.weight.shape[0])
-        return Recipe(self, self.hidden).followed(shape, dtype, self.tensors(self.head))
+        recipe = Recipe(self, self.hidden)
+        return recipe.followed(shape, dtype, recipe.tensors)
 
     def tensors(self, head: Head) -> list[Tensor]:
         """Return the call's hidden states and the head's weight, bias and adapters."""
@@ -135,6 +136,11 @@ class Recipe:
     def followed(self, shape: Any, dtype: torch.dtype, inputs: list[Tensor]) -> Followed:
         return _Node.apply(self, torch.Size(shape), dtype, *inputs)  # type: ignore[return-value]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that may get a gradient: hidden states, the head's tensors and the bias."""
+        return self.call.tensors(self.call.head) + ([] if self.bias is None else [self.bias])
+
     def make(self, attached: bool) -> Tensor:
         if self.real is None and self.call.written:
             raise RuntimeError(STALE.format("they have been written to by another name"))
@@ -144,16 +150,15 @@ class Recipe:
                 self.real = self.call.raw() if parent is None else self.step(parent.make(attached))  # type: ignore[misc]
         return self.real
 
-    def head_of(self, head: Head) -> Head:
-        """Return `head` with the bias, scale and soft cap of the formula, for `head_loss`."""
-        if self.scale == 1 and self.factor is None and self.bias is None:
-            return head
+    def head_of(self, head: Head, columns: int) -> Head:
+        """Return `head` with the bias, scale, soft cap and columns of the formula."""
         bias, scale = head.bias, self.scale * (self.factor or 1)
         if self.bias is not None:
             added = self.bias.to(head.weight.dtype)
             bias = added if bias is None else bias + added
         scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-12) else scale
-        return replace(head, bias=bias, softcap=self.factor, logit_scale=scale)
+        capped = {"softcap": self.factor, "logit_scale": scale}
+        return replace(head, bias=bias, vocab_size=columns, **capped)
 
 
 class Followed(Tensor):
@@ -189,7 +194,7 @@ class Followed(Tensor):
         def of_hidden(hidden: Tensor) -> Tensors:
             with in_place_of(seam.module):
                 read = Head.of(seam.module) if seam.external or seam.unit else call.head
-            head = recipe.head_of(whole(read, model, hidden.dtype))
+            head = recipe.head_of(whole(read, model, hidden.dtype), self.shape[-1])
             exact[:] = act(hidden.to(head.weight.device), head)
             return tuple(exact)
 
@@ -266,8 +271,8 @@ class _Node(torch.autograd.Function):
         needed = ctx.needs_input_grad
         if gradients[0] is None:
             return (None,) * len(needed)
-        tensors = ctx.recipe.call.tensors(ctx.recipe.call.head)
-        before = len(needed) - len(tensors)  # The inputs before the head's parameters.
+        tensors = ctx.recipe.tensors
+        before = len(needed) - len(tensors)  # The inputs before the head's tensors.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
@@ -300,9 +305,8 @@ def _then(
     **changes: Any,
 ) -> Followed:
     parent = x.recipe
-    call = parent.call
     recipe = replace(parent, parent=parent, step=step, real=None, **changes)
-    inputs = [x, *call.tensors(call.head)] if attached and x.requires_grad else []
+    inputs = [x, *recipe.tensors] if attached and x.requires_grad else []
     return recipe.followed(x.shape if shape is None else shape, dtype or x.dtype, inputs)
 
 
@@ -330,13 +334,17 @@ def _tanh(x: Followed, func: Any) -> Any:
 
 def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
     recipe = x.recipe
-    constant = isinstance(bias, Tensor) and not bias.requires_grad and not options
-    if not constant or bias.shape[-1:] != x.shape[-1:] or bias.numel() != x.shape[-1]:
+    columns = recipe.call.head.weight.shape[:1]
+    if not isinstance(bias, Tensor) or options or bias.shape[-1:] != columns:
         return None
-    if bias.dim() > x.dim() or recipe.factor is not None or recipe.scale != 1:
+    if bias.numel() != bias.shape[-1] or bias.dim() > x.dim() or bias.dtype != x.dtype:
         return None
-    columns = bias.reshape(-1) if recipe.bias is None else recipe.bias + bias.reshape(-1)
-    return _then(x, lambda t: t + bias, bias=columns)
+    trained = bias.requires_grad and (recipe.call.seam.external or not x.requires_grad)
+    if trained or recipe.factor is not None or recipe.scale != 1:
+        return None
+    added = bias.reshape(-1).clone()
+    total = added if recipe.bias is None else recipe.bias + added
+    return _then(x, lambda t: t + added, bias=total)
 
 
 def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
@@ -348,8 +356,10 @@ def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     return _then(x, lambda t: func(t, *args, **options), dtype=like.dtype, attached=attached)
 
 
-def _rows(x: Followed, step: Callable[[Tensor], Tensor], hidden: Tensor) -> Followed:
-    return _then(x, step, (*hidden.shape[:-1], x.shape[-1]), hidden=hidden)
+def _rows(
+    x: Followed, step: Callable[[Tensor], Tensor], hidden: Tensor, columns: int | None = None
+) -> Followed:
+    return _then(x, step, (*hidden.shape[:-1], columns or x.shape[-1]), hidden=hidden)
 
 
 def _item(x: Followed, func: Any, index: Any) -> Any:
@@ -358,11 +368,12 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
     if not parts or any(not isinstance(p, kinds) or isinstance(p, bool | Followed) for p in parts):
         return None
     masks = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts]
-    ellipsis = any(p is ... for p in parts)
-    last = isinstance(parts[-1], slice) and parts[-1] == slice(None)
-    if not last and (sum(masks) >= x.dim() or ellipsis):
-        return None
-    return _rows(x, lambda t: t[index], x.recipe.hidden[index])
+    last, columns = parts[-1], x.shape[-1]
+    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last part selects columns.
+        stop = last.stop if isinstance(last, slice) and last == slice(last.stop) else 0
+        columns = min(columns, columns if stop is None else stop)
+        parts = (*parts[:-1], slice(None))
+    return None if columns < 1 else _rows(x, lambda t: t[index], x.recipe.hidden[parts], columns)
 
 
 def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .followed import HeadCall
 from .sharding import externals, in_place_of, is_unit
@@ -41,7 +41,7 @@ class FollowedHead:
     cross_entropy: Callable[..., Any] | None = None
 
     def __init__(self, model: Any) -> None:
-        self.module, self.thread = model.get_output_embeddings(), threading.get_ident()
+        self.module, self.thread = _product(model), threading.get_ident()
         self.external, self.unit = externals(self.module), is_unit(self.module)
 
     @eager
@@ -68,3 +68,13 @@ class FollowedHead:
         self.hidden = hidden
         with in_place_of(self.module):
             return HeadCall(self, hidden).logits()
+
+
+def _product(model: Any) -> nn.Module:
+    """Return the module that computes logits: the output embeddings, or, if these are an embedding
+    (as in FSMT), the last linear layer with as many outputs."""
+    named = model.get_output_embeddings()
+    if not isinstance(named, nn.Embedding):
+        return named  # type: ignore[no-any-return]
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    return [named, *(m for m in linear if m.out_features == named.num_embeddings)][-1]
