@@ -418,11 +418,21 @@ def test_fsdp2(schedule: str) -> None:
 # ---------------------------------------------------------------------- errors that name an input
 
 
-def test_two_heads_are_refused() -> None:
+def test_two_heads() -> None:
+    """A second head and its loss keep the stock values."""
     kind = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 37, "num_labels": 1}
-    model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**kind))
-    with pytest.raises(ValueError, match="model: got GPT2DoubleHeadsModel, want a model w"):
-        apply(model)
+    model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**kind)).eval()
+    choices = {"input_ids": IDS[None], "labels": LABELS[None], "mc_labels": torch.tensor([1])}
+
+    def run() -> tuple[Tensor, ...]:
+        model.zero_grad()
+        out = model(**choices)
+        (out.loss + out.mc_loss).backward()
+        return out.loss, out.mc_loss, *(p.grad.clone() for p in model.parameters())
+
+    want = run()
+    with apply(model):
+        torch.testing.assert_close(run(), want, rtol=1e-5, atol=1e-6)
 
 
 def adapted(**options: Any) -> Any:

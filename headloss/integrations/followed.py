@@ -156,7 +156,6 @@ class Recipe:
         if self.bias is not None:
             added = self.bias.to(head.weight.dtype)
             bias = added if bias is None else bias + added
-        scale = 1.0 if math.isclose(scale, 1, rel_tol=1e-12) else scale
         capped = {"softcap": self.factor, "logit_scale": scale}
         return replace(head, bias=bias, vocab_size=columns, **capped)
 
@@ -218,13 +217,12 @@ class Followed(Tensor):
         if name in OF_NO_VALUES:
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
-        if not isinstance(first, Followed):
-            if name in REFLECTED and not kwargs and isinstance(args[1], Followed):
-                return func(args[1], first)
-        elif (rule := RULES.get(name)) and is_followed(first):
+        if (rule := RULES.get(name)) and is_followed(first):
             if (result := rule(first, func, *args[1:], **kwargs)) is not None:
                 return result
-        elif name in WRITES or (name[-1] == "_" and name[-2:] != "__"):
+        elif isinstance(first, Followed) and (
+            name in WRITES or (name[-1] == "_" and name[-2:] != "__")
+        ):
             with torch.set_grad_enabled(first.requires_grad):
                 first.make()  # Later reads must see the written values.
             first.recipe.call.written = True
@@ -310,15 +308,9 @@ def _then(
     return recipe.followed(x.shape if shape is None else shape, dtype or x.dtype, inputs)
 
 
-def _number(x: Any) -> float | None:
-    if isinstance(x, Tensor) and x.dim() == 0 and not x.requires_grad and x.device.type == "cpu":
-        x = x.item()
-    return float(x) if isinstance(x, int | float) and not isinstance(x, bool) else None
-
-
 def _times(x: Followed, func: Any, other: Any) -> Any:
-    number = _number(other)
-    if number is None or not math.isfinite(number) or number == 0:
+    number = other if isinstance(other, int | float) else 0
+    if not math.isfinite(number) or number == 0:
         return None
     if "div" in func.__name__:
         number = 1 / number
@@ -391,21 +383,17 @@ def _cross_entropy(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
 
 
 def _refused(x: Followed, func: Any, *args: Any) -> Any:
-    raise RuntimeError(
-        "logits: retain_grad() has no gradient to keep, as the loss goes around them"
-    )
+    raise RuntimeError("logits: retain_grad() has no gradient to keep, as the loss bypasses them")
 
 
 RULES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), _times),
-    **dict.fromkeys(("div", "__truediv__", "divide", "true_divide"), _times),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _times),
+    **dict.fromkeys(("div", "__truediv__"), _times),
     **dict.fromkeys(("add", "__add__", "__radd__"), _plus),
-    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), _cast),
-    **dict.fromkeys(("clone", "contiguous", "detach"), _cast),
+    **dict.fromkeys(("float", "to", "clone", "contiguous", "detach"), _cast),
     **dict.fromkeys(("view", "reshape", "flatten"), _view),
     "tanh": _tanh,
     "__getitem__": _item,
     "cross_entropy": _cross_entropy,
     "retain_grad": _refused,
 }
-REFLECTED = {"mul", "__mul__", "__rmul__", "multiply", "add", "__add__", "__radd__"}

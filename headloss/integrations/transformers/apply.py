@@ -31,6 +31,7 @@ from .seams import check_loss_function
 from .subclass import STATE, enter, leave
 
 PLAIN = Objective.of(cross_entropy())
+_warn: Any = eager(warnings.warn)  # typed
 
 
 def apply(
@@ -77,8 +78,6 @@ def apply(
         raise ValueError(f"model: got {got} without output embeddings, want a language model")
     with whole_head(causal):
         Head.of(head)
-    if "mc_labels" in inspect.signature(causal.forward).parameters:
-        raise ValueError(f"model: got {type(causal).__name__}, want a model with one head")
     objective = PLAIN if terms is None else Objective.of(terms)
     return Applied(causal, objective, DEFAULT if options is None else options, tuple(fields))
 
@@ -158,7 +157,6 @@ class Applied:
         self.call: Call | None = None
         # Forwards of the model that have begun and not ended; only inside one may the backbone run.
         self.running = 0
-        self.said: set[str] = set()
         # A forward that code outside headloss has set on the instance.
         self.own_forward = enter(model)
         setattr(model, STATE, self)
@@ -229,7 +227,7 @@ class Applied:
                 )
             own_loss = getattr(model, "loss_function", None) != self.loss_function
             if own_loss:
-                self._say("model.loss_function: was set after apply(), and is used in its place")
+                _warn("model.loss_function: was set after apply(), and is used in its place")
             self.call = Call(self, model, arguments, fields, own_loss)
             try:
                 with self.call as call:
@@ -273,14 +271,7 @@ class Applied:
         remedy = "Call remove(model), or run the model in eval mode or under torch.no_grad()"
         if not self.plain or self.step is not None:
             raise RuntimeError(f"{text}{remedy}")
-        self._say(f"{text}{remedy}, if that is meant")
-
-    @eager
-    def _say(self, text: str) -> None:
-        """Warn once per text."""
-        if text not in self.said:
-            self.said.add(text)
-            warnings.warn(text, stacklevel=3)
+        _warn(f"{text}{remedy}, if that is meant")
 
     @property
     def _decodes(self) -> bool:

@@ -11,8 +11,6 @@ from torch import Tensor
 from ...batch.batch import IGNORE
 from ..seams import check_signature, part
 
-COUNT = 11
-
 
 def loss_function(
     logits: Tensor,  # The logits [B, L, V].
@@ -22,14 +20,9 @@ def loss_function(
     ignore_index: int = IGNORE,
     shift_labels: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor:
-    """Return the summed cross-entropy of tokens divided by `num_items_in_batch`, or by their
-    number."""
-    if shift_labels is None:
-        logits, shift_labels = logits[:, :-1], labels[:, 1:]
-    each = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="none")
-    count = (shift_labels != ignore_index).sum() if num_items_in_batch is None else COUNT
-    return each.sum() / count
+) -> Any:
+    """Arguments of Transformers' loss function, the cross-entropy of tokens summed and divided by
+    `num_items_in_batch`, or by the number of tokens."""
 
 
 def check() -> str:
@@ -50,18 +43,19 @@ def check_loss_function(stock: Any) -> None:
     logits = torch.randn(1, 5, 7, generator=generator, dtype=torch.float32, device="cpu")
     labels = torch.tensor([[3, 1, IGNORE, 6, 2]], device="cpu")
     shifted = torch.tensor([[1, IGNORE, 6, 2, 5]], device="cpu")
-    count = torch.tensor(COUNT, device="cpu")
-    for more in ({}, {"num_items_in_batch": count}, {"shift_labels": shifted}):
-        call: dict[str, Any] = {"labels": labels, "vocab_size": 7, **more}
+    cases: tuple[tuple[dict[str, Any], Tensor, int], ...] = (
+        ({}, labels[0, 1:], 3),
+        ({"num_items_in_batch": torch.tensor(11, device="cpu")}, labels[0, 1:], 11),
+        ({"shift_labels": shifted}, shifted[0], 4),
+    )
+    for more, targets, count in cases:
         given = "".join(f" with {name}" for name in more)
-        with torch.no_grad():
-            want = float(loss_function(logits, **call))
-            try:
-                got = float(stock(logits=logits.clone(), **call))
-            except Exception as error:
-                raise RuntimeError(
-                    f"a call{given} ends in {type(error).__name__}: {error}"
-                ) from error
+        summed = F.cross_entropy(logits[0, : len(targets)], targets, reduction="sum")
+        want = float(summed / count)
+        try:
+            got = float(stock(logits=logits.clone(), labels=labels, vocab_size=7, **more))
+        except Exception as error:
+            raise RuntimeError(f"a call{given} ends in {type(error).__name__}: {error}") from error
         if not abs(got - want) <= 1e-4 * abs(want):
             raise RuntimeError(
                 f"it gives {got:.6g}{given} for logits whose shifted mean is {want:.6g}"
