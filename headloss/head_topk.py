@@ -119,10 +119,11 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
         else:
             partials = source.acts.partials(raw, forward, partials)
             # Apply the transform before top-k, as a negative scale would reverse the raw order.
-            values, columns = forward.transform(raw).topk(min(k, raw.shape[1]), dim=1)
+            values, columns = forward.transform(raw).topk(min(k, raw.shape[1]))
+        del raw  # Free the tile before the next tile is computed.
         best = torch.cat([best, values], 1)
         ids = torch.cat([ids, columns + tile.start], 1)
-        best, order = best.topk(min(k, best.shape[1]), dim=1)
+        best, order = best.topk(min(k, best.shape[1]))
         ids = ids.gather(1, order)
     assert partials is not None
     _, normalizer = finish(shard.merge(partials), source.vocabulary, NOTHING)

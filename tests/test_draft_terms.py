@@ -7,6 +7,7 @@ a = sum min(p, q).
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import headloss as hl
 from headloss.kernels import reference, triton
 from headloss.kernels.pair import Distribution, Divergence, Pair
 from headloss.kernels.transform import Transform
+from headloss.logits.linear import LinearLogits
 from headloss.statistics.divergence import ACCEPTANCE, Measure
 from headloss.statistics.softmax import Normalizer
 from headloss.testing import error, trained_looking
@@ -582,6 +584,22 @@ def test_the_likeliest_alone(backend, softcap, monkeypatch):
         assert counter.get_total_flops() == 2 * 7 * 8 * 300
         assert torch.equal(found.ids[:, 0], want.argmax(1)) and found.ids[4] == 70
         torch.testing.assert_close(found.logps[:, 0], want.amax(1))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_one_tile_of_logits_at_a_time(k, monkeypatch):
+    """`head_topk` frees a tile of logits before the next tile is computed."""
+    raw, tiles, alive = LinearLogits.raw, [], []
+
+    def recorded(self, *where):
+        alive.append(sum(tile() is not None for tile in tiles))
+        tiles.append(weakref.ref(logits := raw(self, *where)))
+        return logits
+
+    monkeypatch.setattr(LinearLogits, "raw", recorded)
+    head = hl.Head(torch.randn(4096, 8))
+    hl.head_topk(torch.randn(64, 8), head, k, hl.Options(memory_budget=1 << 18))
+    assert alive == [0] * len(alive) and len(alive) > 3
 
 
 @pytest.mark.parametrize("made_of", ["logits", "hidden", "topk"])
