@@ -262,14 +262,14 @@ def _few_steps(bench: Any, found: dict) -> str:
             best = min(row["ms"] for row in group)
             cells = (bench._cell(of.get(name), best) for name in DEFAULTS)
             rows.append((f"{model}, {work}", *cells))
-    rows.append(study_tables.replay_row(DEFAULTS))
+    rows += [study_tables.replay_row(DEFAULTS), study_tables.draft_row(DEFAULTS)]
     said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
     return (
         f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
         f"{max(less):.0f} GiB less memory at {most} tokens. Relative to "
         "*Transformers*, the time of a headloss step is "
         f"{', '.join(said)} tokens.\n"
-        f"{bench.report.machine(found)}"
+        f"{study_tables.draft_note()} {bench.report.machine(found)}"
     )
 
 
@@ -336,6 +336,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "training": study_tables.training,
     "sampling": study_tables.sampling,
     "replay": study_tables.replay,
+    "drafts": study_tables.drafts,
 }
 
 PLACES: dict[str, tuple[str, ...]] = {
@@ -345,6 +346,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "docs/support.md": ("support",),
     "docs/does-it-matter.md": ("clip-sides", "training", "sampling"),
     "docs/replay.md": ("replay",),
+    "docs/draft-models.md": ("drafts",),
     "docs/terms.md": ("terms", "modifiers"),
     "benchmarks/README.md": (
         "steps",

@@ -104,13 +104,71 @@ def replay_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
     found = _read("replay")
     names = {"masked logits": "Transformers", "headloss, the sets": "headloss"}
     of = {names.get(row["contestant"]): row for row in found["step"] if row["mean"] == 8}
-    best = min(of[name]["ms"] for name in names.values())
+    cells = _step_cells({name: of[name] for name in names.values()}, contestants)
+    return (f"{found['model']}, GRPO over a sampler's sets", *cells)
+
+
+def draft_row(contestants: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the row of a draft model's step; the column Transformers has stored logits of plain
+    PyTorch."""
+    of = _draft_steps()
+    steps = {of[name]["steps"] for name in of}
+    of["Transformers"] = of.pop("plain PyTorch")
+    return (f"draft model, {steps.pop()} steps", *_step_cells(of, contestants))
+
+
+def draft_note() -> str:
+    """Return a sentence that explains the draft model's row."""
+    release, commit = (_read("drafts")[key] for key in ("versions", "commit"))
+    return (
+        "In the draft model's row (commit "
+        f"{commit}), *Transformers* stands for plain PyTorch with stored logits; speculators "
+        f"{release['speculators']} with fused losses needs {_cell(_draft_steps()['speculators'])}."
+    )
+
+
+def drafts() -> str:
+    """Return the table of the losses of draft models alone, and the errors of the gradient."""
+    found = _read("drafts")
+    rows = [("loss", "headloss", "speculators"), ("---", "---:", "---:")]
+    for loss, ours, name in (
+        ("EAGLE-3", "headloss", "EAGLE-3, 7 steps of 8,192 positions, D = 32,000"),
+        ("EAGLE-3, long", "headloss", "EAGLE-3, 7 steps of 32,768 positions"),
+        ("DSpark", "headloss", "DSpark, 24,576 positions, V = 151,936, r = 256"),
+        ("DSpark", "headloss, argmax", "DSpark, targets from the verifier"),
+    ):
+        of = {row["by"]: row for row in found["races"] if row["loss"] == loss}
+        cells = (_loss_cell(of.get(by)) for by in (ours, "speculators"))
+        rows.append((name, *cells))
+    names = {"kl_div": "KL divergence", "tv": "total variation"}
+    said = [
+        f"{names[name]} {100 * of['headloss']:.2g} % and {100 * of['speculators']:.2g} %"
+        for name, of in found["gradient error"].items()
+    ]
+    return (
+        f"{_markdown(rows)}\n\nThe errors of the hidden gradients of headloss and speculators, "
+        f"against a float64 head, are: {'; '.join(said)}.\n{_machine(found)}"
+    )
+
+
+def _loss_cell(row: dict[str, Any] | None) -> str:
+    return f"{row['ms']:.1f} ms, {row['MiB'] / 1024:.1f} GiB" if row else "-"
+
+
+def _draft_steps() -> dict[str, dict[str, Any]]:
+    rows = _read("drafts")["step"]
+    return {row["contestant"]: row for row in rows if row["status"] == "ok"}
+
+
+def _step_cells(of: dict[str, dict[str, Any]], contestants: tuple[str, ...]) -> list[str]:
+    """Return a cell for each contestant; "-" for a contestant without a row."""
+    best = min(row["ms"] for row in of.values())
     cells = []
     for name in contestants:
         row = of.get(name)
         bold = "**" if row and row["ms"] == best else ""
         cells.append(f"{bold}{_cell(row, bold)}" if row else "-")
-    return (f"{found['model']}, GRPO over a sampler's sets", *cells)
+    return cells
 
 
 def _cell(row: dict[str, Any], after: str = "") -> str:
