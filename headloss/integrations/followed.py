@@ -325,7 +325,7 @@ def _tanh(x: Followed, func: Any) -> Any:
 
 
 def _plus(x: Followed, func: Any, bias: Any, **options: Any) -> Any:
-    recipe = x.recipe
+    recipe, bias = x.recipe, real(bias)
     columns = recipe.call.head.weight.shape[:1]
     if not isinstance(bias, Tensor) or options or bias.shape[-1:] != columns:
         return None

@@ -228,12 +228,8 @@ class Applied:
             own_loss = getattr(model, "loss_function", None) != self.loss_function
             if own_loss:
                 _warn("model.loss_function: was set after apply(), and is used in its place")
-            self.call = Call(self, model, arguments, fields, own_loss)
-            try:
-                with self.call as call:
-                    output = own(*args, **kwargs)
-            finally:
-                self.call = None
+            with Call(self, model, arguments, fields, own_loss) as call:
+                output = own(*args, **kwargs)
             if not call.losses and not own_loss:
                 self._unreached(
                     "its forward asks for no loss function and takes no cross-entropy of its logits"
