@@ -34,7 +34,7 @@ CURRENT = Current()
 LOGPS = ("old_logps", "ref_logps", "sampling_logps")
 OF_TOKENS = (*LOGPS, "teacher_index", "teacher_lse")  # Fields with one value per token.
 REAL = ("advantages", *OF_TOKENS)
-# Fields whose values must be floating-point numbers; so must log-probs.
+# Fields that must have a floating-point dtype, in addition to the fields of log-probs.
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
@@ -63,9 +63,9 @@ class Batch:
             target -100 is not scored.
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
-        advantages: [..] per token or [S] per segment. If the shape fits both [..] and [S], the
-            advantages are per token; with segments that run across ranks, advantages are per token
-            only if their shape is [..] on all ranks.
+        advantages: [..] per token or [S] per segment. Advantages whose shape fits [..] and
+            [S] are per token. If segments run across ranks, advantages are per token only if their
+            shape is [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.
@@ -321,7 +321,8 @@ class Batch:
         if isinstance(value, Current):
             return True, False
         as_segment = name not in OF_TOKENS and value.shape == (self.segments.count,)
-        # `prompts` has a value per segment, also where the shape fits a value per position.
+        # The field `prompts` always has one value per segment, even if its shape also fits one
+        # value per position.
         if name == "prompts":
             return False, as_segment
         if name == "teacher_hidden" and "teacher_index" in self.fields:
@@ -331,8 +332,8 @@ class Batch:
         return value.shape[:rank] == self.targets.shape, as_segment
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
-        """Return the kinds (dtype, shape per token) of the fields by name, as terms see the fields;
-        floating vectors have the dtype `wide`."""
+        """Return the dtype and the shape per token of each field, by the field's name. For
+        floating-point vectors the dtype is `wide`, because terms receive vectors in this dtype."""
         rank = self.targets.dim()
         fields = self.fields.items()
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}

@@ -111,8 +111,8 @@ class PackedBatch:
         return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the kinds of the fields by name, with floating vectors in the dtype of the
-        statistics."""
+        """Return the dtype and the shape per token of each field, by the field's name. For
+        floating-point vectors the dtype is the dtype of the softmax statistics."""
         fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 
@@ -164,10 +164,11 @@ class Packing:
     the host.
 
     Args:
-        batch: a batch whose `Survey` (`Batch._survey`) is current, except with static shapes.
-        unit: None, or with static shapes the number of segments to add after the given segments.
-            Positions without a target or with a bad id go to the added segments, so that the device
-            need not be read.
+        batch: the batch to pack. Unless shapes are static, `Batch._survey` must have counted the
+            batch's targets and ids.
+        unit: None, or for static shapes (no device reads) the number of extra segments appended to
+            the batch's segments. Positions without a target or with an invalid segment id are
+            assigned to the appended segments, so that packing need not read the device.
     """
 
     shape: torch.Size  # Shape of the targets as given.

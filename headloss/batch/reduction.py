@@ -150,7 +150,7 @@ class Totals:
 
     @property
     def _counts(self) -> list[Number]:
-        """The totals `tokens`, `segments` and `prompts`, without `kept` and without None."""
+        """The list of those totals among `tokens`, `segments` and `prompts` that are not None."""
         return [n for n in (self.tokens, self.segments, self.prompts) if n is not None]
 
     @property
@@ -203,12 +203,13 @@ class Reduction:
 
 @dataclass(frozen=True)
 class StandardWeight:
-    """The weight rule of the library's own reductions: the weight of a token is 1 / (total times
-    `length`), or with `by_length` 1 / (tokens of its segment or prompt, times the number of
-    segments or prompts). Totals may be plain numbers. The argument `lengths` may be None without
-    `by_length`."""
+    """The weight rule of the library's own reductions. Without `by_length`, a token's weight is 1 /
+    (total number of tokens, of segments or of prompts, times `length`). With `by_length`, it is 1 /
+    (n m) for n tokens in the token's segment or prompt, and m segments or prompts in all. Totals
+    may be plain numbers. The argument `lengths` may be None without `by_length`."""
 
-    # The total that divides the weight; "none": the weight is 1 / `length`.
+    # Total number by which the weight is divided; with "none", the weight is 1 / `length`, a
+    # constant.
     of: Literal["tokens", "segments", "prompts", "none"]
     by_length: bool = False  # Divide the weight by the length of the token's segment or prompt.
     length: Number = 1  # A constant that divides the weight.

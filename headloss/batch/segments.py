@@ -60,8 +60,8 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # The length of every segment, or 0 if lengths differ, if segment ids are known to ascend
-        # without gaps; None for arbitrary segment ids.
+        # The common length of all segments, or 0 if the lengths differ. None if the segment ids are
+        # not known to be 0, 1, 2 .. in ascending order.
         self._row = row
         # Ids are sorted, and the tokens of this rank per segment are known.
         self._packed = counts is not None
@@ -92,9 +92,9 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor | Sequence[int]) -> Segments:
-        """Return segments between cumulative lengths ([S + 1] integers, starting at 0). An empty
-        segment counts in S. To drop repeated ends, which fill up a buffer, use
-        `unique_consecutive()`.
+        """Return segments between cumulative lengths ([S + 1] integers, starting at 0). A segment
+        of length 0 counts as one of the S segments. If unused entries at the end of a buffer repeat
+        the last cumulative length, remove them with `cu_seqlens.unique_consecutive()` first.
 
         >>> Segments.from_cu_seqlens([0, 2, 2, 5]).lengths.tolist()
         [2, 0, 3]
@@ -230,8 +230,9 @@ class Segments:
         return self._at_tokens(gradient)
 
     def _own_sum(self, gradient: Tensor) -> Tensor:
-        """Return the vjp of `expand`: the upstream gradient, summed over the tokens of this rank
-        only; the vjp of a later `sum` adds up the ranks."""
+        """Return the vjp of `expand`: for each segment, the sum of the upstream gradient over the
+        tokens of this rank. No all-reduce is needed, because the vjp of `Segments.sum` adds up the
+        ranks."""
         return self._local_sum(gradient).to(gradient.dtype)
 
     def _over_ranks(self, values: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The vocabulary columns over which each position's softmax runs: as given, and after packing.
+"""Allowed vocabulary columns of each position's softmax: `SupportIds` holds the columns as passed
+by the caller, `SupportPairs` the columns of the packed tokens.
 
 N positions, T scored positions, P pairs of a token and a column, K the most columns of a position.
 """
@@ -17,7 +18,7 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-HIGH = 1 << 32  # A factor above all columns makes position * HIGH + column unique.
+HIGH = 1 << 32  # Above every column id, so that position * HIGH + column is unique.
 
 
 class SupportIds:

@@ -54,7 +54,7 @@ def support_from_scores(scores: Tensor) -> Tensor:
 
 def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
-    row. If all elements of a row are True, the row gives no ids.
+    row. For a row of `mask` whose elements are all True, no ids are returned.
 
     On a GPU, the host waits for the number P of ids.
     """
@@ -75,7 +75,8 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
     """Return ([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C], from the lists of
     vLLM or SGLang.
 
-    The ids keep the order of the lists. Move ids and offsets to a device with `.to(device)`.
+    The returned ids are in the order of the ids in `lists`. Move ids and offsets to a device with
+    `.to(device)`.
 
     >>> support_from_lists([[[7, 3], [5]], [None, [2, 9, 4]], None])
     (tensor([7, 3, 5, 2, 9, 4]), tensor([0, 2, 3, 3, 6, 6, 6]))

@@ -16,7 +16,9 @@ from .segments import Segments, count_in
 
 # Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
-BAD = (1 << 63) - 1  # Above all ids; marks a field with repeated ids or impossible probabilities.
+# Larger than every vocabulary id; replaces the largest id of a field with repeated ids or with
+# impossible probabilities.
+BAD = (1 << 63) - 1
 NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
 
 
@@ -24,8 +26,8 @@ class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
     On a GPU, the constructor starts an asynchronous copy to the CPU, and `numbers` waits for this
-    copy alone. A `Survey` does not depend on the vocabulary; each call compares the extremes of ids
-    with the vocabulary size of the head.
+    copy alone. The constructor does not compare ids with a vocabulary; each call compares the
+    extremes of the ids with the vocabulary size of its head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
@@ -87,10 +89,12 @@ class Survey:
         return numbers
 
     def _bad(self, name: str, ordered: Tensor) -> Tensor:
-        """[N] bool: True for positions with a repeated id in the id field `name`, whose sorted ids
-        are `ordered`, or with probabilities that sum to more than rounding explains."""
+        """[N] bool: True for a position of the id field `name` with a repeated id, or with
+        probabilities whose sum exceeds 1 by more than rounding explains. `ordered` holds the sorted
+        ids."""
         most = 1.01
-        # A repeated id counts as a probability of 3, so that a single sum finds both faults.
+        # Count a repeated id as a probability of 3, so that a sum above `most` means repeated ids
+        # or impossible probabilities.
         terms = [_repeated(ordered)] * 3
         if name in self.probs:
             ids = self.id_fields[name]
@@ -114,14 +118,16 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """The computed numbers in CPU memory, in three lists: the number of falling segment ids and
-        the extremes of the fields; the numbers of scored positions in each segment, of scored
-        positions in no segment, and of unscored positions; the numbers of `SupportIds.survey`."""
+        """Three lists of numbers in CPU memory. The first has the number of places where segment
+        ids decrease, and the extremes of targets and id fields. The second has the number of scored
+        positions in each segment, of scored positions outside of all segments, and of unscored
+        positions. The third is the result of `SupportIds.survey`."""
         numbers = self._copy.tolist()
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count
-        # Ascending segment ids never fall, and leave no position without a segment: insert 0, and
-        # the number of unscored positions.
+        # Segment ids that ascend by construction never decrease and leave no position outside of
+        # all segments: insert 0 for each of the two counts, and then the number of unscored
+        # positions.
         if self.bins is None:
             numbers.insert(0, 0)
             numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])

@@ -27,8 +27,9 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 
 class HeadLoss(torch.autograd.Function):
     """The scalar loss as an autograd function. `HeadLoss` also returns the statistics [T], the part
-    of each term's value that this call contributes, and the weighted objective. Its input tensors
-    come in the order of the gradients that the `LogitSource` returns."""
+    of each term's value that this call contributes, and the weighted objective. The tensor
+    arguments are in the order in which the `LogitSource` (computes tiles of logits) returns the
+    gradients."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -75,10 +76,10 @@ class HeadLoss(torch.autograd.Function):
 
 
 class HeadStatistics(torch.autograd.Function):
-    """logp, lse and entropy of all positions, [.., K + 1] log-probs of candidates and a teacher's
-    measures, as an autograd function; statistics in `Requirements.gradients` have a gradient. Tiles
-    of the `held` schedule are saved with autograd, so that activation checkpointing drops and
-    recomputes the tiles."""
+    """Autograd function that returns logp, lse and entropy of all positions, the log-probs [.., K +
+    1] of candidates, and the divergences from a teacher. Only the statistics in
+    `Requirements.gradients` are differentiable. Tiles of the `held` schedule are saved with
+    autograd, so that activation checkpointing drops and recomputes the tiles."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -175,8 +176,8 @@ def refuse_second_derivatives(of: str) -> None:
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
     """Return the factor that turns the computed gradients into gradients of the loss; None for a
-    factor of one. The computed gradients already include the `stated` upstream gradient, if given,
-    and `scale`."""
+    factor of one. The computed gradients have already been multiplied by `scale` and, unless None,
+    by `stated`, the upstream gradient that the caller has declared in advance."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale

@@ -79,8 +79,9 @@ class Call:
 
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
-        """Function that makes the gradient accumulator of a `LogitSource`. Without a head, the
-        accumulator gets the gradient of the logits tile by tile; else block by block of tokens."""
+        """Function that makes the gradient accumulator of a `LogitSource`. If the caller passes
+        logits, the accumulator receives the gradient of the logits tile by tile; if a head computes
+        the logits, block by block of tokens."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -95,7 +96,8 @@ class Call:
         """Dtypes and destinations of the gradient sums for features and weights."""
         required = self.requirements
         options = self.options
-        # The coefficients already include the upstream gradient.
+        # If the upstream gradient is known in advance, or the loss is external, the gradient
+        # coefficients (`c_target`, `c_prob` ..) already include the upstream gradient.
         final = options.upstream is not None or required.objective.scope == "external"
         return GradientBuffers(
             required.needs_grad,
@@ -158,9 +160,9 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden: 1,
-        or in float16 powers of two of about 1 / (slope (1 - p)), as dlogp/dz is small where p nears
-        1."""
+        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. The
+        coefficients are 1; in float16, where dlogp/dz is small for a probability p near 1, they are
+        powers of two of about 1 / (dz/draw (1 - p))."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
@@ -275,8 +277,8 @@ def call_of(a: Arguments) -> Call:
 
 
 def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
-    """Return the requirements, this rank's vocabulary shard after the group's agreement, and the
-    plan."""
+    """Return the requirements of the call, this rank's vocabulary shard, and the plan. With a
+    vocabulary group, the ranks first compare their calls."""
     if a.group is None:
         required = requirements_of(a)
         shard = WholeVocabulary(required.vocabulary)

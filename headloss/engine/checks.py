@@ -72,9 +72,9 @@ class Arguments:
 
 
 def check_eager(verb: str, tensor: object = None, *others: object) -> None:
-    """Check that the operators of `verb`, a public function, support the call: RuntimeError inside
-    a transform of torch.func, NotImplementedError for a dual tensor, ValueError for a tensor on the
-    meta device."""
+    """Raise an error if the public function named `verb` cannot handle the call: RuntimeError
+    inside a transform of torch.func, NotImplementedError for a dual tensor (forward-mode AD),
+    ValueError for a tensor on the meta device."""
     if torch.compiler.is_compiling():
         return
     if in_function_transform():
@@ -270,9 +270,9 @@ MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 
 
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
-    """ValueError for a field with a mask's name and an excluding value at a scored token, if no
-    term of this call or of an earlier call reads the field. Each field with a mask's name costs one
-    device read."""
+    """Raise ValueError for a batch field that looks like an unused mask: the field has a mask's
+    name, has the mask's value for excluded tokens at a scored token, and is read by no term of this
+    call or of an earlier call. Each field with a mask's name costs one device read."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:

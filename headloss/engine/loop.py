@@ -42,7 +42,7 @@ class ForwardResult(NamedTuple):
     # The logits of each block under the `held` schedule; computing the gradient overwrites them.
     tiles: list[SourceTile]
     # Gradients before multiplication by a common factor; with the `frozen` schedule, dlogp/dhidden
-    # of each token. `sums` is None if the backward pass computes all gradients.
+    # of each token. The field `sums` is None if all gradients are computed in the backward pass.
     sums: GradientSums | None = None
     # The objective with its weights, or the external loss; None until the loss is computed.
     weighted: WeightedObjective | ExternalLoss | None = None
@@ -65,7 +65,8 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     result = result._replace(weighted=weighted, shares=coefficients.shares)
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
-    # The `held` schedule computes gradients in the forward pass, as the logits take more memory.
+    # The `held` schedule computes the gradients in the forward pass, because the logits of all
+    # tokens would need more memory than the gradients until the backward pass.
     if schedule == "held":
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)

@@ -1,15 +1,17 @@
 """`head_stats` inside a compiled graph, as a registered operator without a graph break.
 
 N positions, T scored positions, V vocabulary, K candidates. Schedule: recompute. The product of
-hidden states with LoRA's A is part of the graph. The operands of the forward and of the backward
-operator are
+hidden states with LoRA's A is part of the graph. The forward and the backward operator have these
+operands:
 
-    factors: features [N, ..] and weights [V, ..] pairwise, and a bias [V] if the head has one;
-    constants: targets [N], temperature [N] or None, candidate_ids [N, K] or None; with a support
-        also support_ids, [N, K] or [P] with offsets [N + 1];
-    sizes: V, chunk_tokens and memory_budget, 0 for None;
-    numbers: logit scale, soft cap (0: none), temperature if a single number, gradient_tolerance;
-    spelt: further options, as Python literals.
+    factors: matrices whose products are added to the raw logits, features [N, r] and weights [V, r]
+        in turn; then the head's bias [V], if any;
+    constants: targets [N], temperature [N] or None, candidate_ids [N, K] or None; if each
+        position's softmax has allowed ids, support_ids [N, K], or [P] with offsets [N + 1];
+    sizes: the vocabulary size V, chunk_tokens and memory_budget; 0 stands for None;
+    numbers: logit scale, soft cap (0: none), the temperature if it is a single number,
+        gradient_tolerance;
+    spelt: all other options, as text of Python literals.
 
 The operators construct head and batch from the operands.
 """
@@ -39,7 +41,8 @@ PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens"
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
 OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
-# Outputs of the forward operator; upstream gradients of logp, lse, entropy, candidates.
+# More operands of the backward operator: outputs of the forward operator (`measured`), and upstream
+# gradients of logp, lse, entropy and of the candidates' log-probs (`upstream`).
 MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
 operator = partial(torch.library.custom_op, mutates_args=())
 
@@ -102,7 +105,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # The graph has already multiplied by A, so that `a` only needs a shape and requires_grad.
+        # The graph has already multiplied the hidden states by LoRA's matrix A, so that the
+        # placeholder `a` needs only a shape and `requires_grad`.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(
@@ -190,7 +194,8 @@ def _backward(ctx, upstream):
     of_call = (*tensors, *ctx.numbers)
     gradients = iter(_head_stats_backward(*of_call, saved[last:], upstream, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
-    # For a list that contains None, autograd expects a single None; for a list of tensors, a list.
+    # For an argument that is a list of tensors, autograd expects a list of gradients; for a list
+    # that contains None, a single None.
     of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
     return of_factors, of_constants, None, None, None
 

@@ -19,13 +19,14 @@ from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_
 
 MIB = 1 << 20
 CHUNK_WAVES = 0.3  # Fixed time of a chunk, in units of one wave of matmul output tiles.
-# Default bytes of a chunk on a CPU and on a GPU of unknown memory; GPU_SHARE divides a known GPU
-# memory.
+# Default memory of a chunk in bytes, on a CPU and on a GPU whose memory size is unknown. On any
+# other GPU, a chunk may use 1 / GPU_SHARE of the GPU's memory.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
-# Number of multiply-adds of a block's matmul from which on skipping rows saves time. For smaller
-# matmuls, the GPU's wait for the number of rows, or the CPU's extra operations, cost more.
+# Number of multiply-adds of a block's matmul above which skipping rows without a gradient saves
+# time. For smaller matmuls, skipping costs more time than it saves: a GPU waits until the CPU has
+# read the number of rows, and a CPU needs extra operations.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Vocabulary columns of a block with `batch_invariant`.
@@ -92,9 +93,8 @@ class Plan:
 
     @property
     def keeps_tiles(self) -> bool:
-        """True if the gradient is computed from the logits of the statistics, with each block or
-        after all coefficients are known; False if logits are recomputed or no gradient is
-        needed."""
+        """True if the gradient is computed from the same logits as the statistics, which therefore
+        stay in memory; False if the logits are recomputed or no gradient is needed."""
         return self.schedule in ("one_pass", "frozen", "held")
 
     @property
@@ -295,8 +295,8 @@ def _chunk_rows(p: PlanInputs, options: Options, limit: int) -> int:
 
 
 def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
-    """Return the number of tokens and columns of a tile, which has at most as many logits as `rows`
-    tokens have over the whole vocabulary."""
+    """Return the number of tokens and of vocabulary columns of a tile. The tile has at most `rows`
+    * V logits, for a vocabulary of V columns."""
     if p.narrow or p.in_place:
         return Tile(rows, p.vocabulary)
     elements = rows * p.vocabulary
@@ -347,7 +347,8 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         full, remainder = divmod(p.tokens, rows)
         return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
-    step = GRAIN * (1 + (most >> 24))  # Try fewer sizes if the vocabulary is tiny and `most` large.
+    # With a tiny vocabulary, `most` (the largest number of rows) is large: try fewer sizes.
+    step = GRAIN * (1 + (most >> 24))
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 
 

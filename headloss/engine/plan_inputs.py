@@ -19,7 +19,7 @@ CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and its gradient).
 # Bytes per pair of a token and an allowed column: float32 logit and gradient, and indices sorted by
 # column.
 PAIR_BYTES = 48
-EXP_ROWS = 16384  # Tokens of one matmul, if only statistics are computed.
+EXP_ROWS = 16384  # Number of tokens per matmul, in calls without a gradient.
 
 
 class Tile(NamedTuple):
@@ -50,13 +50,15 @@ class PlanInputs:
     weight_gradient: bool = True
     element_size: int = 4  # Bytes per element of hidden states and weight in matmuls.
     weight_size: int = 4  # Bytes per element of the weight's own dtype.
-    # The kernels of the `narrow` schedule, whose tiles never leave the chip, support the head.
+    # True if the kernels of the `narrow` schedule, which keep tiles of logits on the chip, can be
+    # used with this head.
     on_chip: bool = False
     # Whether the `narrow` schedule is the default, since it is faster at the head's size.
     by_sweeps: bool = False
     multiples: bool = False  # The gradient needs only d/dlogp and d/dlse.
     exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
-    rescaled: bool = False  # Gradients are scaled against underflow: dW sums in float32.
+    # Gradients are scaled against float16 underflow, and dW is summed in float32.
+    rescaled: bool = False
     # Bytes per logit of a chunk (per token and vocabulary entry), including teachers' logits.
     row_bytes: int = 4
     on_gpu: bool = False
@@ -91,8 +93,9 @@ class PlanInputs:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes per token and column of a block of vocabulary columns. Without a teacher, the block
-        holds logits; with a teacher, the gradient, and the logits of a part of the tokens."""
+        """Bytes per token and column of a block of vocabulary columns. Without a teacher, a block
+        of columns holds logits. With a teacher, a block of columns holds the gradient of all
+        tokens' logits, and the logits of some tokens at a time."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -122,7 +125,8 @@ def bytes_by_part(
     if fused:  # The matmul of logits writes only a maximum and a sum of exponentials for each tile.
         logits = 8 * min(p.tokens, EXP_ROWS) * -(-p.vocabulary // WAVE_TILE[1])
     wide = 8 if p.element_size == 8 else options.accumulate_dtype.itemsize
-    # An accumulator of the weight's dtype, or of a single matmul, becomes the returned gradient.
+    # An accumulator in the weight's dtype is itself the returned gradient, and a weight gradient
+    # from a single matmul needs no accumulator.
     apart = p.weight_gradient and not (p.given or single_block)
     summed = apart and schedule in ("one_pass", "held") and wide != p.weight_size
     wide_hidden = (slabs or schedule == "narrow") and p.hidden_sums

@@ -33,7 +33,7 @@ from .checks import Arguments
 from .plan_inputs import PlanInputs
 
 
-@dataclass(kw_only=True, eq=False)  # A frozen record takes twice the time to make.
+@dataclass(kw_only=True, eq=False)  # A frozen dataclass takes twice as long to construct.
 class Requirements:
     """The requirements of a call on one rank, before the ranks of a group compare their
     requirements."""
@@ -44,14 +44,14 @@ class Requirements:
     objective: Objective
     needs: frozenset[str]  # Statistics to compute.
     gradients: frozenset[str]  # Statistics with a gradient.
-    kinds: Kinds  # Kinds of the batch's fields.
+    kinds: Kinds  # Dtype and shape per token of each batch field.
     fields: frozenset[str]  # Fields of the batch that terms read.
     slopes: bool  # The objective's gradient has a closed form that needs no statistics.
     # Teachers, each with the divergences that terms read.
     teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
     given: bool  # Logits are given.
     overwrites: bool  # The gradient may overwrite the caller's logits.
-    rescaled: bool  # Gradients are scaled against underflow: dW sums in float32.
+    rescaled: bool  # Gradients are scaled against float16 underflow, and dW is summed in float32.
     vocabulary: int  # Vocabulary columns of this rank, without padding.
     backend: str
     compute_dtype: torch.dtype | None  # Autocast's dtype of matmuls; None: the tensors' own dtypes.
@@ -63,8 +63,9 @@ class Requirements:
 
 
 def requirements_of(a: Arguments) -> Requirements:
-    """Return the requirements of a call; ValueError or TypeError for a wrong argument. Errors are
-    raised before the vocabulary's ranks compare their calls, hence on all ranks."""
+    """Return the requirements of a call; ValueError or TypeError for a wrong argument. With a
+    vocabulary group, the ranks compare their calls after this function, so that an error on one
+    rank is raised on all ranks."""
     batch = a.batch
     options = a.options
     head = a.head
@@ -210,8 +211,8 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # Fields of vocabulary ids whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    # Divergences, candidate tail and collision need tiles of logits; candidates alone can also use
-    # hidden states and weights.
+    # Divergences, the log-prob of the candidates' tail, and the sum of p squared are computed from
+    # tiles of logits; log-probs of candidates alone can be computed from hidden states and weights.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
     if head is not None and not (

@@ -101,7 +101,8 @@ class Head:
         lora: adapters that are added to the raw logits.
         beside: pairs (features [.., r] with a row for each position, weight2 [V, r]). The product
             features @ weight2.T of each pair is added to the raw logits, as for a head of [hidden |
-            features] and [weight | weight2]. A pair's tensors receive gradients if required.
+            features] and [weight | weight2]. The tensors `features` and `weight2` receive gradients
+            if they require gradients.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -207,9 +208,10 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The pair (hidden, head's weight) comes first, then a pair for each LoRA adapter, in the
-        adapter's dtype, then the pairs of the attribute `beside`. Autograd reaches LoRA's A through
-        an adapter's features. The rows include padding beyond `vocab_size`.
+        The first pair is hidden states and the head's weight. A pair for each LoRA adapter follows,
+        in the adapter's dtype, and then the pairs of the attribute `beside` (extra low-rank
+        columns). An adapter's features are computed from LoRA's matrix A by autograd operations, so
+        that A receives its gradient. The rows include padding beyond `vocab_size`.
         """
         return [
             (hidden, self.weight),

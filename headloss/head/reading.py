@@ -172,7 +172,8 @@ def _read_embedding_lora(layer: Any, name: str) -> Fields:
     return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 
-# Maps a layer's forward to the attribute with the layer's adapters, and a function that reads one.
+# For each PEFT layer, by the name of its forward: the attribute that holds the layer's adapters,
+# and the function that reads one adapter.
 LORA_KINDS = {
     "peft.tuners.lora.layer.Linear.forward": ("lora_A", _read_lora),
     "peft.tuners.lora.layer.Embedding.forward": ("lora_embedding_A", _read_embedding_lora),
@@ -211,8 +212,9 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """Return the fields of a causal language model's output embeddings; unless the caller has given
-    soft cap and logit scale (`told`), also those of the model."""
+    """Return the fields of a `Head` for a causal language model's output embeddings. Unless the
+    caller has passed soft cap and logit scale (`told`), the fields include the model's soft cap and
+    logit scale."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

@@ -41,8 +41,8 @@ class Backward(NamedTuple):
     """Inputs of the kernels for the gradient of the logits, in addition to the logits.
 
     Logits recomputed for the gradient may be rounded differently from the logits of the statistics.
-    The gradient at a target is computed from the log-prob in `logps`, exact to the last digit of 1
-    - p; a column with a probability p near 1 uses the largest logit in `normalizer`.
+    At a target, the gradient is computed from the log-prob in `logps`, so that 1 - p keeps all
+    digits. A column with p near 1 is given the largest logit in `normalizer` as its logit.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -111,8 +111,8 @@ class ShiftedSums(NamedTuple):
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
-    column: Tensor  # Column [n] int64 of the vocabulary slice that the token's sum leaves out.
-    far: Tensor  # Bool [n]: True if the token's sum is invalid, because `shift` is too small.
+    column: Tensor  # The column of the vocabulary slice that a token's sum leaves out, [n] int64.
+    far: Tensor  # Bool [n]: True for a token whose sum is invalid, because `shift` is too small.
 
 
 class LogitRows(NamedTuple):
@@ -134,7 +134,7 @@ class Walk(NamedTuple):
     transform: Transform
     needs: frozenset[str] | None  # Names of statistics to compute; None: use `normalizer`.
     coefficients: SoftmaxCoefficients | None = None  # Gradient coefficients, [n] each.
-    slopes: Tensor | None = None  # Fields [parts, 5, n] of closed-form derivatives (`Slope`).
+    slopes: Tensor | None = None  # The 5 fields of P closed-form `Slope`s, [P, 5, n].
     normalizer: Normalizer | None = None  # Shape [n].
 
 
@@ -197,14 +197,14 @@ class Acts(Protocol):
     def scaled_rows(
         self, x: Tensor, scale: Tensor, *, out: Tensor | None = None, places: Tensor | None = None
     ) -> Tensor:
-        """Write x[i] * scale[i], in float32 or wider and rounded once, to row places[i] of `out`,
-        and return `out`: x and out [.., H], scale [n] float32, distinct places [n] int64 (None: the
-        first n rows). The tensor `out` may be `x`; None: a new tensor of the dtype of `x`."""
+        """Write row i of x [.., H] times scale[i] (float32 [n]), in float32 or wider and rounded
+        once, to row places[i] of `out` [.., H], and return `out`. `places` [n] int64 are distinct;
+        None: the first n rows. `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Return each sum multiplied by its row factors (equally many in all sums) and by the
+        """Return each gradient sum times its row factors (the same number in all sums) and the
         scalar `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that
-        has the gradient's dtype is overwritten."""
+        already has the gradient's dtype is overwritten."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -238,8 +238,8 @@ class Acts(Protocol):
         first] over the token's pairs (token, id) with ids in [first, first + size). A token's sum
         runs over its pairs in order, in float32 or wider, and is rounded once. For a pair with a
         value of 0, no row of `rows` is read. `support_sums` computes the gradient of hidden states
-        or, with tokens and columns exchanged, the gradient of the weight. With `uneven`, for the
-        weight, a few rows of `out` have most pairs, `first` is 0, and every id is below `size`."""
+        or, with tokens and columns exchanged, the gradient of the weight. Set `uneven` if a few
+        rows of `out` have most of the pairs; `first` must then be 0, and every id below `size`."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
@@ -255,16 +255,15 @@ class Acts(Protocol):
         extra: Tensor | None = None,
         others: Backward | None = None,
     ) -> Tensor:
-        """Return the gradient of `part` (divergences or a stored top-k) with respect to the raw
-        logits, plus `extra` [n, v], in new float32 (or float64) memory or over `extra`. With
-        `others`, the gradient coefficients of the objective's remaining terms, write the gradient
-        of the whole objective over `raw`, as `logit_gradient_` does. The transforms of `part` and
-        `others` may differ only in the temperature."""
+        """Return the gradient of `part` (divergences or stored top-k teacher log-probs) with
+        respect to the raw logits, in float32 (or float64). If `extra` [n, v] is given, the gradient
+        is added to `extra` in place. With `others`, the gradient coefficients of the objective's
+        remaining terms, write the gradient of the whole objective over `raw`, as `logit_gradient_`
+        does. The transforms of `part` and `others` may differ only in the temperature."""
 
 
 class Kernels(Acts, Protocol):
-    """Functions of the triton backend; a plan for the reference backend calls only the functions of
-    `Acts`."""
+    """Functions of the triton backend; the reference backend has only the functions of `Acts`."""
 
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
@@ -354,13 +353,14 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return factors s [n] such that s * e is the gradient of the raw logits, for e = exp(z -
-        shift) in `exp_tile` after a change of e at the target. Of the gradient coefficients, only
-        c_target and c_prob may be present, and there must be no soft cap. The size |s| is not far
-        below `least` [n], the size of the values that `chosen_gradient_` later adds to each row.
-        The second result is each row of x [n, H] times the row's factor s, in float32 or wider and
-        rounded once. With `order`, row i of every result is computed from row order.rows[i] of the
-        inputs; rows from order.count on are arbitrary."""
+        """Return factors s [n] such that s * e is the gradient of the raw logits, where `exp_tile`
+        holds e = exp(z - shift). At the target, the call overwrites e with the gradient divided by
+        s. Of the gradient coefficients, only c_target and c_prob may be present, and there must be
+        no soft cap. The factor's size |s| is kept from falling far below `least` [n], the size of
+        the values that `chosen_gradient_` later adds to the row. The second result is x [n, H] with
+        row i multiplied by s[i], in float32 or wider and rounded once. With `order`, row i of every
+        result is computed from row order.rows[i] of the inputs; rows from order.count on are
+        arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 
@@ -383,17 +383,17 @@ class Kernels(Acts, Protocol):
         `tile`. With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
-        """Return a row order in which the rows kept by `keep` [n] bool come first. If c
-        rows are kept, kept rows with an index below c stay in place, and the kept rows from index c
-        on fill the gaps, so that GPU programs in any order never read a row that is already
-        overwritten. If more than `most` rows are kept, no row moves, and the order's `count` is
-        n."""
+        """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are
+        kept, the kept rows among the first c stay in place, and each other kept row replaces a row
+        among the first c that is not kept, so that GPU programs in any order never read a row that
+        is already overwritten. If more than `most` rows are kept, no row moves, and the `count` of
+        the returned `Order` is n."""
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
         row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
-        both given, `coefficients` must be those at an entropy of 0: the call adds the entropy's
-        gradient and the derivatives `slopes` to the coefficients before it writes the gradient."""
+        both given, `coefficients` must be computed as if the entropy were 0: the call adds the
+        terms of the entropy, and the derivatives `slopes`, before it writes the gradient."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded

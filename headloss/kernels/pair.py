@@ -15,10 +15,10 @@ logit z_j or with the derivative s_j of the divergence with respect to p_j:
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
 For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
-student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum of p_k
-s_k is called the mean slope; a constant added to every derivative s_k does not change the gradient
-(Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
-arXiv:2307.15190).
+student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum over k
+of p_k s_k (probability times derivative) is called the mean slope; adding one constant to all s_k
+does not change the gradient (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024,
+arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
 sum min(p, q). Computed as 1 - total variation, a small acceptance a would have no correct digit.

@@ -11,10 +11,10 @@ import torch
 def accumulator_bias(device: torch.device, h: int) -> float:
     """Return the relative amount by which a GPU's sum of h products of 16-bit numbers is too small.
 
-    A tensor core's accumulator rounds toward zero. On a Hopper GPU, each of the h products makes a
-    logit smaller by 0.8e-9 to 1.1e-9 of its size (measured with h = 512 to 8192 and logits up to
-    60, of random and of trained heads; see benchmarks/NOTES.md). For a device without measurements,
-    the rounding loss is assumed to be 0.
+    A tensor core's accumulator rounds toward zero. On a Hopper GPU, a logit that is a sum of h
+    products comes out too small by a fraction of 0.8e-9 h to 1.1e-9 h (measured with h = 512 to
+    8192 and logits up to 60, of random and of trained heads; see benchmarks/NOTES.md). For a device
+    without measurements, the rounding loss is assumed to be 0.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0.0

@@ -42,8 +42,8 @@ class GradientBuffers(NamedTuple):
     accumulate_dtype: torch.dtype
     # Float32 [V, H] that receives the weight gradient, which is then not returned.
     main_grad: Tensor | None
-    # True: add each block's weight gradient to `main_grad`. False: sum the blocks first, then add
-    # the sum times the upstream factor to `main_grad`.
+    # True: add each block's weight gradient to `main_grad`. False: sum the weight gradients of all
+    # blocks first, then add the sum, times the upstream gradient, to `main_grad`.
     direct: bool
 
 
@@ -58,7 +58,7 @@ class BlockAccumulator:
     product overwrites.
     """
 
-    by_factor = True  # True: `finish` multiplies `weights` by its argument `factor`.
+    by_factor = True  # True if `finish` multiplies the sums in `weights` by its argument `factor`.
 
     def __init__(
         self,
@@ -160,10 +160,10 @@ class SlabAccumulator(BlockAccumulator):
     `close`.
 
     The weight gradient of a block of vocabulary rows is summed in a separate tensor, which `close`
-    rounds and writes to these rows of the weight gradient. With `at_once`, a single `add` brings
-    all tokens for a block of vocabulary rows, and the product is written directly to these rows of
-    the weight gradient. The hidden gradient is summed in `source.dtype` over all blocks of
-    vocabulary rows, and at the end over the ranks that shard the vocabulary.
+    rounds and writes to these rows of the weight gradient. With `at_once`, `add` is called once for
+    each block of vocabulary rows, with the gradient of all tokens, and writes the product directly
+    to these rows of the weight gradient. The hidden gradient is summed in `source.dtype` over all
+    blocks of vocabulary rows, and at the end over the ranks that shard the vocabulary.
     """
 
     by_factor = False
@@ -241,14 +241,14 @@ class HiddenGradient:
         self.totals = dict[int, Tensor]()
         # Factors by which `finish` must still multiply the rows of `totals`.
         self.factors = dict[int, Tensor]()
-        # A call with a single block of tokens needs no memory here, because `add` keeps the block's
-        # result.
+        # In a call with a single block of tokens, `totals` stays empty, because `add` keeps the
+        # gradient of the block.
         for i in self.wanted if len(blocks) != 1 else ():
             features = source.features[i]
             # Allocate contiguous rows, even if the features are not contiguous.
             self.totals[i] = features.new_empty(features.shape)
-        # All-reduces under way: index of the features, work handle, buffer of the sum, and the rows
-        # of `totals` to which the buffer is copied at the end.
+        # Unfinished all-reduces, each with the index of the features, the work handle, the buffer
+        # of the sum, and the rows of `totals` to which the finished sum is copied.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:

@@ -88,9 +88,9 @@ class Pairs(NamedTuple):
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """Look up `ids` [n, K] among the tokens' allowed ids. Return the index [n, K] of the pair
-        (token, id) in `raw`, a mask [n, K] of the ids that have a pair, and a `Support` of the
-        pairs that were not looked up."""
+        """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the index [n, K]
+        in `raw` of each pair (token, id); a mask [n, K], False for an id that the token does not
+        allow; and a `Support` with the allowed ids that were not looked up."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -101,7 +101,7 @@ class Pairs(NamedTuple):
         pairs = order[place]
         present = (ids >= 0) & (key[place] == sought)
         chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
-        # Give the looked-up pairs the id -1, which marks an empty entry.
+        # Replace each looked-up id by -1, which marks an unused entry.
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
@@ -149,15 +149,15 @@ class Candidates(NamedTuple):
     """Measurement of K log-probs per token, of the columns `ids`, and of the tail's log-prob (all
     other columns together). The softmax is computed from tiles of logits."""
 
-    # Key in `Statistics.extras` of the log-probs [n, K + 1], whose last column is the tail, and of
-    # the loss's derivatives.
+    # Key, in `Statistics.extras` and in the loss's derivatives, of the log-probs [n, K + 1]. The
+    # last column is the tail's log-prob.
     key: object
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.
-    # True for the softmax of the head, whose gradient coefficient `c_prob` already contains minus
-    # the sum of the derivatives with respect to the log-probs. The log-probs of any other softmax
-    # (at a teacher's temperature) are in float64, so that derivatives that cancel keep their
-    # digits.
+    # True for the head's own softmax: its gradient coefficient `c_prob` already includes minus the
+    # sum of the loss's derivatives with respect to the K + 1 log-probs. The log-probs of any other
+    # softmax (at a teacher's temperature) are in float64, so that derivatives that cancel keep
+    # their digits.
     heads_own: bool
     tail: bool  # True if the log-prob of the tail (all other columns) is wanted; else it stays 0.
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
@@ -233,9 +233,9 @@ class Candidates(NamedTuple):
     ) -> tuple[Tensor, Support]:
         """Return a sparse part of the gradient of the raw logits, as values [P] of pairs (token,
         column): each candidate's derivative at the candidate's column, and minus the sum of the
-        derivatives at the target. The gradient of the raw logits is the returned sparse part plus a
-        multiple of dlogp/draw with an equal coefficient c_prob. The derivative with respect to the
-        tail's log-prob is ignored."""
+        derivatives at the target. The whole gradient of the raw logits is this sparse part minus
+        c_prob times dlogp/draw, where logp is the target's log-prob. The derivative with respect to
+        the tail's log-prob is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

@@ -152,9 +152,9 @@ class InPlaceLogits(GivenLogits):
     def both(
         self, coefficients: Coefficients, slopes: Tensor | None
     ) -> tuple[Measured, WrittenGradient]:
-        """Return statistics and gradient from one launch. `coefficients` are the gradient
-        coefficients at an entropy of 0, and `slopes` [P, 5, T] are the fields of P closed-form
-        derivatives (`Slope`)."""
+        """Return statistics and gradient from one launch. The gradient `coefficients` are computed
+        as if the entropy were 0; `slopes` [P, 5, T] holds the five fields of P closed-form
+        derivatives (`Slope`) for each token."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)

@@ -74,7 +74,7 @@ class RowContext(NamedTuple):
         """Return the inputs of the kernel for the gradient of a tile, apart from the logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # With `extras`, the kernel is `part_gradient_`, which needs no `all_columns`.
+        # With `extras`, `part_gradient_` computes the gradient, and does not read `all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -96,8 +96,8 @@ class RowContext(NamedTuple):
 
 def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
-    so few rows have no gradient that leaving them out would not be faster. `shares` are copies of
-    K / n to the CPU, of this mask and of the previous tile's mask; a large share decides."""
+    so few rows have no gradient that leaving them out would not be faster. `shares` are CPU copies
+    of K / n, for this mask and for the previous tile's mask; if either is large, return None."""
     if live is None:
         return None
     most = DENSE_SHARE if live.is_cuda else 1
@@ -159,9 +159,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of the tile's logits, in the rows that carry a gradient. The kernel
-        of all rows is queued before the CPU reads the share of rows with a gradient, so that the
-        GPU has work. On a GPU, a tile after a dense tile counts as dense, without a wait."""
+        """Return the gradient of the tile's logits, in rows with a gradient. The gradient of all
+        rows is queued before the CPU waits for the fraction of rows with a gradient. On a GPU, if
+        the previous tile has a gradient in most rows, all rows are returned, without a wait."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         share = None if live is None else HostCopy(live.mean(0, True, dtype=torch.float32))
@@ -233,7 +233,7 @@ class LinearLogits(LogitSource):
         v = len(self.weights[0][columns])
         count = rows.stop - rows.start
         dtype = self.gradient_dtype
-        width = v if dtype is None else 8 * -(-v // 8)  # Rows of multiples of 16 bytes.
+        width = v if dtype is None else 8 * -(-v // 8)  # Align rows to 16 bytes.
         gradient = self.features[0].new_empty(count, width, dtype=dtype or self.dtype)[:, :v]
         for part in steps(count, GRAIN * -(-count // (GRAIN * PARTS))):
             at = slice(rows.start + part.start, rows.start + part.stop)
@@ -241,8 +241,8 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """Return a kernel's arguments with the bias of `columns` in the transform, for kernels that
-        also compute the matmul."""
+        """Return a kernel's arguments, with the bias of the vocabulary columns `columns` stored in
+        their `transform`, for kernels that also compute the matmul."""
         if self.bias is None:
             return arguments
         return arguments._replace(transform=replace(arguments.transform, bias=self.bias[columns]))
@@ -285,7 +285,7 @@ class ExpLogits(LinearLogits):
             else:
                 partials = self.acts.product_partials(x, weight, forward, tile)
                 measured = self.context.measured(partials)
-        # `beside` holds only candidates without a tail, at the head's temperature.
+        # `self.beside` holds only log-probs of candidates, without the log-prob of the tail.
         states = [
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside
@@ -308,7 +308,7 @@ class ExpLogits(LinearLogits):
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
         """Return the candidates' columns, log-probs and derivatives, or None if the candidates have
-        no gradient. With such a gradient, the candidates are the only entry of `beside`."""
+        no gradient. Candidates with a gradient are the only measurement in `self.beside`."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -331,8 +331,8 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # Without c_entropy, c_uniform and a soft cap, the gradient of the raw logits is a multiple
-        # of the stored exp(z - shift), except in the target's column.
+        # If the coefficients c_entropy and c_uniform and a soft cap are absent, a row's gradient is
+        # a multiple of the stored exp(z - shift), except in the target's column.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}

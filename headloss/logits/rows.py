@@ -113,7 +113,7 @@ class Accumulator(GradientSums, Protocol):
     gradient of one tile of logits."""
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add the gradient of the raw logits in the next rows or columns."""
+        """Add the gradient of the next tile of raw logits to the sums."""
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:

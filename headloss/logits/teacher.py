@@ -1,5 +1,4 @@
-"""Measurements of a call in addition to the softmax statistics, above all divergences from a
-teacher.
+"""Measurements of a call apart from the softmax statistics, mainly divergences from a teacher.
 
 T tokens, n tokens of a step, v columns of a slice of the vocabulary.
 """
@@ -67,9 +66,9 @@ class DenseTeacher:
     in or computed from hidden states. `Statistics.extras` holds the value of each measure (such as
     a divergence) under the key (teacher, measure).
 
-    With `keeps`, computed teacher logits stay in memory until the gradient, which must follow right
-    after the measurement. `context` is the `RowContext` of the student; `wide` is the dtype of the
-    statistics.
+    With `keeps`, teacher logits that were computed from hidden states stay in memory for the
+    gradient, which must be computed right after the measurement. `context` is the `RowContext` of
+    the student; `wide` is the dtype of the statistics.
     """
 
     own_logits = True
@@ -104,8 +103,8 @@ class DenseTeacher:
                 self.rows = SharedRows.of(batch.teacher_index, count, batch.live is not None)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
-        # True if student and head have the same temperature, so that the statistics contain the
-        # normalizer of the student.
+        # True if the student's softmax has the head's temperature, so that the softmax statistics
+        # contain the student's normalizer.
         self.heads_own = context.transform is self.student
         # Teacher logits that are kept for the gradient, with the row of each token in these logits.
         self.raw: tuple[Tensor, Tensor | None] | None = None
@@ -122,8 +121,8 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """Return `tile` as the state: in a call with a teacher, one tile holds the student's logits
-        in all columns."""
+        """Return `tile` unchanged as the state. With a teacher, one tile holds the student's logits
+        in all vocabulary columns, so that nothing is accumulated over tiles."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
@@ -173,7 +172,7 @@ class DenseTeacher:
         if kernels cannot read the caller's tensor, or if the statistics are in float64."""
         index: Rows = rows
         places = None
-        if self.rows is not None:  # Tokens share rows of hidden states.
+        if self.rows is not None:  # Tokens share rows of the teacher's hidden states.
             index, places = self.rows.at(rows)
         if isinstance(self.source, LinearLogits):
             return self.source.raw(index, columns), places

@@ -62,8 +62,9 @@ class ExternalLoss:
     """A scalar loss that is a sum over tokens or segments, with the interface of
     `WeightedObjective`.
 
-    The gradient for some tokens is computed with 0 at all other positions, since a summand depends
-    on its own tokens alone. The method `total` computes the loss's value once, from all tokens.
+    Since the loss is a sum over tokens or segments, the gradient for some tokens is computed with
+    zeros in place of the statistics at all other positions. The method `total` computes the loss's
+    value once, from all tokens.
     """
 
     loss: LossFunction

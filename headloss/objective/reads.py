@@ -35,7 +35,7 @@ CONTENT = attrgetter(
     "weight_fields",
     "teacher",
 )
-# `reads` adds the term's name to an error text that begins with one of these strings.
+# Beginnings of error texts to which `reads` adds the term's name.
 OURS = ("sums over", "reads stats.")
 TABLE_ENTRIES = 256  # Largest number of entries of the cache `_TABLE`.
 _TABLE: dict[object, Reads] = {}
@@ -65,8 +65,8 @@ def reads(
     ValueError for a field that the batch lacks or, with `cuts`, for a term whose values change if
     the batch is divided.
 
-    Terms that differ in weights alone (reduction, coefficient) share a table entry, so that a term
-    that is made anew in each step is traced once.
+    Terms that differ only in reduction or coefficient share an entry of the cache `_TABLE`, so that
+    a term that is made anew in each step is traced only once.
     """
     by_term = {}
     fields = tuple(kinds.items())
@@ -105,8 +105,8 @@ def reads(
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Return True if the gradient can be computed before the statistics (by
-    `WeightedObjective.beforehand`). The result is False for a term with modifiers and for a field
-    that is CURRENT, because modifiers and CURRENT read statistics."""
+    `WeightedObjective.beforehand`). Terms with modifiers and batches with a CURRENT field need the
+    statistics first, and therefore give False."""
     if (None, ()) in kinds.values():
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -116,8 +116,9 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments of the sample batch for a term with scope="token". A term with this scope may be
-    called on a part of a segment, so that a sum over segments raises an error."""
+    """Segments of the sample batch for a term with scope="token". A term with scope="token" may be
+    called with only some tokens of a segment, so that a sum over segments would be wrong and raises
+    an error."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')

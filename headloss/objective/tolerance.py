@@ -4,9 +4,9 @@ gradient.
 n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum of |dL/draw|
 over all columns. Let token t have the mass m_t and the hidden state h_t, and let W_j be the
 weight's rows: without token t, the hidden gradient changes by at most m_t max_j |W_j|, and the
-weight gradient by at most m_t |h_t|, in the Frobenius norm. The sum of the skipped tokens' masses,
-times max_j |W_j| or max_t |h_t|, therefore bounds the error of the hidden or of the weight
-gradient.
+weight gradient by at most m_t |h_t|, in the Frobenius norm. Let M be the sum of the masses of all
+skipped tokens: skipping changes the hidden gradient by at most M max_j |W_j|, and the weight
+gradient by at most M max_t |h_t|.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..statistics.metrics import Mean, Metrics, Sum
 from ..statistics.softmax import FLOOR, Statistics
 from .weighted import Coefficients
 
-UNITS = 1 << 50  # Number of integer units into which the sum of a chunk's masses is divided.
+UNITS = 1 << 50  # Integer units in the sum of all tokens' masses (bounds of their gradients).
 
 
 def masses(
@@ -61,8 +61,9 @@ def least(mass: Tensor, share: float) -> Tensor:
     `share` of the sum of all masses. If the sum of all masses is not finite, the mask is False for
     every token.
 
-    Each mass is rounded up to an integer number of units (2^-50 of the sum of all masses). Integer
-    sums do not depend on the order of the tokens, and the rounded sum is never below the exact sum.
+    Each mass is rounded up to an integer number of units, where a unit is 2^-50 of the sum of all
+    masses. Integer sums do not depend on the order of the tokens, and the rounded sum is never
+    below the exact sum.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -77,7 +78,8 @@ class Tolerance:
     """The gradient tolerance of a call. Calling a `Tolerance` sets the gradient coefficients of
     tokens with almost no gradient to 0, and counts these tokens."""
 
-    # Fraction of the sum of a chunk's masses that may be skipped; 0 turns the tolerance off.
+    # Fraction of the sum of a chunk's masses (upper bounds of the tokens' gradients) that may be
+    # skipped; 0 turns the tolerance off.
     share: float
     transform: Transform  # The transform of all tokens' logits.
     vocabulary: int  # Number V of vocabulary columns of the whole model.

@@ -67,8 +67,8 @@ class WeightedTerm(NamedTuple):
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:
-            # A likely cause is that the term reads a statistic that the trace did not read, and
-            # that is therefore None.
+            # A likely cause is a statistic that is None, because the term did not read the
+            # statistic when it was called with a small sample batch.
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, "
                 "as it read of a small sample"
@@ -242,9 +242,9 @@ class WeightedObjective:
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return the gradient coefficients at an entropy of 0, computed without statistics, and a
-        tensor [P, 5, T] of the fields of P closed-form derivatives (`Slope`). Every term must have
-        derivatives in closed form, as `has_slopes` checks."""
+        """Return two things that need no statistics: the gradient coefficients for an entropy of 0,
+        and a tensor [P, 5, T] of the five fields of P closed-form derivatives (`Slope`) for each of
+        T tokens. Every term must have derivatives in closed form, as `has_slopes` checks."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
@@ -259,16 +259,17 @@ class WeightedObjective:
         return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
-        """Return the objective with all gradients multiplied by a power of two, `scale`. For any
-        statistics and batch values, the largest product |weight * coefficient * upstream gradient *
-        dz/draw| of a term then lies between 1 and 2. Multiply the gradients of features and weights
-        by 1 / `scale` after the backward pass.
+        """Return the objective with all gradients multiplied by a power of two, `scale`. The power
+        `scale` is chosen such that, over all terms and tokens, the largest |weight * coefficient *
+        upstream gradient * dz/draw| lies between 1 and 2, where dz/draw is the derivative of a
+        transformed logit with respect to the raw logit. Multiply the gradients of features and
+        weights by 1 / `scale` after the backward pass.
 
-        The gradient of the raw logits then lies within float16's range if |d term / dz| at weight 1
-        is below 65504 / 2. The derivative |d term / dz| is at most 1 for cross-entropy and
-        distillation, log V for the entropy, 2 |lse| for a z-loss, |advantage| times a ratio for a
-        policy, and beta times the length for a preference loss on a sequence's summed log-probs.
-        Gradients far below 1 keep fewer digits.
+        After multiplication by `scale`, the gradient of the raw logits is within float16's range if
+        the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d
+        term / dz| is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse|
+        for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
+        preference loss on a sequence's summed log-probs. Gradients far below 1 keep fewer digits.
         """
         # Fill the tensor on the device, because a copy from the CPU would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)

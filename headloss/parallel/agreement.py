@@ -34,7 +34,8 @@ R = TypeVar("R")
 WORDS = 64
 # Largest number of values that a rank can send to the other ranks before a call.
 MOST_NUMBERS = WORDS - 4
-# Name of the number with a rank's highest id; no batch field can have this name.
+# Name under which the ranks exchange their highest target or column id; no batch field can have
+# this name.
 HIGHEST = "highest id"
 # Largest number of calls per group whose exchanged numbers are cached for static calls.
 LEARNED = 256
@@ -53,8 +54,8 @@ class Facts:
 
     numbers: Mapping[str, int]  # Named numbers of this rank; other ranks may have different values.
     same: Mapping[str, object]  # Values on the CPU that must be equal on all ranks.
-    # Function from all ranks' numbers to tensors that must be equal on all ranks, by the text of
-    # the error for unequal tensors.
+    # Function that maps all ranks' numbers to a dict. The dict's values are tensors that must be
+    # equal on all ranks; a key is the error text for unequal tensors.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
     # Numbers read from the batch that must be equal on all ranks; static calls read nothing.
@@ -78,8 +79,9 @@ def agree(
     Args:
         role: name of the group in error texts.
         prepare: function that returns the `Facts` of this rank's call, and a result for the caller
-            of `agree`. An error in `prepare` is raised after all ranks have received the error. (In
-            a call with two groups, `prepare` of the second group calls `agree` for the first.)
+            of `agree`. If `prepare` raises an error, all ranks receive the error before this rank
+            raises it. (If a call has two groups, the `prepare` of one group calls `agree` for the
+            other group.)
         static: True for a static call (fixed shapes, no device reads). If an earlier call of the
             group is cached, ranks may skip the exchange of numbers, and an error is raised only on
             the rank where it occurs.
@@ -207,8 +209,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. The factor of an element is not linear in the
-    # element's position, because with linear factors two values that change places could give the
-    # same sum.
+    # Sums of integers wrap and do not round. An element's factor is not a linear function of the
+    # element's position, because linear factors could give the same sum for two tensors in which
+    # two values have changed places.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

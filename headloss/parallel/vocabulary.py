@@ -66,7 +66,8 @@ class WholeVocabulary:
         return hidden
 
     def dropout(self, hidden: Tensor, p: float) -> Tensor:
-        """Return hidden states after dropout, where every rank holds equal hidden states."""
+        """Return `hidden` after dropout, with one mask for all ranks, because all ranks hold equal
+        hidden states."""
         return dropout(hidden, p)
 
 

@@ -102,7 +102,7 @@ class Metrics(dict[str, Measurement]):
         return joined
 
     def all_reduce(self, group: distributed.ProcessGroup | None = None) -> Metrics:
-        """Return the merge over the ranks of `group` (the default group if None), in two
+        """Return the metrics merged over all ranks of `group` (the default group if None), in two
         collectives.
 
         Every rank must hold metrics with the same names. A `Min` is sent as a negated `Max`.
@@ -149,7 +149,7 @@ class Observed:
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
     """Return `observed`, the result of a term's or modifier's `observe`, if it is a dict of
     `Observed`, each with one value per token or one per segment. Raise TypeError or ValueError,
-    with the term's name, for any other result of `observe`."""
+    with the term's name in the text, if the result of `observe` is anything else."""
     if not isinstance(observed, dict):
         got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")
@@ -183,7 +183,8 @@ def fold_all(
     """Reduce each [N] vector to one metric, in a few operations for all vectors; rows where `live`
     is False do not count. `share` multiplies sums and counts: 1 / R for values of which R ranks
     hold equal copies."""
-    # Observations with the same mask and the same kind of reduction are reduced together.
+    # Vectors without a mask are reduced together, extremes apart from sums; a vector with a mask is
+    # reduced alone.
     groups: dict[tuple[str | None, bool], dict[str, Observed]] = {}
     for name, o in observed.items():
         rows = None if o.where is None else name

@@ -215,7 +215,8 @@ class SoftmaxCoefficients(NamedTuple):
 
 
 def vjp(
-    gradients: Mapping[Any, Tensor],  # Gradient [T] by statistic; [T, K + 1] for `CANDIDATES`.
+    # Upstream gradients by statistic: [T]; candidates: [T, K + 1].
+    gradients: Mapping[Any, Tensor],
     stats: Statistics,
     vocabulary: int,
 ) -> SoftmaxCoefficients:
@@ -260,7 +261,8 @@ class Slope(NamedTuple):
 
     @property
     def constant(self) -> bool:
-        """True if this derivative does not depend on the token's log-prob."""
+        """True if the derivative that this `Slope` describes is the same for every log-prob of the
+        target."""
         low = self.low
         high = self.high
         numbers = not (isinstance(low, Tensor) or isinstance(high, Tensor))

@@ -99,7 +99,7 @@ def _block(
     # between large tiles would grow the heap.
     scratch[:] = scratch or (shifted, e)
     max_logit, sumexp_m1 = max_logit.view(-1), e.sum(1)
-    # A row of -inf alone has no largest term that the sum of exponentials would leave out.
+    # For a row of only -inf, the sum of exponentials is 0, and `sumexp_m1` (the sum minus 1) is -1.
     sumexp_m1.add_(max_logit == -math.inf, alpha=-1)
     logit_sum = z.sum(1) if "mean_logit" in needs else None
     entropy_sum = e.mul_(shifted).sum(1) if "entropy" in needs else None
@@ -118,10 +118,10 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
-    """Return dL/dz at targets or chosen columns from their log-probs. The result is exact to the
-    last digit of 1 - p where the derivative `slope` = dL/dlogp and the gradient coefficient c_prob
-    cancel, else to the last digit of p. Every `log_p` is at most 0, and the coefficients have the
-    dimensions of `log_p`."""
+    """Return dL/dz at targets or chosen columns from their log-probs. Where the derivative `slope`
+    = dL/dlogp and the gradient coefficient c_prob cancel, the result keeps all digits of 1 - p (p
+    is the column's probability); elsewhere, all digits of p. Every `log_p` is at most 0, and the
+    coefficients have the dimensions of `log_p`."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
@@ -145,8 +145,9 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
 
 def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
     """Write p (c_prob + c_entropy log p) + c_uniform [n, v] to `out`, with gradient coefficients
-    [n, 1], and return `out`. The result is dL/dz without the term c_target at each token's target.
-    The tensor `log_p` is overwritten."""
+    [n, 1], and return `out`. The result is the gradient dL/dz except for the coefficient
+    `c_target`, which is to be added at each token's target only. The tensor `log_p` is
+    overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
         assert c.prob is not None

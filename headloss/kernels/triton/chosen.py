@@ -185,8 +185,8 @@ def target_gradient_(
     tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
 ) -> None:
     """Write the gradient at each token's target, accurate to the digits of the target's log-prob,
-    into `tile`. A token's target is in the tile's column of the target id or, with `columns` [n],
-    in the column columns[token]."""
+    into `tile`. By default, the target id determines the target's column in the tile; with
+    `columns` [n], the target of token t is in column columns[t]."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first

@@ -34,7 +34,8 @@ def tanh_and_slope(x):
     else:
         share = 1 / share
     far = 1 - 2 * share
-    # If e = exp(2|x|) overflows to inf, `share` is 0, and `tl.minimum` avoids inf * 0 = NaN.
+    # If exp(2|x|) overflows to inf, `share` = 1 / (1 + exp(2|x|)) is 0, and `tl.minimum` avoids the
+    # product inf * 0 = NaN.
     slope = 4 * share * (tl.minimum(e, 1e30) * share)
     return tl.where(s < 0.0625, x * near, tl.where(x < 0, -far, far)), slope
 
@@ -189,8 +190,8 @@ def under_cap_at(g, z, cap):
 @triton.jit
 def gradient_from_logp(log_p, slope, at, c):
     """Return the gradient dL/dz of a column from its log-prob, with the loss's derivative `slope`
-    with respect to this log-prob. The result is exact to the last digit of p or, near p = 1, of 1 -
-    p."""
+    with respect to this log-prob. The result keeps all digits of the column's probability p or,
+    near p = 1, all digits of 1 - p."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
     g = tl.where(log_p > SURE, at[0] * expm1(log_p) + (at[0] + slope), at[0] * p + slope)

@@ -60,7 +60,8 @@ class Given(NamedTuple):
     z: LogitScaling
     normalizer: Normalizer | None
     to: SoftmaxState | None  # Memory of the statistics; None if `normalizer` is given.
-    # Gradient coefficients; if the kernel computes statistics, the coefficients at an entropy of 0.
+    # Gradient coefficients. If the kernel computes the statistics, `c` is computed as if the
+    # entropy were 0, and the kernel adds the terms that depend on the entropy.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -68,8 +69,8 @@ class Given(NamedTuple):
 
 @triton.jit
 def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
-    """Return the numbers (rate, anchor, low, high, sign) of a token's closed-form derivatives of
-    the loss (each a `softmax.Slope`), as one flat tuple."""
+    """Load the five fields (rate, anchor, low, high, sign) of each `softmax.Slope` (closed-form
+    derivative of the loss) of a token, and return all fields in one flat tuple."""
     numbers = ()
     for i in tl.static_range(SLOPES):
         part = slopes + i * 5 * count.to(tl.int64) + row

@@ -1,10 +1,11 @@
 """Hopper kernels in Gluon for the matmuls of product.py, with epilogues that overlap matmuls.
 
 One warp loads slices of x and w into a ring buffer in shared memory. Two groups of four warps read
-the same slices of w, and each group multiplies half of the rows. Only the ring buffer synchronises
-the two groups of warps. While one group runs its epilogue, the other group multiplies slices that
-the ring still holds, so that the tensor cores do not wait. The module product.py has the portable
-Triton kernel, whose warps do all steps together.
+the same slices of w, and each group multiplies half of the rows. The ring buffer is the only
+synchronisation between the two groups of multiplying warps. While one group of warps runs its
+epilogue, the other group multiplies slices that are still in the ring buffer, so that the tensor
+cores do not wait. The module product.py has the portable Triton kernel, whose warps do all steps
+together.
 
 x [n, H], w [v, H] and the output [n, v] are tensor descriptors.
 """
@@ -30,7 +31,8 @@ LOWEST = gl.constexpr(-1e20)
 # Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
 AT_START = gl.constexpr(168)
 LOADING = gl.constexpr(24)  # Registers of a loading thread.
-# Registers of a multiplying thread, 128 of them for its part of the tile of logits.
+# Registers of a thread that multiplies: 128 registers hold the thread's elements of the tile of
+# logits.
 MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
@@ -38,7 +40,7 @@ tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formul
 coefficient = gluon.jit(formulas.coefficient.fn)
 per_row, normalizer_of = gluon.jit(formulas.per_row.fn), gluon.jit(formulas.normalizer_of.fn)
 parts_of, shift_column = gluon.jit(merge.parts_of.fn), gluon.jit(chosen.shift_column.fn)
-# The copy function's name depends on the Triton release.
+# Triton releases have different names for the TMA copy functions.
 bring = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
@@ -201,8 +203,8 @@ def rows_of(first, n, PART: gl.constexpr):
 
 @gluon.jit
 def load_for_sums(pointers, first, block, n):
-    """Load each row's logit factor and shift (the logit that exp(z - shift) subtracts), and the
-    shift's column relative to the block."""
+    """Load each row's logit factor, its shift (the logit that exp(z - shift) subtracts), and the
+    column of the shift as an index within the block of columns."""
     of, _ = pointers
     rows, inside = rows_of(first, n, PART)
     factor = per_row(gl.zeros_like(rows, dtype=gl.float32) + of.z.outer, of.z, rows, inside)

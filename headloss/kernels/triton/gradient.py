@@ -7,8 +7,9 @@ because no program reads a row that is already overwritten.
 
 If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient p_j
 c_prob in a column j is s e_j, where the factor s is equal for all columns of a token. The kernel
-then replaces only e at the target, and the matmuls with the weight W and the hidden states X
-include the factor s of each token: dX = s (E @ W), dW = E.T @ (s X), where E holds the numbers e.
+therefore keeps e_j = exp(z_j - shift) in the tile, and changes it only at the target. The matmuls
+with the weight W and the hidden states X include the factor s of each token: dX = s (E @ W), dW =
+E.T @ (s X), where E is the tile of the numbers e.
 """
 
 from __future__ import annotations
@@ -149,8 +150,8 @@ def logit_gradient_(
     return out
 
 
-# Smallest ratio |s| / |c_target| of a row's factor s of exp(z - shift); at this ratio, all elements
-# of the row but the target's are negligible.
+# Smallest |s| / |c_target|, for the factor s by which a row's exp(z - shift) is multiplied; at this
+# ratio, all elements of the row except the target's are negligible.
 SMALLEST = tl.constexpr(2.0**-90)
 
 
@@ -183,7 +184,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # Copy the row from its source, which no GPU program overwrites.
+    else:  # Copy the row from its old place, which no GPU program overwrites, to its new place.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
 """Triton kernels that merge partial sums into softmax statistics, over the blocks of a matrix
 product or over the ranks of a sharded vocabulary.
 
-n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch sums the
-blocks, recomputes tokens whose shift (the logit that exp(z - shift) subtracts) is far below their
-largest logit, stores exp(z - shift) = 1 in the column of the shift, and applies the formulas of
-`softmax.finish`.
+n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch adds up the
+sums of all blocks of columns, and applies the formulas of `softmax.finish`. The same launch
+recomputes the sums of tokens whose shift (the logit that exp(z - shift) subtracts) is far below
+their largest logit, and stores exp(z - shift) = 1 in the column of the shift.
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
 order of a Triton reduction depends on the layout, and the layout depends on the divisors of
@@ -51,19 +51,21 @@ class Epilogue(NamedTuple):
     # Shape [2, pitch]: the target's logit (-inf for a target outside of the slice), and the column
     # of the shift, as the bits of an int32.
     more: Tensor
-    # Partial sums [.., blocks, pitch] of each token over blocks of columns, see `parts_of`.
+    # Partial sums of each token over each block of columns, [.., blocks, pitch]; `pitch` is n
+    # rounded up to a multiple of 16.
     parts: Tensor
     # Row length of `parts` and `more`: n rounded up to a multiple of 16, so that every row is
     # aligned.
     pitch: int
-    stride: int  # Number of elements between two kinds of sums in `parts`, blocks * pitch.
+    stride: int  # Number of elements from one kind of sum in `parts` to the next: blocks * pitch.
     z: LogitScaling | None
     flags: Flags
 
 
 class Merge(NamedTuple):
     """Operands of the kernel that merges the partial sums of a matmul's column blocks. The results
-    are stored after `epilogue.more` in memory, in rows that `measured` or `partials_of` reads."""
+    are stored in memory after the tensor `epilogue.more`, as rows that the functions `measured` and
+    `partials_of` read."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -146,8 +148,8 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
-    """Merge the sums over the column blocks of a matmul, for the operands `of` (a `Merge`);
-    `vocabulary` is the number of columns of all ranks."""
+    """Merge a matmul's sums over blocks of columns into statistics. `of` is a `Merge`; `vocabulary`
+    is the number of columns on all ranks together."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # Number of column blocks whose sums are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)

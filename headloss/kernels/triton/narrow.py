@@ -4,22 +4,22 @@ keys and values, and tiles of logits stay on the chip.
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
 the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
 loops over the rows of the other matrix. The forward pass computes a token's statistics and, on
-request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j but one, where w_j is row j
-of the weight, and `shift` is the logit z of the column left out, as in product.py. If c_target and
+request, the sum over j of exp(z_j - shift) dz_j/draw_j w_j, where w_j is row j of the weight, and
+`shift` is the logit of one column, which the sum leaves out (see product.py). If c_target and
 c_prob are the only gradient coefficients, the hidden gradient follows from the sum of exp(z_j -
 shift) dz_j/draw_j w_j. The gradient kernel recomputes each tile of logits, turns the tile into its
 gradient, and multiplies the gradient at once by the hidden states (for the weight) or by the weight
 (for the hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
-already fill a GPU. The results of the parts are added in a fixed order, so that a token's result
-never depends on other tokens. A table marks the tiles that need a mask: tiles with a token's shift
-or target, and tiles at the end of the vocabulary.
+already fill a GPU. The results of the PARTS parts are added in a fixed order, so that a token's
+result never depends on other tokens. A table marks the tiles that need a mask: tiles with a token's
+shift or target, and tiles at the end of the vocabulary.
 
 For the weight's gradient, a vector of tokens lies along the columns of a tile, and a thread reads
 many elements of the vector. If c_target and c_prob are the only gradient coefficients, the kernel
-reads a single number per token, because |c_prob| p = exp2(z log2 e + log2 |c_prob| - log2 sum exp
-z); tokens with c_prob < 0 come before all other tokens.
+reads d = log2 |c_prob| - log2 sum exp z of each token, and computes |c_prob| p = exp2(z log2 e +
+d); tokens with c_prob < 0 come before all tokens with c_prob >= 0.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ class Tokens(NamedTuple):
 
     column: Tensor  # Target's column in this vocabulary slice, or -1, [n].
     target: Tensor  # Gradient of the target's raw logit, [n].
-    log2_sumexp: Tensor  # Log2 of sum exp z, [n]; minus log2 |c_prob| if `border` is given.
+    log2_sumexp: Tensor  # Log2 of (sum exp z), or of (sum exp z / |c_prob|) with `border`, [n].
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    border: Tensor | None  # Index [] of the first token with c_prob >= 0; None: kernels read `c`.
+    # Index [] of the first token with c_prob >= 0; None if kernels read the coefficients `c`.
+    border: Tensor | None
 
 
 @triton.jit
@@ -269,9 +270,9 @@ def _sweep(
     **constants: Any,
 ) -> None:
     """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile sizes
-    depend on the head's shape alone. A tile is marked (computed with a mask) if it contains a pair
-    (row of `stationary`, row of `streamed`) of `pairs`, or ends beyond the last row of `streamed`.
-    A pair with a row of -1 marks an arbitrary tile, without harm."""
+    depend on the head's shape alone. A tile is marked (computed with a mask) if it ends beyond the
+    last row of `streamed`, or contains row i of `stationary` and row j of `streamed` for a pair (i,
+    j) in `pairs`. A pair with i or j = -1 marks an arbitrary tile, without harm."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if stationary.element_size() == 2 else SMALL

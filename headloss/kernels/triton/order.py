@@ -32,7 +32,8 @@ def order_kernel(keep, rows, gaps, count, n, most, BLOCK: tl.constexpr):
         rank = placed + tl.cumsum(gap.to(tl.int32), 0) - 1
         tl.store(gaps + rank, at, mask=gap)
         placed += tl.sum(gap.to(tl.int32), 0)
-    # A barrier is needed, because each thread reads gaps that different threads have written.
+    # A barrier is needed between the stores to `gaps` and the loads, because a thread loads entries
+    # that other threads have stored.
     tl.debug_barrier()
     placed = 0
     for start in range(total, n, BLOCK):

@@ -36,8 +36,8 @@ from .formulas import (
 from .launch import Launcher
 from .records import NO_INPUTS, BlockedColumns, LogitScaling, Matrix
 
-# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. With 2048
-# columns and 8 warps, the kernels take 1.18 times as long on an H100.
+# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. On an
+# H100, the divergence kernels take 1.18 times as long with BLOCK = 2048 and WARPS = 8.
 BLOCK = 1024
 WARPS = 4
 
@@ -173,7 +173,7 @@ def divergence_kernel(
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # Number of sums in a vector: a power of two, at least 2 K.
+    LANES: tl.constexpr,  # Number of sums: a power of two, at least 2 for each divergence.
     # Index of the log-acceptance among the K divergences; K if the call has no log-acceptance.
     ACCEPTANCE: tl.constexpr,
 ):
@@ -231,7 +231,7 @@ def teacher_of(raw: Tensor, pair: Pair) -> Teacher:
 
 def of_measures(measures: tuple[Measure, ...]) -> tuple[tuple[Kind, ...], dict[str, int]]:
     """Return a `Kind` for each divergence, and two kernel constants: K, the number of divergences,
-    and ACCEPTANCE, the index of the log-acceptance or K."""
+    and ACCEPTANCE, the index of the log-acceptance among the divergences (K if it is absent)."""
     names = [measure.kind for measure in measures]
     place = names.index(LOG_ACCEPTANCE) if LOG_ACCEPTANCE in names else len(names)
     kinds = tuple(Kind(tl.constexpr(kind), beta) for kind, beta in measures)

@@ -3,15 +3,15 @@ so that no logits are written.
 
 The epilogue sums over each tile of float32 logits while the tile is in registers. The shift in e =
 exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit, where
-the target lies in this slice. Since the shift is known beforehand, the epilogue need not compute
-the largest logit of a row. The sums leave out the column of the shift, where e = exp(z - shift) is
-1, so that the log-prob of a likely target keeps its digits.
+the target lies in this slice. The logit `shift` in exp(z - shift) is known before the matmul, so
+that the epilogue need not compute the largest logit of a row. The sums leave out the column of the
+shift, where e = exp(z - shift) is 1, so that the log-prob of a likely target keeps its digits.
 
 On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
-With `exp_tile`, e = exp(z - shift) is written in bf16, which has the exponent range of float32, so
-that every shift is accurate enough that is not far below the token's largest logit. A token whose
-shift is far below its largest logit is summed again, from recomputed logits.
+With `exp_tile`, e = exp(z - shift) is written in bf16. Since bf16 has the exponent range of
+float32, e is accurate for every shift that is not far below the token's largest logit. A token
+whose shift is far below its largest logit is summed again, from recomputed logits.
 
 Once the softmax normalizer is known, a second kernel recomputes the logits in a slice of the
 vocabulary, and its epilogue writes the gradient of the logits in place of the logits.
@@ -89,8 +89,8 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    # Leave out the logit of the shift's column, because the shift was summed over H in a different
-    # order.
+    # The largest logit is computed without the column of the shift. The recomputed logit of this
+    # column could exceed the shift, because the shift was summed over H in a different order.
     if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
@@ -195,9 +195,10 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return rows of results, from which `measured` makes a `Measured` or, if `vocabulary` is None,
-    `partials_of` makes a `SoftmaxState`. `sweep` is a pair (number of column blocks, function that
-    computes the sums over the blocks) and replaces the matmul kernel."""
+    """Return the results as rows. The function `measured` makes a `Measured` from the rows; if
+    `vocabulary` is None, `partials_of` makes a `SoftmaxState` from the rows. `sweep` is a pair
+    (number of column blocks, function that computes the sums over the blocks) and replaces the
+    matmul kernel."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]

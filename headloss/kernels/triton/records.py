@@ -47,7 +47,8 @@ class LogitScaling(NamedTuple):
     inner: float | None
     outer: float
     factor: float
-    # Temperature of each token [n], by which kernels still divide `outer` and `factor`.
+    # Temperature of each token [n], by which a kernel must divide `outer` and `factor`; None:
+    # `outer` and `factor` include the temperature.
     temperature: Tensor | None
     same: int | None  # Flag: 1 if z equals the raw logits, else None.
     # Factor of a matmul's result before the bias is added, see `scaling`.
@@ -71,13 +72,14 @@ class GradientInputs(NamedTuple):
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    # Derivatives of the loss with respect to `column_logps`; None: the coefficient c_target.
+    # Derivative of the loss with respect to each log-prob in `column_logps`; None: the gradient
+    # coefficient c_target is this derivative.
     column_slopes: Matrix | None = None
     # Raw logit [n] of the chosen column, if each token has a single one.
     column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
     features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
-    # Lower bounds [n], up to a constant factor, of the absolute values of `multiples`.
+    # Size [n] below which |multiples| must not fall far.
     least: Tensor | None = None
 
 
@@ -91,8 +93,9 @@ class BlockedColumns(NamedTuple):
 
 
 def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
-    """Return a `BlockedColumns` for the columns [n, K] of a tile with v columns, in blocks of
-    `block` columns, and the order [n, K] that sorts the columns of each row."""
+    """Sort the columns [n, K] of each row of a tile, and find the columns in each block of `block`
+    tile columns. Return a `BlockedColumns`, and the order [n, K] that sorts each row. The tile has
+    v columns."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())

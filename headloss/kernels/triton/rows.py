@@ -18,8 +18,8 @@ from .records import Matrix, programs_on
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
 WIDEST = 4096  # Elements that a program scales at once.
-# Largest number of programs of a launch, so that a launch whose factor turns out to be 1 ends
-# quickly.
+# Largest number of programs of a launch, so that a launch ends quickly if the factor, which only
+# the GPU knows, is 1.
 MOST_PROGRAMS = 132 * 8
 
 
@@ -31,7 +31,7 @@ class Moves(NamedTuple):
     x: Matrix
     out: Matrix
     scale: Tensor | None  # Shape [n].
-    factor: Tensor | None  # Scalar []; with a factor of 1, the kernel changes no row.
+    factor: Tensor | None  # Scalar [] that multiplies all rows; if it is 1, no row changes.
     source: Tensor | None
     places: Tensor | None
 
@@ -93,7 +93,7 @@ class Scaled(NamedTuple):
 
     value: Tensor
     out: Tensor
-    size: int  # Number of elements of the sum or, with `rows`, of each row.
+    size: int  # Number of elements of the sum; if `rows` is given, of one row of the sum.
     rows: Tensor | None  # Factors of rows, [n].
 
 

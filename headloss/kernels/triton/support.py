@@ -1,11 +1,12 @@
 """Triton kernels for a softmax over a set of allowed columns per token: logits, statistics, the
 gradient of the logits, and the products of this gradient with weight and hidden states.
 
-n tokens, P pairs (token, allowed column), H hidden width. Matrices are `Strided`; raw logits,
-values and gradients of pairs are [P]. One GPU program serves one token or, for the weight gradient,
-one column. For all pairs, rows of the weight are gathered twice and rows of the hidden states once,
-2PH bytes each time in a 16-bit dtype. A program has many loads in flight, so that the bandwidth of
-memory or of L2 limits the speed; tensor cores would not make the dot products faster.
+n tokens, P pairs (token, allowed column), H hidden width. Matrices have the type `Strided`; raw
+logits, values and gradients are vectors [P] with one element per pair. One GPU program serves one
+token or, for the weight gradient, one column. For all pairs, rows of the weight are gathered twice
+and rows of the hidden states once, 2PH bytes each time in a 16-bit dtype. A program has many loads
+in flight, so that the bandwidth of memory or of L2 limits the speed; tensor cores would not make
+the dot products faster.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ DEPTH = 256  # Elements of a weight row that a program holds while it computes l
 SUMMED = 8
 # A program sums SUMMED rows of WIDTH columns at once; each thread holds a part of all SUMMED rows.
 WIDTH = 1024
-# Pairs that a program sums if some tokens have many pairs; a second kernel adds the sums.
+# Largest number of pairs (token, column) that one program sums, if some tokens have many pairs; a
+# second kernel adds the programs' sums.
 PIECE = 512
 
 
@@ -127,9 +129,9 @@ class Pieces(NamedTuple):
     # Token of each piece (run of at most PIECE pairs), [M]; n for an entry that is not used.
     tokens: Tensor
     ends: Tensor  # Shape [n].
-    # Running count of pieces, of only the tokens whose pairs are cut into several pieces, [n].
+    # Cumulative number of pieces [n], which counts only tokens with more than PIECE pairs.
     cut_ends: Tensor
-    # Tokens whose pairs are cut into several pieces, [R]; n for an entry that is not used.
+    # Tokens with more than PIECE pairs, [R]; an unused entry has the value n.
     cut: Tensor
 
 
@@ -184,9 +186,9 @@ def gathered(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the sum over the pairs `begin` to `end` of the pair's value times the pair's row of
-    `rows`, in the columns `depth`. Without `WINDOW`, the kernel does not check whether a pair's
-    column lies in the window [first, first + size)."""
+    """Return the sum of values[i] times the row of `rows` for the column of pair i, over the pairs
+    i from `begin` to `end`, in the columns `depth` of `rows`. Without `WINDOW`, the kernel does not
+    check whether a pair's column lies in the window [first, first + size)."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
@@ -208,7 +210,7 @@ def sums_kernel(
     support,
     rows,
     out,
-    pieces,  # `Pieces` of the tokens' pairs, or None.
+    pieces,  # `Pieces` (runs of pairs of one token), or None if no token is cut.
     sums,  # Sum [.., h] of each piece of a token whose pairs are cut into several pieces.
     h,
     n,
@@ -251,7 +253,7 @@ def pieces_kernel(
     out,
     h,
     n,
-    count,  # Number R of tokens whose pairs are cut into several pieces.
+    count,  # Length R of `pieces.cut`, the tokens with several pieces.
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):

@@ -77,8 +77,8 @@ OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 
 @functools.cache
 def has_accelerator(device: torch.device) -> bool:
-    """Return True if the GPU has a tensor memory accelerator, and the shared memory for the tiles
-    in flight, which consumer cards lack."""
+    """Return True if the GPU has a tensor memory accelerator, and enough shared memory for the ring
+    buffer of tiles. Consumer cards have too little shared memory."""
     if capability(device)[0] < 9:
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED

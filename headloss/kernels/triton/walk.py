@@ -4,8 +4,8 @@ statistics, the second writes the row's gradient. A NaN logit gives a NaN result
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
 `to` is a `SoftmaxState` (a field is None if its sum is not wanted), z is a `LogitScaling`, and
 `normalizer` is (max_logit, log_sum). `at` holds the gradient coefficients (c_prob, c_entropy,
-c_uniform), each times dz/draw without the soft cap's derivative; a field of `c` is None if the
-coefficient is absent.
+c_uniform), each multiplied by dz/draw without the soft cap's derivative. A field of the named tuple
+`c` is None if the coefficient of the same name is absent.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # `sumexp_m1` leaves out the term exp(0) = 1 of one largest logit; each further lane with an
-    # equal logit adds 1.
+    # In each lane, `sumexp_m1` leaves out the term of the lane's largest logit. For lanes whose
+    # largest logit is the row's largest logit, the term is exp(0) = 1: one of these terms stays
+    # left out, and the other terms are added.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -82,8 +83,9 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
     vector lanes keeps an online-softmax state until the end of the row, so that lanes exchange no
     values during the pass.
 
-    Each vector lane leaves its largest logit out of its sum of exponentials: of two logits, the
-    larger becomes the maximum, and the exponential of the smaller is added to the sum.
+    In each vector lane, the sum of exponentials leaves out the largest logit: when a logit arrives,
+    the larger of the logit and the maximum so far becomes the maximum, and the exponential of the
+    smaller is added to the sum.
     """
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
@@ -141,8 +143,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the gradient of a row of logits, without the term c_target at the target, in steps from
-    the last columns to the first."""
+    """Write the gradient of a row of logits, from the last columns to the first. The coefficient
+    c_target is left out, because it is added only at the target."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
