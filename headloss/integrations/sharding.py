@@ -25,6 +25,10 @@ def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
     gradient. A weight sharded by FSDP2 is cast to `dtype`, the dtype that FSDP2 computes in.
     """
 
+    tensors = (head.weight, head.bias, *(t for x in head.lora for t in (x.a, x.b)))
+    if not any(hasattr(tensor, "full_tensor") for tensor in tensors):
+        return head
+
     def computed(tensor: Any) -> Any:
         found = gathered(tensor)
         cast = found is not tensor and found.dtype != dtype and is_fsdp2(model)
@@ -65,15 +69,16 @@ def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> 
 def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Iterator[None]:
     """Set `forward` as the instance's forward inside the context; with None, remove the instance's
     forward."""
-    before = vars(module).pop("forward", None)
+    attributes = vars(module)  # `nn.Module.__setattr__` takes ten times as long.
+    before = attributes.pop("forward", None)
     if forward is not None:
-        module.forward = forward
+        attributes["forward"] = forward
     try:
         yield
     finally:
-        vars(module).pop("forward", None)
+        attributes.pop("forward", None)
         if before is not None:
-            module.forward = before
+            attributes["forward"] = before
 
 
 def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:

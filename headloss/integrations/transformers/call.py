@@ -65,7 +65,7 @@ class Call(FollowedHead):
     def __enter__(self) -> Call:
         self.applied.call, self.own_loss = self, vars(self.model).get("_loss_function")
         if self.replaces:
-            self.model._loss_function = self.at_loss
+            vars(self.model)["_loss_function"] = self.at_loss
         return super().__enter__()
 
     @eager
