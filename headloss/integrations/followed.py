@@ -153,6 +153,8 @@ class Recipe:
     def head_of(self, head: Head, columns: int) -> Head:
         """Return `head` with the bias, scale, soft cap and columns of the formula."""
         bias, scale = head.bias, self.scale * (self.factor or 1)
+        if self.bias is None and (scale, self.factor, columns) == (1, None, head.vocabulary):
+            return head
         if self.bias is not None:
             added = self.bias.to(head.weight.dtype)
             bias = added if bias is None else bias + added
@@ -187,14 +189,12 @@ class Followed(Tensor):
         """Return the tensors `act(hidden, head)` of this tensor's hidden states and head, with a
         gradient. `act` runs under the autocast of the head's call; the head's weights are gathered
         in forward and backward."""
-        # Read each attribute once: an attribute of a subclass of Tensor takes ten microseconds.
-        node = self.node
+        node = self.node  # Each read of a tensor attribute takes ten microseconds.
         recipe = getattr(node, "recipe", self.own)
-        call = recipe.call
-        seam, exact = call.seam, list[Tensor]()
+        seam, exact = recipe.call.seam, list[Tensor]()
 
         def of_hidden(hidden: Tensor) -> Tensors:
-            read = call.head
+            read = recipe.call.head
             if seam.external or seam.unit:
                 with in_place_of(seam.module):
                     read = Head.of(seam.module)
@@ -202,9 +202,9 @@ class Followed(Tensor):
             exact[:] = act(hidden.to(head.weight.device), head)
             return tuple(exact)
 
-        call.draw()
+        recipe.call.draw()
         trains = (node is not None or self.requires_grad) and torch.is_grad_enabled()
-        with torch.set_grad_enabled(trains), torch.autocast(**call.autocast):
+        with torch.set_grad_enabled(trains), torch.autocast(**recipe.call.autocast):
             if seam.unit:  # The output gets FSDP2's backward hook, which gathers the weights.
                 return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
             if not seam.external:
@@ -306,8 +306,7 @@ def _then(
     attached: bool = True,
     **changes: Any,
 ) -> Followed:
-    parent = x.recipe
-    recipe = replace(parent, parent=parent, step=step, real=None, **changes)
+    recipe = replace(x.recipe, parent=x.recipe, step=step, real=None, **changes)
     inputs = [x, *recipe.tensors] if attached and x.requires_grad else []
     return recipe.followed(x.shape if shape is None else shape, dtype or x.dtype, inputs)
 
@@ -318,8 +317,7 @@ def _times(x: Followed, func: Any, other: Any) -> Any:
         return None
     if "div" in func.__name__:
         number = 1 / number
-    factor = x.recipe.factor
-    if factor is None:
+    if (factor := x.recipe.factor) is None:
         return _then(x, lambda t: func(t, other), scale=x.recipe.scale * number)
     return None if number < 0 else _then(x, lambda t: func(t, other), factor=factor * number)
 
@@ -376,8 +374,7 @@ def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     like = func(torch.empty(x.shape, dtype=x.dtype, device="meta"), *args, **options)
     if like.shape[-1:] != x.shape[-1:] or like.dtype != x.dtype:
         return None
-    hidden = x.recipe.hidden
-    rows = hidden.reshape(*like.shape[:-1], hidden.shape[-1])
+    rows = x.recipe.hidden.reshape(*like.shape[:-1], x.recipe.hidden.shape[-1])
     return _rows(x, lambda t: func(t, *args, **options), rows)
 
 
