@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from ...statistics import softmax
-from .versions import PTX
+from .versions import PTX, Constant
 
-FLOOR = tl.constexpr(softmax.FLOOR)
-SURE = tl.constexpr(softmax.SURE)
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_LOW = tl.constexpr(1.925963033500e-08)  # The part of log2(e) that float32 rounds off.
+FLOOR = Constant(softmax.FLOOR)
+SURE = Constant(softmax.SURE)
+LN2 = Constant(0.6931471805599453)
+LOG2E = Constant(1.4426950408889634)
+LOG2E_LOW = Constant(1.925963033500e-08)  # The part of log2(e) that float32 rounds off.
 
 
 @triton.jit

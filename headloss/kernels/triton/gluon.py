@@ -20,20 +20,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
 from .launch import Launcher, TileShape
+from .versions import Constant
 
 ROWS, WIDTH, DEPTH = tiles.BM, tiles.BN, tiles.BK
-STAGES = gl.constexpr(tiles.STAGES)
-HALF = gl.constexpr(tiles.ROWS // 2)  # Rows of one group.
-PART = gl.constexpr(tiles.WIDTH // 4)  # Columns of one store.
-BUFFERS = gl.constexpr(2)  # Number of shared-memory buffers for stores, per group of four warps.
+STAGES = Constant(tiles.STAGES)
+HALF = Constant(tiles.ROWS // 2)  # Rows of one group.
+PART = Constant(tiles.WIDTH // 4)  # Columns of one store.
+BUFFERS = Constant(2)  # Number of shared-memory buffers for stores, per group of four warps.
 # Value of masked logits, which is below all logits and stays finite when it is scaled.
-LOWEST = gl.constexpr(-1e20)
+LOWEST = Constant(-1e20)
 # Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
-AT_START = gl.constexpr(168)
-LOADING = gl.constexpr(24)  # Registers of a loading thread.
+AT_START = Constant(168)
+LOADING = Constant(24)  # Registers of a loading thread.
 # Registers of a thread that multiplies: 128 registers hold the thread's elements of the tile of
 # logits.
-MULTIPLYING = gl.constexpr((3 * AT_START.value - LOADING.value) // 2)
+MULTIPLYING = Constant((3 * AT_START.value - LOADING.value) // 2)
 
 place_of, biased = gluon.jit(tiles.place_of.fn), gluon.jit(tiles.biased.fn)
 tanh_and_slope, grad_z = gluon.jit(formulas.tanh_and_slope.fn), gluon.jit(formulas.grad_z.fn)

@@ -38,9 +38,10 @@ from .formulas import (
 )
 from .launch import Launcher, cdiv
 from .records import Matrix, gradient_inputs, matrix_of
+from .versions import Constant
 
 # Smallest e = exp(z - shift) whose logarithm is taken, so that the logarithm is finite.
-LEAST = tl.constexpr(1e-37)
+LEAST = Constant(1e-37)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -152,7 +153,7 @@ def logit_gradient_(
 
 # Smallest |s| / |c_target|, for the factor s by which a row's exp(z - shift) is multiplied; at this
 # ratio, all elements of the row except the target's are negligible.
-SMALLEST = tl.constexpr(2.0**-90)
+SMALLEST = Constant(2.0**-90)
 
 
 @triton.jit(do_not_specialize=["first"])

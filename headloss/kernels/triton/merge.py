@@ -27,9 +27,10 @@ from .chosen import shift_column
 from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
+from .versions import Constant
 
 # Upper limit for a token's sum of exp(z - shift); a larger sum means that the shift is too small.
-FAR = tl.constexpr(2.0**80)
+FAR = Constant(2.0**80)
 ROWS = 16  # Tokens of a program.
 
 

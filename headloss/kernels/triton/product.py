@@ -47,12 +47,12 @@ from .tiles import (
     halves,
     has_accelerator,
 )
-from .versions import overlaps
+from .versions import Constant, overlaps
 
 # Smallest scale of logits that gluon.py serves, because gluon.py masks logits before scaling.
 LEAST_SCALE = 1e-9
 # Finite logit of masked columns, whose exp2 is 0: the product 0 * LOWEST is 0, not NaN.
-LOWEST = tl.constexpr(-1e30)
+LOWEST = Constant(-1e30)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .launch import TileShape
-from .versions import capability
+from .versions import Constant, capability
 
 ROWS = 128
 WIDTH = 256
@@ -23,9 +23,9 @@ WARPS = 8
 STAGES = 4
 # Shared memory of a program in bytes: all stages, and half a tile that is being stored.
 SHARED = 226 << 10
-BM = tl.constexpr(ROWS)
-BN = tl.constexpr(WIDTH)
-BK = tl.constexpr(DEPTH)
+BM = Constant(ROWS)
+BN = Constant(WIDTH)
+BK = Constant(DEPTH)
 
 
 @triton.jit

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+
+class Constant(tl.constexpr):
+    """Global constant of kernels. Each launch compares all globals of its kernel with their values
+    at compile time; a `tl.constexpr` makes a new object for each comparison."""
+
+    def __ne__(self, other: Any) -> bool:
+        return self.value != other.value  # type: ignore[no-any-return]
+
+
 # True in Triton's interpreter, which runs on a CPU for the tests.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+INTERPRETED = Constant(bool(triton.knobs.runtime.interpret))
 # True if kernels may contain PTX: AMD's compiler ignores instructions that it does not know.
-PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
+PTX = Constant(not INTERPRETED.value and torch.version.hip is None)
 # Triton releases with which gluon.py compiles. Gluon changes with each Triton release, so that
 # Gluon kernels run only with known releases.
 GLUON = ("3.6", "3.7", "3.8", "3.9")
