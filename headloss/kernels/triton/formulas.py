@@ -118,12 +118,13 @@ def transformed(raw, z, outer):
 
 
 @triton.jit
-def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr, HALVES: tl.constexpr = 8):
+def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr):
     """Return [WIDTH] dot products of a row of x and a row of w, of H elements each, plus the bias
     of each column; the dot product is 0 where `inside` is False. `x` and `w` are pointers to rows;
     one pointer `x` may serve every row of w. The products of elements are exact in float32, and are
     added in a fixed order, 2 ** HALVES elements of H at once, so that each result depends on its
     two rows alone."""
+    HALVES: tl.constexpr = 8
     DEPTH: tl.constexpr = 1 << HALVES
     total = tl.zeros((DEPTH, WIDTH), tl.float32)
     for start in range(0, h, DEPTH):

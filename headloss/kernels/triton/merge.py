@@ -24,9 +24,10 @@ from torch import Tensor
 from ...statistics.softmax import STATISTICS, Normalizer, Statistics
 from ..interface import Measured
 from .chosen import shift_column
-from .formulas import FLOOR, block_partials, dots, exp, folded, log1p, merged, per_row, transformed
+from .formulas import FLOOR, block_partials, exp, folded, log1p, merged, per_row, transformed
 from .launch import Launcher, cdiv
 from .records import LogitScaling, Matrix
+from .tiles import biased
 from .versions import Constant
 
 # Upper limit for a token's sum of exp(z - shift); a larger sum means that the shift is too small.
@@ -88,33 +89,38 @@ def parts_of(of):
 
 
 @triton.jit
-def summed_again(
-    x, w, w_stride, exp_tile, v, h, z, outer, ENTROPY: tl.constexpr, WRITES: tl.constexpr
-):
-    """Return max_logit, sumexp_m1 and entropy_sum of one token from recomputed logits. With
-    `WRITES`, also store exp(z - max_logit) of the token's logits in `exp_tile`."""
-    # Number of logits recomputed at once, in steps of 2 ** 7 elements of H.
-    COLUMNS: tl.constexpr = 64
-    x += tl.zeros((1,), tl.int64)
-    max_logit = float("-inf")
-    sumexp_m1 = -1.0
-    entropy_sum = 0.0
+def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
+    """Return max_logit, sumexp_m1 and entropy_sum of the tokens `far` from recomputed logits, and
+    store exp(z - max_logit) of their logits in `of.exp_tile`, if given. All tokens of a program
+    share the reads of the weight."""
+    COLUMNS: tl.constexpr = 128  # Columns and elements of H of a step.
+    DEPTH: tl.constexpr = 64
+    ENTROPY: tl.constexpr = of.epilogue.flags.entropy
+    WRITES: tl.constexpr = of.exp_tile is not None
+    x = (of.x.data + rows * of.x.stride)[None, :]
+    outer = per_row(of.z.outer, of.z, rows, far)
+    max_logit = tl.full((ROWS,), float("-inf"), tl.float32)
+    sums = max_logit, tl.full((ROWS,), -1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
     for sweep in range(1 + WRITES):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
-            inside = columns < v
-            of_w = w + columns.to(tl.int64) * w_stride
-            raw = dots(x, of_w, columns, inside, z, h, COLUMNS, 7)
-            logit = transformed(raw, z, outer)
-            logit = tl.where(inside, logit, float("-inf"))
+            w = (of.w.data + columns.to(tl.int64) * of.w.stride)[None, :]
+            z = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for k in range(0, h, DEPTH):
+                at = k + tl.arange(0, DEPTH)[:, None]
+                a = tl.load(x + at, mask=(at < h) & far[None, :], other=0.0)
+                b = tl.load(w + at, mask=(at < h) & (columns < v)[None, :], other=0.0)
+                z = tl.dot(a.T, b, z, input_precision="ieee")
+            inside = (columns < v)[:, None]
+            z = transformed(biased(z, of.z, columns, v).T, of.z, outer)
+            z = tl.where(inside, z, float("-inf"))
             if sweep == 0:
-                block = block_partials(logit, inside, ENTROPY)
-                before = max_logit, sumexp_m1, entropy_sum
-                max_logit, sumexp_m1, entropy_sum = merged(before, block)
+                sums = merged(sums, block_partials(z, inside, ENTROPY))
             elif WRITES:
-                e = tl.exp(tl.maximum(logit - max_logit, FLOOR))
-                tl.store(exp_tile + columns, e.to(tl.bfloat16), mask=inside)
-    return max_logit, sumexp_m1, entropy_sum
+                e = tl.exp(tl.maximum(z - sums[0], FLOOR)).to(tl.bfloat16)
+                to = of.exp_tile.data + rows * of.exp_tile.stride
+                tl.store(to[None, :] + columns[:, None], e, mask=inside & far[None, :])
+    return sums
 
 
 @triton.jit
@@ -192,28 +198,10 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
             of.exp_tile.data + rows * of.exp_tile.stride + column, one, mask=inside & (far == 0)
         )
     if tl.max(far.to(tl.int32), 0) > 0:
-        for i in range(ROWS):
-            this = far & (tl.arange(0, ROWS) == i)
-            if tl.max(this.to(tl.int32), 0) > 0:
-                row = tl.program_id(0).to(tl.int64) * ROWS + i
-                terms = more
-                if of.exp_tile is not None:
-                    terms = of.exp_tile.data + row * of.exp_tile.stride
-                max_of_row, sumexp_m1_of_row, entropy_sum_of_row = summed_again(
-                    of.x.data + row * of.x.stride,
-                    of.w.data,
-                    of.w.stride,
-                    terms,
-                    v,
-                    h,
-                    of.z,
-                    per_row(of.z.outer, of.z, row),
-                    ENTROPY,
-                    of.exp_tile is not None,
-                )
-                shift = tl.where(this, max_of_row, shift)
-                sumexp_m1 = tl.where(this, sumexp_m1_of_row, sumexp_m1)
-                entropy_sum = tl.where(this, entropy_sum_of_row, entropy_sum)
+        of_far = summed_again(of, rows, far, v, h, ROWS)
+        shift = tl.where(far, of_far[0], shift)
+        sumexp_m1 = tl.where(far, of_far[1], sumexp_m1)
+        entropy_sum = tl.where(far, of_far[2], entropy_sum)
         tl.store(of.epilogue.shift + rows, shift, mask=far)
 
     max_logit = shift

@@ -226,7 +226,7 @@ def statistics_of(
             sweep[1](epilogue)
         tile = None if exp_logits is None else Matrix(exp_logits, exp_logits.stride(0))
         partials = 1 if vocabulary is None else None
-        merge = Merge(of_x, of_w, tile, z, partials, epilogue._replace(z=None))
+        merge = Merge(of_x, of_w, tile, unbiased, partials, epilogue._replace(z=None))
         launch_finish(cdiv(n, ROWS), merge, n, v, h, float(vocabulary or 1))
     return out.unbind(0)[2:]
 
