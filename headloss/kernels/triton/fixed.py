@@ -15,14 +15,13 @@ from torch import Tensor
 from .launch import Launcher, cdiv
 from .records import matrix_of, strided
 from .tiles import place_of
-from .versions import Constant
 
 ROWS = 128
 COLUMNS = 128
 BYTES = 128  # Bytes of each row of `a` in one step of the loop over k.
 # Number of row tiles that are computed one after another with each column tile, so that the columns
 # of `b` stay in the L2 cache.
-GROUP = Constant(8)
+GROUP = tl.constexpr(8)
 
 
 @triton.jit(do_not_specialize=["n"])

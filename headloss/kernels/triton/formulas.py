@@ -122,17 +122,16 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr):
     """Return [WIDTH] dot products of a row of x and a row of w, of H elements each, plus the bias
     of each column; the dot product is 0 where `inside` is False. `x` and `w` are pointers to rows;
     one pointer `x` may serve every row of w. The products of elements are exact in float32, and are
-    added in a fixed order, 2 ** HALVES elements of H at once, so that each result depends on its
+    added in a fixed order, 256 elements of H at once, so that each result depends on its
     two rows alone."""
-    HALVES: tl.constexpr = 8
-    DEPTH: tl.constexpr = 1 << HALVES
+    DEPTH: tl.constexpr = 256
     total = tl.zeros((DEPTH, WIDTH), tl.float32)
     for start in range(0, h, DEPTH):
         at = (start + tl.arange(0, DEPTH))[:, None]
         a = tl.load(x[None, :] + at, mask=at < h, other=0.0)
         b = tl.load(w[None, :] + at, mask=(at < h) & inside[None, :], other=0.0)
         total += a.to(tl.float32) * b.to(tl.float32)
-    raw = folded(total, WIDTH, HALVES)
+    raw = folded(total, WIDTH, 8)
     if z.bias is not None:
         raw += tl.load(z.bias + column, mask=inside, other=0.0).to(tl.float32)
     return raw

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import chosen, formulas, merge, tiles
 from .formulas import LN2, LOG2E
@@ -317,9 +318,10 @@ def overlapping_slab_kernel(x, w, to, a, n, v, h, PROGRAMS: gl.constexpr):
 
 
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-LOADED = {"x": TileShape((tiles.ROWS, tiles.DEPTH), LAYOUT)}
-LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), LAYOUT)}
-STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), LAYOUT)
+FOR_GLUON = (LAYOUT,), TensorDescriptor
+LOADED = {"x": TileShape((tiles.ROWS, tiles.DEPTH), *FOR_GLUON)}
+LOADED |= {"w": TileShape((tiles.WIDTH, tiles.DEPTH), *FOR_GLUON)}
+STORED = TileShape((tiles.ROWS // 2, tiles.WIDTH // 4), *FOR_GLUON)
 OPTIONS = {"num_warps": 4, "maxnreg": AT_START.value}
 launch_product = Launcher(overlapping_product_kernel, tiles=LOADED, **OPTIONS)
 WITH_EXP = LOADED | {"exp_tile": STORED}

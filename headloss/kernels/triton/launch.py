@@ -27,15 +27,11 @@ class TileShape(NamedTuple):
     accelerator."""
 
     block: tuple[int, int]
-    layout: object = None  # Layout in shared memory, for Gluon.
+    layout: tuple[object, ...] = ()  # Layout in shared memory, for Gluon.
+    kind: Any = TensorDescriptor  # Type of Triton's or of Gluon's descriptors.
 
     def descriptor(self, tensor: Tensor) -> object:
-        """Return the tensor descriptor for Triton or, with a layout, for Gluon."""
-        if self.layout is None:
-            return TensorDescriptor.from_tensor(tensor, list(self.block))
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OfGluon
-
-        return OfGluon.from_tensor(tensor, list(self.block), self.layout)
+        return self.kind.from_tensor(tensor, list(self.block), *self.layout)
 
 
 class Launcher:

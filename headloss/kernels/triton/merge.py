@@ -60,7 +60,7 @@ class Epilogue(NamedTuple):
     # aligned.
     pitch: int
     stride: int  # Number of elements from one kind of sum in `parts` to the next: blocks * pitch.
-    z: LogitScaling | None
+    z: LogitScaling
     flags: Flags
 
 
@@ -72,7 +72,6 @@ class Merge(NamedTuple):
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
     exp_tile: Matrix | None  # Exp logits [n, v].
-    z: LogitScaling
     # 1: store partial sums (an online-softmax state); None: store finished statistics.
     partials: int | None
     epilogue: Epilogue
@@ -95,29 +94,29 @@ def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
     share the reads of the weight."""
     COLUMNS: tl.constexpr = 128  # Columns and elements of H of a step.
     DEPTH: tl.constexpr = 64
-    ENTROPY: tl.constexpr = of.epilogue.flags.entropy
     WRITES: tl.constexpr = of.exp_tile is not None
-    x = (of.x.data + rows * of.x.stride)[None, :]
-    outer = per_row(of.z.outer, of.z, rows, far)
-    max_logit = tl.full((ROWS,), float("-inf"), tl.float32)
-    sums = max_logit, tl.full((ROWS,), -1.0, tl.float32), tl.zeros((ROWS,), tl.float32)
+    scaling = of.epilogue.z
+    x = (of.x.data + tl.where(far, rows, 0) * of.x.stride)[None, :]
+    outer = per_row(scaling.outer, scaling, rows, far)
+    none = tl.zeros((ROWS,), tl.float32)
+    sums = none + float("-inf"), none - 1, none
     for sweep in range(1 + WRITES):
         for start in range(0, v, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
-            w = (of.w.data + columns.to(tl.int64) * of.w.stride)[None, :]
+            w = (of.w.data + tl.minimum(columns, v - 1).to(tl.int64) * of.w.stride)[None, :]
             z = tl.zeros((ROWS, COLUMNS), tl.float32)
             for k in range(0, h, DEPTH):
                 at = k + tl.arange(0, DEPTH)[:, None]
-                a = tl.load(x + at, mask=(at < h) & far[None, :], other=0.0)
-                b = tl.load(w + at, mask=(at < h) & (columns < v)[None, :], other=0.0)
+                a = tl.load(x + at, mask=at < h, other=0.0)
+                b = tl.load(w + at, mask=at < h, other=0.0)
                 z = tl.dot(a.T, b, z, input_precision="ieee")
             inside = (columns < v)[:, None]
-            z = transformed(biased(z, of.z, columns, v).T, of.z, outer)
+            z = transformed(biased(z, scaling, columns, v).T, scaling, outer)
             z = tl.where(inside, z, float("-inf"))
             if sweep == 0:
-                sums = merged(sums, block_partials(z, inside, ENTROPY))
+                sums = merged(sums, block_partials(z, inside, of.epilogue.flags.entropy))
             elif WRITES:
-                e = tl.exp(tl.maximum(z - sums[0], FLOOR)).to(tl.bfloat16)
+                e = tl.exp(tl.maximum(z - sums[0], FLOOR))
                 to = of.exp_tile.data + rows * of.exp_tile.stride
                 tl.store(to[None, :] + columns[:, None], e, mask=inside & far[None, :])
     return sums
@@ -193,10 +192,8 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     column = shift_column(of.epilogue, rows, inside)
     far = inside & ((sumexp_m1 < FAR) == 0)
     if of.exp_tile is not None:
-        one = tl.full((ROWS,), 1.0, tl.float32).to(tl.bfloat16)
-        tl.store(
-            of.exp_tile.data + rows * of.exp_tile.stride + column, one, mask=inside & (far == 0)
-        )
+        place = of.exp_tile.data + rows * of.exp_tile.stride + column
+        tl.store(place, 1.0, mask=inside & (far == 0))
     if tl.max(far.to(tl.int32), 0) > 0:
         of_far = summed_again(of, rows, far, v, h, ROWS)
         shift = tl.where(far, of_far[0], shift)

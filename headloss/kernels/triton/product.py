@@ -31,7 +31,16 @@ from ...statistics.softmax import SoftmaxState
 from ..interface import Backward, ExpTile, Forward, Measured, partials_of
 from ..rounding import accumulator_bias
 from .chosen import TOKENS, Shifts, launch_shifts, shift_column, target_gradient_
-from .formulas import LN2, LOG2E, grad_z, normalizer_of, per_row, transformed, under_cap
+from .formulas import (
+    LN2,
+    LOG2E,
+    coefficient,
+    grad_z,
+    normalizer_of,
+    per_row,
+    transformed,
+    under_cap,
+)
 from .launch import Launcher, cdiv
 from .merge import ROWS, Epilogue, Merge, flags_of, launch_finish, measured, parts_of
 from .records import LogitScaling, Matrix, gradient_inputs, programs_on, scaling
@@ -226,21 +235,12 @@ def statistics_of(
             sweep[1](epilogue)
         tile = None if exp_logits is None else Matrix(exp_logits, exp_logits.stride(0))
         partials = 1 if vocabulary is None else None
-        merge = Merge(of_x, of_w, tile, unbiased, partials, epilogue._replace(z=None))
+        merge = Merge(of_x, of_w, tile, partials, epilogue)
         launch_finish(cdiv(n, ROWS), merge, n, v, h, float(vocabulary or 1))
     return out.unbind(0)[2:]
 
 
 # ---------------------------------------------------------------------- the gradient
-
-
-@triton.jit
-def of_rows(pointer, rows, inside, factor):
-    """Return one gradient coefficient of each row, times `factor` (dz/draw), as a tile [BM, 1]."""
-    values = tl.zeros(rows.shape, tl.float32)
-    if pointer is not None:
-        values = tl.load(pointer + rows, mask=inside, other=0.0).to(tl.float32) * factor
-    return values[:, None]
 
 
 @triton.jit
@@ -256,14 +256,14 @@ def gradient_tile(z, m, block, out, a, n, v):
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
-    factor = per_row(a.z.factor, a.z, rows, inside)
+    factor = per_row(tl.zeros(rows.shape, tl.float32) + a.z.factor, a.z, rows, inside)
     z = biased(z, a.z, block * BN + tl.arange(0, BN), v)
     max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
     lse = max_logit + log_sum
     at = (
-        of_rows(a.c.prob, rows, inside, factor),
-        of_rows(a.c.entropy, rows, inside, factor),
-        of_rows(a.c.uniform, rows, inside, factor),
+        (coefficient(a.c.prob, rows, inside) * factor)[:, None],
+        (coefficient(a.c.entropy, rows, inside) * factor)[:, None],
+        (coefficient(a.c.uniform, rows, inside) * factor)[:, None],
     )
     left, right = halves(z)
     g = gradient_of(left, lse[:, None], at, outer, a)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..interface import LogitRows, Sum
 from .launch import Launcher, cdiv
-from .records import Matrix, programs_on
+from .records import Matrix, matrix_of, programs_on
 
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
@@ -79,8 +79,8 @@ def scaled_rows(
 ) -> Tensor:
     n = len(scale)
     out = x.new_empty(n, x.shape[1]) if out is None else out
-    read = Matrix(x, x.stride(0))
-    write = Matrix(out, out.stride(0))
+    read = matrix_of(x)
+    write = matrix_of(out)
     if n and x.shape[1]:
         of = Moves(read, write, scale, None, None, places)
         launch_rows(n, of, n, x.shape[1], ALIGNED=1, BLOCK=BLOCK)

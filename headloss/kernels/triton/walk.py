@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from .formulas import FLOOR, LOG2E, grad_z, transformed, under_cap
-from .versions import Constant
 
 # Smallest float32 number, used in place of -inf so that no difference of two maxima is NaN.
-LOWEST = Constant(-3.4028234663852886e38)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
