@@ -143,8 +143,8 @@ class PackedBatch:
 
 def answers(batch: PackedBatch) -> Segments:
     """Return a `Segments` object that assigns the S segments to their prompts, for sums and means
-    over all answers to a prompt. Segments without tokens are included; each segment that static
-    shapes add is its own group."""
+    over all answers to a prompt. Segments without tokens are included; each extra segment that
+    static shapes add counts as a prompt by itself."""
     of_tokens = batch.prompts
     segments = batch.segments
     prompts = batch.as_given("prompts")
@@ -160,8 +160,8 @@ def answers(batch: PackedBatch) -> Segments:
 
 
 class Packing:
-    """Positions of the scored tokens in the batch, and the number of scored tokens per segment, on
-    the host.
+    """Positions of the scored tokens in the batch, and the number of scored tokens per segment, in
+    CPU memory.
 
     Args:
         batch: the batch to pack. Unless shapes are static, `Batch._survey` must have counted the
@@ -177,8 +177,9 @@ class Packing:
     segments: Segments  # Segments of sorted tokens.
     # Shape [T]: position of each token; None if the tokens are all N positions in order.
     index: Tensor | None = None
-    scored: Tensor  # Shape [N], bool; absent with static shapes.
-    live: Tensor | None = None  # Shape [T], bool: True if scored; None without static shapes.
+    scored: Tensor  # Shape [N], bool: True for a scored position; absent with static shapes.
+    # Shape [T], bool: True for a scored token; None without static shapes.
+    live: Tensor | None = None
     lengths: list[int] | None = None  # Scored tokens of each segment; None if `unit` was given.
     support: SupportPairs | None = None  # Allowed ids; None if each token allows all ids.
 
@@ -277,7 +278,7 @@ def scattered(
 
 def places(chosen: Tensor, count: int) -> Tensor:
     """[count] indices of the True elements of a [N] bool vector, in order; `count` must be the
-    number of True elements. The host does not wait for the device."""
+    number of True elements. The CPU does not wait for the GPU."""
     return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 

@@ -204,12 +204,12 @@ class Reduction:
 @dataclass(frozen=True)
 class StandardWeight:
     """The weight rule of the library's own reductions. Without `by_length`, a token's weight is 1 /
-    (total number of tokens, of segments or of prompts, times `length`). With `by_length`, it is 1 /
-    (n m) for n tokens in the token's segment or prompt, and m segments or prompts in all. Totals
-    may be plain numbers. The argument `lengths` may be None without `by_length`."""
+    (total number of tokens, of segments or of prompts, times `length`). With `by_length`, the
+    weight is 1 / (n m) for n tokens in the token's segment or prompt, and m segments or prompts in
+    all. Totals may be plain numbers. The argument `lengths` may be None without `by_length`."""
 
-    # Total number by which the weight is divided; with "none", the weight is 1 / `length`, a
-    # constant.
+    # Total (of tokens, segments or prompts) by which the weight is divided; with "none", the weight
+    # is 1 / `length`, a constant.
     of: Literal["tokens", "segments", "prompts", "none"]
     by_length: bool = False  # Divide the weight by the length of the token's segment or prompt.
     length: Number = 1  # A constant that divides the weight.

@@ -73,13 +73,13 @@ class Segments:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes for copies. `_row` is dropped if `ids` were changed in place."""
+        """Return the attributes of a copy, without `_row` if `ids` were changed in place."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
     def from_lengths(cls, lengths: Tensor | Sequence[int]) -> Segments:
         """Return consecutive segments of `lengths` ([S] integers) over a [sum(lengths)] vector. A
-        segment of length 0 counts in S.
+        segment of length 0 counts as one of the S segments.
 
         >>> Segments.from_lengths([2, 3]).ids.tolist()
         [0, 0, 1, 1, 1]

@@ -56,7 +56,7 @@ def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
     row. For a row of `mask` whose elements are all True, no ids are returned.
 
-    On a GPU, the host waits for the number P of ids.
+    On a GPU, the CPU waits for the number P of ids.
     """
     restricted = mask & ~mask.all(1, keepdim=True)
     return restricted.nonzero()[:, 1], restricted.sum(1)

@@ -33,7 +33,7 @@ class Survey:
         id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
         probs: [.., K] probabilities or log-probs that belong to the ids, by the id field's name
             (see `ID_FIELDS`).
-        of_support: the result of `SupportIds.survey`, copied to the host with the other numbers.
+        of_support: the result of `SupportIds.survey`, copied to the CPU with the other numbers.
         tensors: all tensors whose extremes and counts are computed.
     """
 
@@ -55,8 +55,9 @@ class Survey:
         self.id_fields = {n: t.flatten(0, -2) for n, t in id_fields.items()}
         self.probs = probs
         self.scored = scored = self.targets != IGNORE  # Shape [N], bool.
-        # The segment [N] of each scored position; the number S of segments for a bad segment id;
-        # S + 1 for an unscored position. None if segment ids ascend and every position has one.
+        # The segment [N] of each scored position; the number S of segments for a bad segment id; S
+        # + 1 for an unscored position. None if segment ids ascend and every position has a segment
+        # id.
         self.bins: Tensor | None = None
         count = segments.count
         descents = list[Tensor]()
@@ -118,10 +119,10 @@ class Survey:
 
     @cached_property
     def numbers(self) -> tuple[list[int], list[int], list[int]]:
-        """Three lists of numbers in CPU memory. The first has the number of places where segment
-        ids decrease, and the extremes of targets and id fields. The second has the number of scored
-        positions in each segment, of scored positions outside of all segments, and of unscored
-        positions. The third is the result of `SupportIds.survey`."""
+        """Three lists of numbers in CPU memory: (1) the number of places where segment ids
+        decrease, and the extremes of targets and id fields; (2) the number of scored positions in
+        each segment, of scored positions outside of all segments, and of unscored positions; (3)
+        the result of `SupportIds.survey`."""
         numbers = self._copy.tolist()
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count

@@ -193,8 +193,8 @@ def floor_of(sizes: Tensor) -> Tensor:
 
 
 def slope_of(transform: Transform, teacher: object = None) -> Number:
-    """Return the derivative dz/draw of the logits z that a term with the given teacher reads with
-    respect to raw, the product of hidden state and weight."""
+    """Return dz/draw, the derivative of the logits z that a term with the given teacher reads, with
+    respect to the raw logits (hidden state times weight)."""
     return transform.scale / getattr(teacher, "temperature", transform.temperature)
 
 
@@ -277,8 +277,8 @@ def call_of(a: Arguments) -> Call:
 
 
 def _planned(a: Arguments) -> tuple[Requirements, WholeVocabulary, Plan]:
-    """Return the requirements of the call, this rank's vocabulary shard, and the plan. With a
-    vocabulary group, the ranks first compare their calls."""
+    """Return the requirements of the call, this rank's vocabulary shard, and the plan. If a group
+    of ranks shards the vocabulary, the ranks first compare their calls."""
     if a.group is None:
         required = requirements_of(a)
         shard = WholeVocabulary(required.vocabulary)

@@ -28,8 +28,8 @@ from .checks import Arguments
 from .plan import Plan
 from .requirements import Requirements
 
-# Fields that are compared separately: a sharded teacher's logits differ between ranks; candidates
-# are compared under their own name.
+# Batch fields that ranks do not compare together with all other fields: the logits of a sharded
+# teacher differ between ranks, and candidates have a comparison of their own.
 APART = ("teacher_logits", "candidate_ids")
 OWN = (PROCESS_GROUP, torch.device)  # Option types whose values may differ between ranks.
 NO_CALL = {"tokens": -1, "weight_gradient": 0, "memory": 0, "teacher_columns": -1}

@@ -66,7 +66,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, weighted.scale)
     # The `held` schedule computes the gradients in the forward pass, because the logits of all
-    # tokens would need more memory than the gradients until the backward pass.
+    # tokens, kept until the backward pass, would need more memory than the gradients.
     if schedule == "held":
         return result._replace(sums=of_tiles(call, call.open(tensors), result, coefficients))
     return result._replace(coefficients=coefficients)

@@ -366,7 +366,8 @@ def cut_anywhere(p: PlanInputs, rows: int) -> list[Chunk]:
 
 
 def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
-    """Return chunks that respect the objective's scope; None if no such chunks fit."""
+    """Return chunks that fit the objective's scope (with scope="segment", a chunk holds whole
+    segments); None if no such chunks fit."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
     if p.in_place:  # The logits exist already, so that chunks would save no memory.
@@ -381,7 +382,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     start = 0
     stop = 0
     first = 0
-    # A chunk must hold whole units of segments, such as pairs.
+    # A chunk must hold whole units of segments, such as pairs of segments.
     for at in range(0, len(lengths), unit):
         tokens = sum(lengths[at : at + unit])
         if tokens > max(rows, limit):

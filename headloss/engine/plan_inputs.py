@@ -45,7 +45,9 @@ class PlanInputs:
     sparse: bool = True  # Some tokens may have no gradient.
     # A CPU skips rows even in small matmuls: with `gradient_tolerance`, or if rows may hold NaN.
     thorough: bool = False
-    logp_only: bool = False  # The gradient needs only d/dlogp, of the target or of K candidates.
+    # The gradient depends only on the loss's derivatives with respect to log-probs, of the target
+    # or of K candidates.
+    logp_only: bool = False
     input_gradient: bool = True
     weight_gradient: bool = True
     element_size: int = 4  # Bytes per element of hidden states and weight in matmuls.
@@ -53,9 +55,11 @@ class PlanInputs:
     # True if the kernels of the `narrow` schedule, which keep tiles of logits on the chip, can be
     # used with this head.
     on_chip: bool = False
-    # Whether the `narrow` schedule is the default, since it is faster at the head's size.
+    # True if the `narrow` schedule is the default, because at the head's size it is faster than
+    # schedules that write logits to memory.
     by_sweeps: bool = False
-    multiples: bool = False  # The gradient needs only d/dlogp and d/dlse.
+    # The gradient depends only on the loss's derivatives with respect to logp and lse.
+    multiples: bool = False
     exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
     # Gradients are scaled against float16 underflow, and dW is summed in float32.
     rescaled: bool = False
@@ -67,7 +71,7 @@ class PlanInputs:
     given: bool = False  # Logits are given.
     overwrites: bool = False  # The gradient may overwrite the logits of the caller.
     in_place: bool = False  # A kernel reads and writes the caller's logits without a copy.
-    teachers: bool = False  # A teacher's logits are computed next to the student's.
+    teachers: bool = False  # A teacher's logits are in memory together with the student's logits.
     candidates: int = 0  # Candidate columns per token.
     support: int = 0  # Pairs of a token and an allowed column.
     restricted: int = 0  # Number of tokens whose softmax is over `support_ids`.

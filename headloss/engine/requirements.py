@@ -63,8 +63,8 @@ class Requirements:
 
 
 def requirements_of(a: Arguments) -> Requirements:
-    """Return the requirements of a call; ValueError or TypeError for a wrong argument. With a
-    vocabulary group, the ranks compare their calls after this function, so that an error on one
+    """Return the requirements of a call; ValueError or TypeError for a wrong argument. In a
+    vocabulary group, the ranks compare their calls after `requirements_of`, so that an error on one
     rank is raised on all ranks."""
     batch = a.batch
     options = a.options

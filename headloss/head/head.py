@@ -223,7 +223,7 @@ class Head:
         """Return the logits, [.., H] to [.., vocabulary], in float32 (float64 for float64 hidden
         states).
 
-        Differentiable. Stores all logits: for tests and small inputs.
+        Differentiable. The logits of all positions are stored: for tests and small inputs.
         """
         self.validate(hidden)
         dtype = sum_dtype(hidden.dtype)

@@ -149,8 +149,8 @@ class Candidates(NamedTuple):
     """Measurement of K log-probs per token, of the columns `ids`, and of the tail's log-prob (all
     other columns together). The softmax is computed from tiles of logits."""
 
-    # Key, in `Statistics.extras` and in the loss's derivatives, of the log-probs [n, K + 1]. The
-    # last column is the tail's log-prob.
+    # Key, in `Statistics.extras` and in the loss's derivatives, of the log-probs [n, K + 1]: of the
+    # K candidates, and last of the tail (all other columns).
     key: object
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.
@@ -233,9 +233,9 @@ class Candidates(NamedTuple):
     ) -> tuple[Tensor, Support]:
         """Return a sparse part of the gradient of the raw logits, as values [P] of pairs (token,
         column): each candidate's derivative at the candidate's column, and minus the sum of the
-        derivatives at the target. The whole gradient of the raw logits is this sparse part minus
-        c_prob times dlogp/draw, where logp is the target's log-prob. The derivative with respect to
-        the tail's log-prob is ignored."""
+        derivatives at the target. The whole gradient of the raw logits is the returned sparse part
+        minus c_prob times dlogp/draw, where logp is the target's log-prob. The derivative with
+        respect to the tail's log-prob is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

@@ -114,7 +114,7 @@ class LogitSource:
     # Dtype of the gradient of the raw logits; None: the dtype of the logits.
     gradient_dtype: torch.dtype | None = None
     additions: int = 1  # Number of matrix products whose sum is a block's weight gradient.
-    share: HostCopy | None = None  # Share of the last tile's rows with a gradient, on a GPU.
+    share: HostCopy | None = None  # Fraction of the last tile's rows with a gradient, on a GPU.
 
     def __init__(self, context: RowContext) -> None:
         self.context = context
@@ -285,7 +285,7 @@ class ExpLogits(LinearLogits):
             else:
                 partials = self.acts.product_partials(x, weight, forward, tile)
                 measured = self.context.measured(partials)
-        # `self.beside` holds only log-probs of candidates, without the log-prob of the tail.
+        # `self.beside` holds only log-probs of candidates, not of the tail (all other columns).
         states = [
             (self.acts.chosen_logits(x, weight, part.columns(rows, ALL), forward.transform), None)
             for part in self.beside

@@ -56,14 +56,14 @@ def masses(
 
 
 def least(mass: Tensor, share: float) -> Tensor:
-    """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (of
-    equal masses, the earlier token first), as long as the sum of the skipped masses is at most
-    `share` of the sum of all masses. If the sum of all masses is not finite, the mask is False for
-    every token.
+    """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (upper
+    bound of a token's gradient; of equal masses, the earlier token first), as long as the sum of
+    the skipped masses is at most `share` of the sum of all masses. If the sum of the masses (bounds
+    of the tokens' gradients) is not finite, no token is skipped.
 
-    Each mass is rounded up to an integer number of units, where a unit is 2^-50 of the sum of all
-    masses. Integer sums do not depend on the order of the tokens, and the rounded sum is never
-    below the exact sum.
+    Each token's mass (upper bound of its gradient) is rounded up to an integer number of units,
+    where a unit is 2^-50 of the sum of all masses. Integer sums do not depend on the order of the
+    tokens, and the rounded sum is never below the exact sum.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -81,7 +81,7 @@ class Tolerance:
     # Fraction of the sum of a chunk's masses (upper bounds of the tokens' gradients) that may be
     # skipped; 0 turns the tolerance off.
     share: float
-    transform: Transform  # The transform of all tokens' logits.
+    transform: Transform  # Transform of all tokens' logits: scale, soft cap and temperature.
     vocabulary: int  # Number V of vocabulary columns of the whole model.
     skipped_rows: Tensor  # Scalars in float64, 0 at first, on the device of the call.
     skipped_mass: Tensor

@@ -50,7 +50,7 @@ class WeightedTerm(NamedTuple):
     weights: Tensor | float  # Weights [T] of the tokens, or a single weight for all tokens.
 
     def rows(self, rows: slice) -> WeightedTerm:
-        """Return the term on the tokens `rows`."""
+        """Return the weighted term restricted to the tokens `rows`."""
         weights = self.weights
         if isinstance(weights, Tensor) and weights.dim():
             return self._replace(weights=weights[rows])
@@ -184,7 +184,7 @@ class WeightedObjective:
         self, stats: Statistics, batch: PackedBatch, chunk: Chunk | None, needed: bool = True
     ) -> Coefficients:
         """Evaluate every term on the tokens of a chunk (None: on all tokens), and return the
-        gradient as coefficients."""
+        gradient as gradient coefficients."""
         parts = self.parts
         if chunk is not None:
             batch = batch.slice(chunk)
@@ -269,7 +269,8 @@ class WeightedObjective:
         the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d
         term / dz| is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse|
         for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
-        preference loss on a sequence's summed log-probs. Gradients far below 1 keep fewer digits.
+        preference loss on a sequence's summed log-probs. In float16, gradients far below 1 keep
+        fewer digits.
         """
         # Fill the tensor on the device, because a copy from the CPU would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)

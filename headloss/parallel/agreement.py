@@ -54,8 +54,8 @@ class Facts:
 
     numbers: Mapping[str, int]  # Named numbers of this rank; other ranks may have different values.
     same: Mapping[str, object]  # Values on the CPU that must be equal on all ranks.
-    # Function that maps all ranks' numbers to a dict. The dict's values are tensors that must be
-    # equal on all ranks; a key is the error text for unequal tensors.
+    # Function from all ranks' numbers to a dict: its values are tensors that must be equal on all
+    # ranks, its keys are the error texts for unequal tensors.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
     # Numbers read from the batch that must be equal on all ranks; static calls read nothing.

@@ -147,9 +147,9 @@ class Observed:
 
 
 def checked(name: str, observed: object, tokens: int, segments: int) -> dict[str, Observed]:
-    """Return `observed`, the result of a term's or modifier's `observe`, if it is a dict of
-    `Observed`, each with one value per token or one per segment. Raise TypeError or ValueError,
-    with the term's name in the text, if the result of `observe` is anything else."""
+    """Return `observed`, the result of a term's or modifier's `observe`, after a check. Raise
+    TypeError or ValueError, with the term's name in the text, if `observe` did not return a dict of
+    `Observed`, each with one value per token or one per segment."""
     if not isinstance(observed, dict):
         got = type(observed).__name__
         raise TypeError(f"term {name}: observe: returned {got}, want a dict of headloss.Observed")

@@ -120,7 +120,7 @@ class Statistics:
     K + 1] of a teacher's K stored tokens and of the tail.
     """
 
-    # None for a statistic that the objective does not read.
+    # None for a statistic that no loss term reads.
     logp: Tensor = NOT_NEEDED
     lse: Tensor = NOT_NEEDED
     entropy: Tensor = NOT_NEEDED

@@ -108,8 +108,8 @@ def _block(
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
     """Return log p [n, v] from the logits z, clamped to at least FLOOR (-1e4). A recomputed largest
-    logit may be rounded differently from the largest logit of the statistics. Near p = 1, the
-    recomputed largest logit is used, so that 1 - p is exact."""
+    logit may be rounded differently from the largest logit of the statistics. Near a probability p
+    = 1, the recomputed largest logit is used, so that 1 - p is exact."""
     max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)

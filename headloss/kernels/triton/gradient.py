@@ -7,7 +7,7 @@ because no program reads a row that is already overwritten.
 
 If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient p_j
 c_prob in a column j is s e_j, where the factor s is equal for all columns of a token. The kernel
-therefore keeps e_j = exp(z_j - shift) in the tile, and changes it only at the target. The matmuls
+keeps e_j = exp(z_j - shift) in the tile, and changes e_j only in the target's column. The matmuls
 with the weight W and the hidden states X include the factor s of each token: dX = s (E @ W), dW =
 E.T @ (s X), where E is the tile of the numbers e.
 """

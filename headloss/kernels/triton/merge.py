@@ -59,7 +59,9 @@ class Epilogue(NamedTuple):
     # Row length of `parts` and `more`: n rounded up to a multiple of 16, so that every row is
     # aligned.
     pitch: int
-    stride: int  # Number of elements from one kind of sum in `parts` to the next: blocks * pitch.
+    # Distance in elements, within `parts`, between two kinds of sums (such as sums of exp and
+    # entropy sums): blocks * pitch.
+    stride: int
     z: LogitScaling
     flags: Flags
 

@@ -272,7 +272,7 @@ def _sweep(
     """Run a kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile sizes
     depend on the head's shape alone. A tile is marked (computed with a mask) if it ends beyond the
     last row of `streamed`, or contains row i of `stationary` and row j of `streamed` for a pair (i,
-    j) in `pairs`. A pair with i or j = -1 marks an arbitrary tile, without harm."""
+    j) in `pairs`. A pair (i, j) with i or j = -1 marks an arbitrary tile, without harm."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     rows, width, warps, stages = shapes[max(64, depth)] if stationary.element_size() == 2 else SMALL

@@ -72,7 +72,8 @@ class Teacher(NamedTuple):
 class Part(NamedTuple):
     """Operands of the kernel for the gradient of divergences or of a stored top-k."""
 
-    student: Softmax  # With a stored top-k, the softmax over all columns that are not stored.
+    # With stored top-k teacher log-probs, the softmax over all columns that are not stored.
+    student: Softmax
     # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With a stored top-k, the derivative [n]
     # of the loss with respect to the log-sum-exp over the columns that are not stored.
     mean_slope: Tensor
@@ -82,7 +83,7 @@ class Part(NamedTuple):
     stored: BlockedColumns | None = None
     # Derivatives of the loss with respect to the logits z of the stored columns, [n, K].
     slopes: Tensor | None = None
-    # Contiguous gradient [n, v] from an earlier launch, which the kernel adds.
+    # Contiguous gradient [n, v] of an earlier launch, which the kernel adds to its own gradient.
     extra: Tensor | None = None
 
 

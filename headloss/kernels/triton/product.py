@@ -11,7 +11,8 @@ On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile'
 
 With `exp_tile`, e = exp(z - shift) is written in bf16. Since bf16 has the exponent range of
 float32, e is accurate for every shift that is not far below the token's largest logit. A token
-whose shift is far below its largest logit is summed again, from recomputed logits.
+whose shift in exp(z - shift) is far below the token's largest logit is summed again, from
+recomputed logits.
 
 Once the softmax normalizer is known, a second kernel recomputes the logits in a slice of the
 vocabulary, and its epilogue writes the gradient of the logits in place of the logits.
@@ -98,8 +99,8 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    # The largest logit is computed without the column of the shift. The recomputed logit of this
-    # column could exceed the shift, because the shift was summed over H in a different order.
+    # Leave the column of the shift in exp(z - shift) out of the largest logit: its recomputed logit
+    # could exceed the shift, which was summed over H in a different order.
     if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
@@ -204,10 +205,9 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return the results as rows. The function `measured` makes a `Measured` from the rows; if
-    `vocabulary` is None, `partials_of` makes a `SoftmaxState` from the rows. `sweep` is a pair
-    (number of column blocks, function that computes the sums over the blocks) and replaces the
-    matmul kernel."""
+    """Return the statistics as rows: the input of the function `measured` or, if `vocabulary` is
+    None, of the function `partials_of`. `sweep` is a pair (number of column blocks, function that
+    computes the sums over the blocks) and replaces the matmul kernel."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]

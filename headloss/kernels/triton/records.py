@@ -3,7 +3,7 @@
 A record is one kernel argument with only the fields that the kernel reads, because every tensor
 adds a microsecond to a launch. A field that is None or 1 is known when the kernel is compiled, at
 no cost to the launch, while a `tl.constexpr` field would cost two microseconds. Kernels compare
-fields with None, not records: Triton 3.6 cannot compare a record that contains a None.
+single fields with None, because Triton 3.6 cannot compare a named tuple that contains None.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class GradientInputs(NamedTuple):
     column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
     features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
-    # Size [n] below which |multiples| must not fall far.
+    # Lower bounds [n] of |multiples|, up to a constant factor.
     least: Tensor | None = None
 
 
@@ -93,9 +93,8 @@ class BlockedColumns(NamedTuple):
 
 
 def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
-    """Sort the columns [n, K] of each row of a tile, and find the columns in each block of `block`
-    tile columns. Return a `BlockedColumns`, and the order [n, K] that sorts each row. The tile has
-    v columns."""
+    """Sort the columns [n, K] of each row of a tile [n, v], and find the columns in each block of
+    `block` tile columns. Return a `BlockedColumns`, and the order [n, K] that sorts each row."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())

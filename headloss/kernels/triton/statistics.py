@@ -20,7 +20,7 @@ from .formulas import block_partials, merged, per_row, store_partials, transform
 from .launch import Launcher
 from .records import WARPS, BlockedColumns, LogitScaling, Matrix
 
-BLOCK = 2048  # A program handles at most this number of columns at once.
+BLOCK = 2048  # Largest number of columns that a program handles at once.
 
 
 class PartialsInputs(NamedTuple):

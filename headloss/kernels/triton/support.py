@@ -50,8 +50,8 @@ def logits_kernel(
         column, present = columns_at(support, at, end)
         total = tl.zeros((ROWS, DEPTH), tl.float32)
         rows = w.data + column[:, None] * w.stride
-        # Skip a block of pairs that has no column in [first, first + size): such a block is padding
-        # at the end of a token's pairs.
+        # Skip a block of pairs (token, column) without a column in [first, first + size): such a
+        # block is padding at the end of a token's pairs.
         for k in range(0, h * tl.max(present.to(tl.int32), 0), DEPTH):
             depth = k + tl.arange(0, DEPTH)
             a = tl.load(x.data + token * x.stride + depth * x.step, mask=depth < h, other=0.0)
@@ -211,7 +211,7 @@ def sums_kernel(
     rows,
     out,
     pieces,  # `Pieces` (runs of pairs of one token), or None if no token is cut.
-    sums,  # Sum [.., h] of each piece of a token whose pairs are cut into several pieces.
+    sums,  # Sums [.., h] of the pieces (runs of pairs) of tokens with several pieces.
     h,
     n,
     blocks,  # Number of column blocks per row; if `pieces` is None, each block has its own program.

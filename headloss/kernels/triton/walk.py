@@ -63,9 +63,8 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # In each lane, `sumexp_m1` leaves out the term of the lane's largest logit. For lanes whose
-    # largest logit is the row's largest logit, the term is exp(0) = 1: one of these terms stays
-    # left out, and the other terms are added.
+    # In each lane, `sumexp_m1` leaves out the term exp(0) = 1 of the lane's largest logit: add this
+    # 1, times the lane's scale, for every lane except one that has the row's largest logit.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
