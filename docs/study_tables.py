@@ -130,7 +130,7 @@ def draft_note() -> str:
 def drafts() -> str:
     """Return the table of the losses of draft models alone, and the errors of the gradient."""
     found = _read("drafts")
-    rows = [("loss", "headloss", "speculators"), ("---", "---:", "---:")]
+    rows: list[tuple[str, ...]] = [("loss", "headloss", "speculators"), ("---", "---:", "---:")]
     for loss, ours, name in (
         ("EAGLE-3", "headloss", "EAGLE-3, 7 steps of 8,192 positions, D = 32,000"),
         ("EAGLE-3, long", "headloss", "EAGLE-3, 7 steps of 32,768 positions"),

@@ -26,7 +26,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the bench
 import torch
 from draws import columns_of
 from plain import with_the_rest
-from support import DEVICE, GRADIENTS, WORST, milliseconds, peak_mib
+from support import GRADIENTS, WORST
+from timed import DEVICE, milliseconds, peak_mib, run_study
 from torch import Tensor
 from works import reverse_kl, to_uniform
 
@@ -164,25 +165,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--ids", type=int, nargs="+", default=[32, 64])
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args(given)
-    if arguments.quick:
-        sizes = {"tokens": 64, "hidden": 32, "vocab": 1000, "ids": [4, 8], "repeats": 1}
-        vars(arguments).update(sizes)
-    found = measure(arguments)
-    if arguments.output:
-        written = arguments.output.with_suffix(".tmp")
-        written.write_text(json.dumps(found, indent=1))
-        written.replace(arguments.output)
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    ids = {"nargs": "+", "default": [32, 64]}
+    return run_study(__doc__, measure, ids, [4, 8], argv)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from run import about, write
 from steps import PACKAGES
 from steps import race as step_race
-from support import DEVICE, milliseconds, peak_mib
+from timed import DEVICE, milliseconds, peak_mib
 from torch import Tensor
 
 import headloss as hl

@@ -21,7 +21,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
@@ -32,6 +31,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from contestants import captured
+from timed import DEVICE, milliseconds
 
 import headloss as hl
 from headloss.kernels.interface import LogitRows, Walk
@@ -40,7 +40,6 @@ from headloss.kernels.triton import given as triton_given
 from headloss.kernels.triton.given import Shape, given_rows
 from headloss.statistics.softmax import SoftmaxCoefficients, finish
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEEDS = frozenset({"logp"})
 
 
@@ -79,28 +78,6 @@ class Problem:
     @property
     def moved(self) -> int:
         return 2 * self.pristine.numel() * 2
-
-
-def milliseconds(run: Callable[[], object], before: Callable[[], object], repeats: int) -> float:
-    """Return the median time of `run`. Each run follows a call of `before`, whose time is not
-    counted."""
-    found = []
-    for turn in range(repeats + 1):
-        before()
-        if DEVICE == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            run()
-            found.append(1e3 * (time.perf_counter() - begin))
-        if turn == 0:
-            found.clear()
-    return statistics.median(found)
 
 
 def line(name: str, ms: float, copy_ms: float, p: Problem, note: str = "") -> None:
@@ -143,16 +120,16 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
     note = errors(p, p.work, logps, 1 / p.n)
     line(
         "one launch, as it is",
-        milliseconds(lambda: one_launch(p), p.restore, repeats),
+        milliseconds(lambda: one_launch(p), repeats, p.restore),
         copy_ms,
         p,
         note,
     )
-    line("two launches", milliseconds(lambda: two_launches(p), p.restore, repeats), copy_ms, p)
+    line("two launches", milliseconds(lambda: two_launches(p), repeats, p.restore), copy_ms, p)
     found = []
     for shape in sweep:
         try:
-            ms = milliseconds(lambda s=shape: one_launch(p, s), p.restore, repeats)
+            ms = milliseconds(lambda s=shape: one_launch(p, s), repeats, p.restore)
         except Exception as error:  # for example, too much shared memory
             print(f"  {shape}: {str(error).splitlines()[0][:80]}")
             continue
@@ -197,7 +174,7 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
         ),
     }
     for name, (batch, objective, more) in cases.items():
-        if name == "cross-entropy, captured" and DEVICE == "cpu":
+        if name == "cross-entropy, captured" and DEVICE.type == "cpu":
             continue
         # A new leaf: an older autograd graph would tie the leaf to the stream of that graph.
         leaf = p.work.detach().requires_grad_()
@@ -230,7 +207,7 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
         assert gradient.data_ptr() == leaf.data_ptr()
         note = errors(p, gradient, out.logps, 1 / p.n) if name.startswith("cross-entropy,") else ""
         host.clear()
-        ms = milliseconds(run, before, repeats)
+        ms = milliseconds(run, repeats, before)
         line(name, ms, copy_ms, p, f"host {statistics.median(host):.2f} ms  {note}")
 
 
@@ -247,11 +224,11 @@ def main() -> None:
     repeats = arguments.repeats
     if arguments.quick:
         sizes, repeats = [(6, 1000), (5, 4128)], 1
-    if DEVICE == "cuda":
+    if DEVICE.type == "cuda":
         print(torch.cuda.get_device_name(), torch.__version__, triton_given.triton.__version__)
     for n, v in sizes:
         p = Problem(n, v)
-        copy_ms = milliseconds(p.restore, lambda: None, repeats)
+        copy_ms = milliseconds(p.restore, repeats)
         print(f"N={n} V={v}")
         line("copy", copy_ms, copy_ms, p)
         if not arguments.calls:

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from timed import DEVICE, milliseconds, peak_mib, run_study
 from torch import Tensor
 
 import headloss as hl
@@ -31,7 +28,6 @@ from headloss import kernels
 from headloss.batch.support import SupportPairs
 from headloss.testing import trained_looking
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WORST = 1e-5  # The allowed error of a log-prob.
 GRADIENTS = 5e-3  # The allowed relative error of a gradient; bfloat16 rounds by 4e-3.
 
@@ -59,41 +55,6 @@ def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
     if kind == "half":
         ids[::2] = -1
     return ids
-
-
-def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Return the median time of several runs, after two warm-up runs."""
-    found = []
-    for turn in range(repeats + 2):
-        if DEVICE.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            run()
-            stop.record()
-            torch.cuda.synchronize()
-            found.append(start.elapsed_time(stop))
-        else:
-            begin = time.perf_counter()
-            run()
-            found.append(1e3 * (time.perf_counter() - begin))
-        if turn == 1:
-            found.clear()
-    return statistics.median(found)
-
-
-def peak_mib(run: Callable[[], object], returned: int) -> float | None:
-    """Return the peak memory in MiB, in excess of prior memory and returned gradients."""
-    if DEVICE.type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = run()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before - returned
-    del kept
-    return round(peak / 2**20, 1)
 
 
 def call(hidden: Tensor, weight: Tensor, batch: hl.Batch) -> tuple[Any, tuple[Tensor, ...]]:
@@ -209,25 +170,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--ids", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args(given)
-    if arguments.quick:
-        sizes = {"tokens": 64, "hidden": 32, "vocab": 1000, "ids": 8, "repeats": 1}
-        vars(arguments).update(sizes)
-    found = measure(arguments)
-    if arguments.output:
-        written = arguments.output.with_suffix(".tmp")
-        written.write_text(json.dumps(found, indent=1))
-        written.replace(arguments.output)
-    return 0
+def main(argv: list[str] | None = None) -> int:
+    return run_study(__doc__, measure, {"default": 64}, 8, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,87 @@
+"""Clock, peak memory and command line that several studies share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the benchmarks
+
+import torch
+from run import write
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def milliseconds(
+    run: Callable[[], object], repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    """Return the median time of several runs, after two warm-up runs, without the time of
+    `before`."""
+    found = []
+    for turn in range(repeats + 2):
+        if before is not None:
+            before()
+        if DEVICE.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+            found.append(start.elapsed_time(stop))
+        else:
+            begin = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - begin))
+        if turn == 1:
+            found.clear()
+    return statistics.median(found)
+
+
+def peak_mib(run: Callable[[], object], returned: int) -> float | None:
+    """Return the peak memory in MiB, in excess of prior memory and returned gradients; None on a
+    CPU."""
+    if DEVICE.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    kept = run()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before - returned
+    del kept
+    return round(peak / 2**20, 1)
+
+
+def run_study(
+    description: str,
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    ids: dict[str, Any],
+    quick_ids: int | list[int],
+    argv: list[str] | None,
+) -> int:
+    """Run `measure` with sizes from the command line, and write its result; `ids` are options of
+    the argument --ids."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--ids", type=int, **ids)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="small sizes, one repeat")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        sizes = {"tokens": 64, "hidden": 32, "vocab": 1000, "ids": quick_ids, "repeats": 1}
+        vars(arguments).update(sizes)
+    found = measure(arguments)
+    if arguments.output:
+        write(arguments.output, json.dumps(found, indent=1))
+    return 0
