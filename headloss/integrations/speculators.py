@@ -116,8 +116,7 @@ def _forward_of(kind: str) -> Callable[..., Any]:
             CURRENT.reset(before)
         if not call.steps:
             return tokens, loss, metrics
-        of_steps = SEAMS.theirs[_core(kind), "compute_metrics"]
-        loss, own = _fused(of_steps, call.steps, call, _unrolled(call))
+        loss, own = _fused(kind, call.steps, call)
         return DraftTokens(call), loss, own | metrics | {"loss_sum": loss.detach().clone()}
 
     return forward
@@ -137,7 +136,7 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
         if kind == "eagle3":  # All EAGLE-3 steps are computed after the last step.
             forward.steps.append(arguments)
             return arguments["logits"].new_zeros((), dtype=torch.float32), {}
-        return _fused(theirs, [arguments], forward, ROWS[kind](arguments, forward))
+        return _fused(kind, [arguments], forward)
 
     return compute_metrics
 
@@ -156,12 +155,12 @@ class Rows:
     parts: tuple[Any, ...] = (...,)  # For each `compute_metrics` call, an index of its rows.
 
 
-def _unrolled(forward: Forward) -> Rows:
+def _unrolled(steps: list[dict[str, Any]], forward: Forward) -> Rows:
     """Return the draft rows of all EAGLE-3 steps, aligned with the verifier's rows.
 
     The rows of EAGLE-3's step i are shifted by i.
     """
-    steps, states = forward.steps, forward.steps[0]["targets"]
+    states = steps[0]["targets"]
     length, count = states.shape[1], len(steps)
     hidden, read = [], []
     for step, arguments in enumerate(steps):
@@ -179,25 +178,29 @@ def _unrolled(forward: Forward) -> Rows:
     return Rows(torch.stack(hidden, 2), states[0], targets, torch.stack(read, 2), index, parts)
 
 
-def _sampled(arguments: dict[str, Any], forward: Forward) -> Rows:
+def _sampled(calls: list[dict[str, Any]], forward: Forward) -> Rows:
+    (arguments,) = calls
     states = arguments["targets"]
     read = arguments["loss_mask"][:, arguments["anchor_pos"] + arguments["depth"]] > 0
     return Rows(arguments["logits"], states, forward.targets(states), read)
 
 
-def _blocks(arguments: dict[str, Any], forward: Forward) -> Rows:
+def _blocks(calls: list[dict[str, Any]], forward: Forward) -> Rows:
+    (arguments,) = calls
     states = arguments["targets"]
     read = arguments["loss_mask"] > 0
     return Rows(arguments["logits"], states, forward.targets(states), read)
 
 
-ROWS = {"peagle": _sampled, "dflash": _blocks, "dspark": _blocks}
+ROWS = {"eagle3": _unrolled, "peagle": _sampled, "dflash": _blocks, "dspark": _blocks}
 
 
 def _outside_graphs(
-    theirs: Callable[..., Any], calls: list[dict[str, Any]], forward: Forward, rows: Rows
+    kind: str, calls: list[dict[str, Any]], forward: Forward
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return loss and metrics of several `compute_metrics` calls, from one headloss call."""
+    theirs = SEAMS.theirs[_core(kind), "compute_metrics"]
+    rows: Rows = ROWS[kind](calls, forward)
     config = _config(calls[0]["loss_config"])
     values = dict.fromkeys((f"{name}/value" for name in config), rows.read.float() * 0)
     # D-PACE computes its weights from the losses.
