@@ -165,7 +165,7 @@ class SupportPairs:
 
     @property
     def restricted(self) -> int:
-        """The number of tokens that have support ids."""
+        """The number of tokens that have `support_ids`."""
         return len(self) - (0 if self.free is None else len(self.free))
 
     @cached_property

@@ -129,7 +129,7 @@ class Call:
         return self.shard.group, self.packed.segments.group
 
     def weighted(self) -> WeightedObjective | ExternalLoss:
-        """Return the objective with a weight for each token. For segments that run across ranks,
+        """Return the loss terms with a weight for each token. For segments that run across ranks,
         totals are summed in a collective."""
         required = self.requirements
         vocabulary = self.shard.vocabulary

@@ -41,7 +41,7 @@ class Arguments:
     transform: Transform
     group: distributed.ProcessGroup | None  # Process group whose ranks hold the vocabulary shards.
     inplace: bool = False  # The gradient may overwrite the logits' memory.
-    loss_fn: LossFunction | None = None  # An external loss function in place of an objective.
+    loss_fn: LossFunction | None = None  # An external loss function, in place of loss terms.
 
     @classmethod
     def of_head(
@@ -179,7 +179,7 @@ def check_given(arguments: Arguments) -> None:
 
 
 def check_objective(objective: Objective, batch: Batch, options: Options) -> None:
-    """Check an objective together with the batch and the options."""
+    """Check the loss terms together with the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
     # `batch` may be an exception from the check of targets; all ranks must learn of that exception.
@@ -215,8 +215,8 @@ def check_per_token(names: Sequence[str], traced: Mapping[str, Reads]) -> None:
 
 
 def check_segments(count: int, objective: Objective) -> None:
-    """ValueError if the number of segments is not a multiple of the objective's unit, such as
-    pairs."""
+    """ValueError if the number of segments is not a multiple of the number that a loss term needs
+    at once, such as 2 for pairs of segments."""
     if count % (unit := objective.segments_per_unit):
         raise ValueError(f"segments: got {count}, want a multiple of {unit} for {objective!r}")
 

@@ -254,7 +254,7 @@ def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
 
 
 def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
-    """Return tensors that ranks compare: the bytes of a text that describes the objective, and the
+    """Return tensors that ranks compare: the bytes of a text that describes the loss terms, and the
     tensors among the terms' options."""
     tensors: list[Tensor] = []
     parts = [

@@ -44,7 +44,7 @@ class ForwardResult(NamedTuple):
     # Gradients before multiplication by a common factor; with the `frozen` schedule, dlogp/dhidden
     # of each token. The field `sums` is None if all gradients are computed in the backward pass.
     sums: GradientSums | None = None
-    # The objective with its weights, or the external loss; None until the loss is computed.
+    # The loss terms with their weights, or the external loss; None until the loss is computed.
     weighted: WeightedObjective | ExternalLoss | None = None
     shares: Tensor | None = None  # Contributions to each term's reduced value, [K] float64.
     # Gradient coefficients (`c_target`, `c_prob` ..) of all tokens, if used in the backward pass.
@@ -75,7 +75,7 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Return the statistics of logits that are an input of the call, without a copy of the logits.
     If the gradient may overwrite the logits, `in_place` also returns the gradient. A single launch
-    computes statistics and gradient if the objective's gradient has a closed form."""
+    computes statistics and gradient if the gradient of the loss has a closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule
@@ -123,7 +123,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
                 unit = call.unit(measured.stats.logp, rows)
                 coefficients = Coefficients(SoftmaxCoefficients(target=unit, prob=-unit), {})
             else:
-                # Compute the weights of the objective while the device runs the first matmul.
+                # Compute the tokens' weights while the device runs the first matmul.
                 weighted = weighted or call.weighted()
                 stats = measured.stats
                 of_block = block if several else None

@@ -36,7 +36,8 @@ class PlanInputs:
     tokens: int = 0  # Scored tokens, T.
     width: int = 0  # Hidden width, H.
     vocabulary: int = 0  # Vocabulary, V.
-    # Scope of the objective; "external" for a loss that needs all statistics first.
+    # Scope of the loss terms (such as "segment"); "external" for a loss that needs all statistics
+    # first.
     scope: str = "token"
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1

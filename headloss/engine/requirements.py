@@ -46,7 +46,7 @@ class Requirements:
     gradients: frozenset[str]  # Statistics with a gradient.
     kinds: Kinds  # Dtype and shape per token of each batch field.
     fields: frozenset[str]  # Fields of the batch that terms read.
-    slopes: bool  # The objective's gradient has a closed form that needs no statistics.
+    slopes: bool  # The gradient of the loss has a closed form that needs no statistics.
     # Teachers, each with the divergences that terms read.
     teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
     given: bool  # Logits are given.

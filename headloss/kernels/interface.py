@@ -30,7 +30,7 @@ from .transform import Transform
 class Forward(NamedTuple):
     """Inputs of the kernels for the statistics, in addition to the logits."""
 
-    targets: Tensor | None  # Target ids [n] int64, some of which lie outside of the tile.
+    targets: Tensor | None  # Target ids [n] int64, which may lie outside of the tile.
     # Only `partials` accepts None in place of target ids.
     first: int
     transform: Transform  # The temperature is a number or [n].
@@ -257,9 +257,9 @@ class Acts(Protocol):
     ) -> Tensor:
         """Return the gradient of `part` (divergences or stored top-k teacher log-probs) with
         respect to the raw logits, in float32 (or float64). If `extra` [n, v] is given, the gradient
-        is added to `extra` in place. With `others`, the gradient coefficients of the objective's
-        remaining terms, write the gradient of the whole objective over `raw`, as `logit_gradient_`
-        does. The transforms of `part` and `others` may differ only in the temperature."""
+        is added to `extra` in place. With `others`, the gradient coefficients of the loss's
+        remaining terms, write the gradient of the whole loss over `raw`, as `logit_gradient_` does.
+        The transforms of `part` and `others` may differ only in the temperature."""
 
 
 class Kernels(Acts, Protocol):
@@ -378,9 +378,9 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
     ) -> None:
         """Overwrite the gradient of the raw logits in `tile` [n, v], at chosen columns, with the
-        whole objective's gradient, which is computed from log-probs and therefore accurate to the
-        digits of 1 - p. With `multiples` [n], the gradient in row i is multiples[i] times row i of
-        `tile`. With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
+        whole loss's gradient, which is computed from log-probs and therefore accurate to the digits
+        of 1 - p. With `multiples` [n], the gradient in row i is multiples[i] times row i of `tile`.
+        With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
         """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are

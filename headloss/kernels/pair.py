@@ -27,9 +27,9 @@ q) / a, s_j is 1 where p_j < q_j (1/2 where equal, else 0), and the mean slope R
 gradient of the log-acceptance log a is bounded, however small the acceptance a is.
 
 The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
-part of the teacher's vocabulary. With a teacher's mass w < 1, the total variation grows by (1 - w)
-/ 2, and the gradient of forward_kl with respect to the student's logit z_j is w p_j - q_j, that is,
-the mean slope is w - 1.
+part of the teacher's vocabulary. If the teacher's probabilities sum to w < 1, the total variation
+grows by (1 - w) / 2, and the gradient of forward_kl with respect to the student's logit z_j is w
+p_j - q_j, that is, the mean slope is w - 1.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A part of an objective: K divergences of one teacher, each times a weight."""
+    """A part of a loss: K divergences from one teacher, each times a weight."""
 
     # Raw logits of the teacher, [n, v]; [M, v] if students' rows share teacher rows (`pair.rows`).
     teacher: Tensor
@@ -84,7 +84,7 @@ class Divergence(NamedTuple):
 
 
 class StoredTopk(NamedTuple):
-    """A part of an objective that depends on the logits z of K stored vocabulary columns and on the
+    """A part of a loss that depends on the logits z of K stored vocabulary columns and on the
     log-sum-exp over all columns that are not stored."""
 
     # Vocabulary columns [n, K], relative to the tile; a number outside of [0, v) is a column that

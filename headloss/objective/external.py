@@ -1,5 +1,6 @@
-"""External losses: a loss function outside of headloss in place of an objective. The engine
-receives only the gradient of the external loss with respect to statistics such as log-probs."""
+"""External losses: a loss function outside of headloss in place of the library's loss terms. The
+engine receives only the gradient of the external loss with respect to statistics such as
+log-probs."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """Return an objective that stands for an external loss. An external loss reads
+    """Return an `Objective` that wraps an external loss function. An external loss reads
     `HEAD_STATISTICS`, with `candidates` also the log-probs of `candidate_ids`, and the `measures`
     (divergences) of a teacher. `gradients` names the statistics with respect to which the loss has
     a gradient, and may add the candidates' tail."""

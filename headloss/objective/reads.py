@@ -1,5 +1,5 @@
-"""The statistics and batch fields that an objective's terms read, traced on a small sample batch
-and cached in a bounded table."""
+"""The statistics and batch fields that loss terms read, found by calling each term with a small
+sample batch, and cached in a bounded table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def reads(
     # mode.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
-        # The term of an external loss declares what the loss reads, and is not traced.
+        # The term of an external loss declares what the loss reads, and is not called with a sample
+        # batch.
         if isinstance(term.function, Reads):
             by_term[name] = term.function
             continue

@@ -107,7 +107,7 @@ class Tolerance:
 
     def metrics(self) -> Metrics:
         """Return the metrics. `skipped_rows` is the number of skipped rows that had a gradient.
-        `skipped_mass` is the skipped fraction of the sum of all masses; `skipped_mass.sum`, the sum
-        of the skipped masses, bounds the gradient's error."""
+        `skipped_mass` is the skipped fraction of the sum of all masses (upper bounds of gradients);
+        `skipped_mass.sum`, the sum of the skipped masses, bounds the gradient's error."""
         share = Mean(self.skipped_mass, self.mass)
         return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

@@ -1,5 +1,5 @@
-"""An objective on one packed batch: weights of the tokens, and the gradient as the coefficients
-c_target, c_prob, c_entropy and c_uniform of each token.
+"""A sum of loss terms on one packed batch: weights of the tokens, and the gradient as the
+coefficients c_target, c_prob, c_entropy and c_uniform of each token.
 
 T scored tokens, S segments, K terms.
 """
@@ -42,7 +42,7 @@ UNREAD = ("teacher_logits", "teacher_hidden")
 
 
 class WeightedTerm(NamedTuple):
-    """A term of an objective, with weights for the tokens of a batch."""
+    """A loss term, with weights for the tokens of a batch."""
 
     name: str
     coefficient: float
@@ -166,7 +166,7 @@ class Coefficients(NamedTuple):
 
 @dataclass(eq=False)
 class WeightedObjective:
-    """An objective bound to a packed batch, with token weights from global totals."""
+    """A sum of loss terms bound to a packed batch, with token weights from global totals."""
 
     parts: tuple[WeightedTerm, ...]
     vocabulary: int
@@ -259,11 +259,11 @@ class WeightedObjective:
         return Coefficients(softmax, {}), torch.stack(moving).to(zero.dtype) if moving else None
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
-        """Return the objective with all gradients multiplied by a power of two, `scale`. The power
-        `scale` is chosen such that, over all terms and tokens, the largest |weight * coefficient *
-        upstream gradient * dz/draw| lies between 1 and 2, where dz/draw is the derivative of a
-        transformed logit with respect to the raw logit. Multiply the gradients of features and
-        weights by 1 / `scale` after the backward pass.
+        """Return a copy of this objective whose gradients are multiplied by a power of two,
+        `scale`. The power `scale` is chosen such that, over all terms and tokens, the largest
+        |weight * coefficient * upstream gradient * dz/draw| lies between 1 and 2, where dz/draw is
+        the derivative of a transformed logit with respect to the raw logit. Multiply the gradients
+        of features and weights by 1 / `scale` after the backward pass.
 
         After multiplication by `scale`, the gradient of the raw logits is within float16's range if
         the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d
@@ -334,7 +334,7 @@ def bind(
     dtype: torch.dtype,
     **more: Any,
 ) -> WeightedObjective:
-    """Return the objective with a weight for every token, computed from `totals`, the totals over
+    """Return the loss terms with a weight for every token, computed from `totals`, the totals over
     all batches and ranks. Call `check_weights` first. `more` are fields of `WeightedObjective`."""
     parts = []
     for name, coefficient, term in objective.named():

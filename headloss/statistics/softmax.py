@@ -15,7 +15,7 @@ Log-probs of candidates (chosen columns of each token) add a few sparse numbers 
 gradient dL/dz. If s_k is the loss's derivative with respect to the log-prob of column id_k, then
 dL/dz gets s_k at column id_k, and the coefficient c_prob gets -s_k. If s is the loss's derivative
 with respect to the tail's log-prob (the tail is all columns but the candidates), then dL/dz_j gets
-s p_j / (mass of the tail) at each tail column j, and c_prob gets -s.
+s p_j / (probability of the tail) at each tail column j, and c_prob gets -s.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SoftmaxState(NamedTuple):
     field is [T].
 
     `sumexp_m1` leaves the largest term out of the sum, so that log1p of `sumexp_m1` keeps its
-    digits where one column has nearly all the mass. An empty slice has max_logit = -inf and
+    digits where one column has a probability near 1. An empty slice has max_logit = -inf and
     sumexp_m1 = -1.
     """
 
@@ -113,11 +113,11 @@ class Statistics:
     carry a gradient. `top1` (1 if no token has a higher probability than the target, else 0),
     `peak` = max z and `sum_p_squared` = sum p^2 carry no gradient. `batch.candidate_ids` [T, K]
     adds two statistics with a gradient: `candidate_logps` [T, K], the log-probs of the columns
-    `candidate_ids` (0 at unused entries), and `candidate_tail` [T], the log of the mass of all
-    other columns. Only statistics that the objective reads are computed. A term with a teacher can
-    also read the divergences from the teacher (`losses.teacher`). `extras` holds further
-    measurements: divergences [T] from a teacher under the key (teacher, measure), and log-probs [T,
-    K + 1] of a teacher's K stored tokens and of the tail.
+    `candidate_ids` (0 at unused entries), and `candidate_tail` [T], the log of the summed
+    probability of all other columns. Only statistics that loss terms read are computed. A term with
+    a teacher can also read the divergences from the teacher (`losses.teacher`). `extras` holds
+    further measurements: divergences [T] from a teacher under the key (teacher, measure), and
+    log-probs [T, K + 1] of a teacher's K stored tokens and of the tail.
     """
 
     # None for a statistic that no loss term reads.

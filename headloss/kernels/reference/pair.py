@@ -82,7 +82,7 @@ def _of_divergence(raw: Tensor, part: Divergence, rows: slice) -> tuple[Tensor, 
 
 def _of_stored_topk(raw: Tensor, part: StoredTopk, rows: slice) -> tuple[Tensor, Transform, Tensor]:
     """Return, for some rows, the raw logits, the logits' transform, and the gradient of the stored
-    top-k part with respect to the transformed logits z."""
+    top-k teacher's loss with respect to the transformed logits z."""
     columns = part.columns[rows]
     side = part.tail.rows(rows)
     tile = raw[rows]

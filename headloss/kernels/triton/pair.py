@@ -70,12 +70,14 @@ class Teacher(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Operands of the kernel for the gradient of divergences or of a stored top-k."""
+    """Operands of the kernel for the gradient of divergences or of stored top-k teacher
+    log-probs."""
 
     # With stored top-k teacher log-probs, the softmax over all columns that are not stored.
     student: Softmax
-    # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With a stored top-k, the derivative [n]
-    # of the loss with respect to the log-sum-exp over the columns that are not stored.
+    # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With stored top-k teacher log-probs,
+    # the derivative [n] of the loss with respect to the log-sum-exp over the columns that are not
+    # stored.
     mean_slope: Tensor
     weight: Tensor | None = None  # Weights [n, K] of K divergences.
     log_acceptance: Tensor | None = None  # Shape [n].
@@ -262,7 +264,9 @@ def pair_gradient_kernel(
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
     a,  # `GradientInputs` for the gradient coefficients of the objective, or NO_INPUTS.
-    kinds,  # K compile-time descriptions (`Kind`), one per divergence; none for a stored top-k.
+    # K compile-time descriptions (`Kind`), one per divergence; none for stored top-k teacher
+    # log-probs.
+    kinds,
     first,
     v,
     BLOCK: tl.constexpr,
