@@ -28,7 +28,7 @@ class TileShape(NamedTuple):
 
     block: tuple[int, int]
     layout: tuple[object, ...] = ()  # Layout in shared memory, for Gluon.
-    kind: Any = TensorDescriptor  # Type of Triton's or of Gluon's descriptors.
+    kind: Any = TensorDescriptor  # Class of tensor descriptors, of Triton or of Gluon.
 
     def descriptor(self, tensor: Tensor) -> object:
         return self.kind.from_tensor(tensor, list(self.block), *self.layout)

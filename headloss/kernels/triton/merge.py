@@ -73,8 +73,8 @@ class Merge(NamedTuple):
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
-    exp_tile: Matrix | None  # Exp logits [n, v].
-    # 1: store partial sums (an online-softmax state); None: store finished statistics.
+    exp_tile: Matrix | None  # Tile of exp(z - shift), [n, v].
+    # Flag: 1 to store partial sums (an online-softmax state), None to store finished statistics.
     partials: int | None
     epilogue: Epilogue
 
@@ -92,10 +92,10 @@ def parts_of(of):
 @triton.jit
 def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
     """Return max_logit, sumexp_m1 and entropy_sum of the tokens `far` from recomputed logits, and
-    store exp(z - max_logit) of their logits in `of.exp_tile`, if given. All tokens of a program
-    share the reads of the weight."""
-    COLUMNS: tl.constexpr = 128  # Columns and elements of H of a step.
-    DEPTH: tl.constexpr = 64
+    store exp(z - max_logit) of their logits in `of.exp_tile`, if given. A program reads
+    the weight once for all its tokens."""
+    COLUMNS: tl.constexpr = 128  # Vocabulary columns per step.
+    DEPTH: tl.constexpr = 64  # Elements of the hidden width H per step.
     WRITES: tl.constexpr = of.exp_tile is not None
     scaling = of.epilogue.z
     x = (of.x.data + tl.where(far, rows, 0) * of.x.stride)[None, :]
