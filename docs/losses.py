@@ -45,9 +45,9 @@ HEAD = """\
 
 `python docs losses` generates this page from [docs/frameworks](frameworks). Each row names a loss
 of a framework, the headloss expression with equal value and gradient, and the test that compares
-the two in float64; `hl` is `import headloss as hl`. A number in an expression stands for an option
-of the framework. Tests under `tests/frameworks` call the frameworks' own functions and run by `make
-test-frameworks`; all other tests run in `make test`.
+the two in float64; `hl` is `import headloss as hl`. A number in a headloss expression, such as a
+clip bound, stands for an option of the framework. Tests under `tests/frameworks` call the
+frameworks' own functions and run by `make test-frameworks`; all other tests run in `make test`.
 """
 REDUCTIONS = """\
 ## Reductions

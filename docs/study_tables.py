@@ -86,8 +86,8 @@ def replay() -> str:
     count, crossing = found["generation"][0]["rows"], found["crossing"]
     return (
         f"{_markdown(rows)}\n\n"
-        f"Generation of {count} rows needs these times per token: {'; '.join(said)}. The loss "
-        f"alone needs {crossing['whole_ms']:.1f} ms over the whole vocabulary and "
+        f"Generation of {count} rows needs these times per token: {'; '.join(said)}. Without "
+        f"the model, the loss needs {crossing['whole_ms']:.1f} ms over the whole vocabulary and "
         f"{crossing['points'][0]['ms']:.1f} ms over 8 kept ids per token. A loss "
         f"over {crossing['level_at']:.0f} kept ids per token needs as much time as a loss over the "
         "whole vocabulary.\n"

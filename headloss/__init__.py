@@ -67,6 +67,6 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Return the public names alone, because the names of some modules differ from public names
-    only in upper and lower case."""
+    """Return the public names without submodules, some of whose names differ from a public name
+    only in case (`head` and `Head`)."""
     return __all__

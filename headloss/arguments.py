@@ -94,8 +94,8 @@ def check_number(
 
 def plain_number(value: Any) -> Any:
     """Return a real number of any type as Python's int or float, because a tensor cannot be
-    multiplied by a fraction, a NumPy number or an integer of more than 64 bits. Leave any other
-    value as it is, for a later check to refuse."""
+    multiplied by a fraction, a NumPy number or an integer of more than 64 bits. A value that is not
+    a real number is returned unchanged, and a later check raises an error."""
     if value is None or type(value) is float or not isinstance(value, Real):
         return value
     number: Any = value

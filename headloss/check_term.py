@@ -87,12 +87,13 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     batch, traced = _batch(term, fields)
-    # Use distinct statistics for each token: half to all of the value in the sample batch.
+    # Multiply the statistics of each token by a random factor in [0.5, 1], so that tokens differ.
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
+    # The extra statistics create a teacher's divergence when the divergence is first read.
     for measure in traced.measures:
-        _ = stats.extras[term.teacher, measure]  # Reading an entry stores a divergence in it.
+        _ = stats.extras[term.teacher, measure]
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
     stats = stats.map(lambda t: t.detach() * (1 - torch.rand(t.shape, **shares) / 2))
     stats = replace(stats, top1=(stats.top1 > 0.75).double())
@@ -136,10 +137,10 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
         name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
         fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
-    for _ in range(64):  # Each iteration adds one field that the term reads.
+    for _ in range(64):  # Each iteration adds one missing batch field.
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        # Check ids alone: a trial's probabilities are arbitrary.
+        # Check ids but not probabilities: the trial run's random probabilities do not sum to 1.
         batch.with_fields(candidate_probs=None, teacher_topk_logps=None)._survey().check(1 << 31)
         packed = Packing(batch).view(batch, torch.float64)
         try:
@@ -158,8 +159,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """Return the divisions of the batch that the term's scope allows, and the batch with its
-    segments permuted."""
+    """Return the batch divided at segment borders and into single tokens, as far as the term's
+    scope allows, and the batch with its segments permuted."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:

@@ -104,7 +104,8 @@ class Output:
 
 
 # FSDP2 (torch 2.10 and 2.11) and DDP register backward hooks on the output tensors that they find
-# in pytree nodes. If `Output` were no pytree node, no hook would run and no parameter be trained.
+# in pytree nodes. If `Output` were no pytree node, the hooks of FSDP2 and DDP would not run, and no
+# parameter would be trained.
 torch.export.register_dataclass(Output)
 
 

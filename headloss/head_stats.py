@@ -139,7 +139,8 @@ def head_stats(
     if not isinstance(batch, Batch):
         try:
             batch = check_targets(targets_or_batch, hidden, options)
-        except Exception as error:  # All ranks must raise the error, in the comparison of calls.
+        except Exception as error:
+            # Raise the error later, on all ranks, when the ranks compare their arguments.
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):

@@ -47,23 +47,24 @@ class Options:
             matmuls are large enough to gain. With `skip_rows`, the host reads the number of tokens
             with a gradient from the device once per chunk.
         gradient_tolerance: a number x >= 0; tokens with almost no gradient are left out of the two
-            backward matmuls. Skipped rows are the rows with the least |dL/dz| in each chunk (under
-            "held" and "recompute", in the whole call), as long as the sum of their |dL/dz| is at
-            most x times the sum over the chunk. The metrics `skipped_rows` and `skipped_mass`
-            report the skipped rows. In the Frobenius norm, `skipped_mass.sum` times the largest
-            norm of a weight row bounds the error of the hidden gradient; `skipped_mass.sum` times
-            the largest norm of a hidden state bounds the error of the weight gradient. No row is
-            skipped under "frozen", or in a block of tokens so small that a GPU's wait for the
-            number of rows costs more than skipping saves. A teacher with logits over the whole
-            vocabulary, `logits_loss`, and static shapes do not support `gradient_tolerance` and
-            raise an error.
+            backward matmuls. In each chunk (under "held" and "recompute": in the whole call) the
+            tokens with the smallest |dL/dz| are skipped, as many as have a total |dL/dz| of at most
+            x times the total of all tokens of the chunk. The metrics `skipped_rows` and
+            `skipped_mass` report the skipped rows. In the Frobenius norm, `skipped_mass.sum` times
+            the largest norm of a weight row bounds the error of the hidden gradient;
+            `skipped_mass.sum` times the largest norm of a hidden state bounds the error of the
+            weight gradient. No row is skipped under "frozen", or in a block of tokens so small that
+            a GPU's wait for the number of rows costs more than skipping saves. A teacher with
+            logits over the whole vocabulary, `logits_loss`, and static shapes do not support
+            `gradient_tolerance` and raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
-            on a GPU without this option. `batch_invariant` makes other heads of at most 32 bits
-            batch-invariant on a GPU, through matmuls slower than the vendor's. With
-            `batch_invariant`, a token's hidden gradient has the same bits in any batch under one
-            schedule, if the derivatives of the loss are equal. The weight gradient and divergences
-            may differ between batches, and all results between devices or numbers of shards.
+            on a GPU without this option. `batch_invariant` makes float16 and float32 heads, and
+            heads with a bias or adapters, batch-invariant on a GPU, through matmuls slower than the
+            vendor's. With `batch_invariant`, a token's hidden gradient has the same bits in any
+            batch under one schedule, if the derivatives of the loss are equal. The weight gradient
+            and divergences may differ between batches even with `batch_invariant`, and all results
+            may differ between devices and between numbers of shards.
         sequence_parallel: `hidden` is this rank's slice of the tokens; needs a vocabulary group.
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's

@@ -1,7 +1,7 @@
 """Private interfaces of PyTorch and Triton that have no public equivalent, each with its reason.
 
-The only other private interfaces in use are `Tensor._version`, `torch._assert_async` and
-`torch.cuda._sleep`.
+Outside of this module, headloss uses only the private interfaces `Tensor._version`,
+`torch._assert_async` and `torch.cuda._sleep`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def in_function_transform() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """True if forward-mode differentiation is active. No public function of PyTorch says so, and
-    `unpack_dual` raises an error if forward-mode differentiation is not active."""
+    """True if forward-mode differentiation is active. PyTorch has no public function that tells
+    whether forward-mode differentiation is active, and `unpack_dual` raises an error if it is
+    not."""
     return forward_ad._current_level >= 0
 
 

@@ -20,8 +20,8 @@ from ..batch.segments import Segments
 
 @dataclass(frozen=True)
 class Shards:
-    """A micro-batch's tensors for the loss, as buffers that accelerate shards in place like the
-    tokens.
+    """A micro-batch's tensors for the loss. The library accelerate shards the tensors in place over
+    context-parallel ranks, as it shards the tokens.
 
     Attributes:
         targets: shifted labels, [B, L], later [B, L / cp].

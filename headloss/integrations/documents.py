@@ -68,8 +68,8 @@ def as_documents(
     """Return the documents of tokens [B, L]: each begins where positions stop increasing by 1.
 
     The positions are [B, L], [1, L], or the first of M-RoPE's four position tensors [4, B, L]. No
-    document begins in padding: neither at a 0 of the mask `attended` [B, L], nor in the run of
-    equal tokens without a target that ends a row of `targets` and `tokens`, both [B, L].
+    document begins in padding. Padding is where the mask `attended` [B, L] is 0, and at the end of
+    a row, where `tokens` [B, L] are all equal and `targets` [B, L] are all -100.
     """
     return _numbered(starts_of(positions, shape, attended), targets, tokens)
 

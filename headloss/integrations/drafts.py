@@ -82,9 +82,10 @@ class DraftHeads:
     def returning_states(self) -> Iterator[None]:
         """Make the heads return their inputs inside the context.
 
-        The draft's head returns its input h as [h | 0], and a Markov head its input u as [0 | u],
-        both [.., H + r]; the sum of both outputs is [h | u]. The verifier's head returns [.., H],
-        or [h | 0] if draft and verifier share one head.
+        The draft's head, called on h, returns h followed by r zeros; a Markov head, called on u,
+        returns H zeros followed by u. Both outputs are [.., H + r], and the framework's sum of both
+        outputs is h followed by u. The verifier's head returns [.., H], or its input followed by r
+        zeros if draft and verifier share one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -98,7 +99,7 @@ class DraftHeads:
         states: Tensor,  # The draft's states [.., H + r].
         targets: Tensor,  # Shape [..]; -100 in rows that no loss and no metric reads.
         slopes: dict[str, Tensor],  # The weight [..] of each row's loss, by the name of the loss.
-        # States [.., H]; with `teacher_index` in `fields`, a table of rows.
+        # The verifier's hidden states [.., H]; with the field `teacher_index`, [M, H].
         verifier: Tensor | None = None,
         acceptance: bool = False,
         **fields: Any,
@@ -127,7 +128,8 @@ class DraftHeads:
 def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
     """Return a forward that pads its input with zeros, in the dtype that a head would multiply in.
 
-    The forward is cached for each pair `before`, `after`, so that torch.compile does not recompile.
+    Calls with equal `before` and `after` return the same function, so that torch.compile does not
+    recompile.
     """
 
     def forward(states: Tensor) -> Tensor:
@@ -152,10 +154,12 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
 
 
 class Parts(torch.autograd.Function):
-    """Values whose sum with weights `shares` equals `total`, and passes its gradient to `total`.
+    """Return `values` such that the gradient of their sum, weighted by `shares`, flows to `total`
+    alone.
 
-    A framework adds up the values itself, and gets the gradient of `total` without a second pass
-    over the head. The backward pass raises RuntimeError if the framework's weights of the values
+    `total` is the sum of the values weighted by `shares`, and has the gradient from headloss's pass
+    over the head. A framework that adds up the values with weights of its own gets the gradient of
+    `total` without a second pass. The backward pass raises RuntimeError if the framework's weights
     are not proportional to `shares`.
     """
 

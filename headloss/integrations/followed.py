@@ -169,7 +169,7 @@ class Followed(Tensor):
 
     @property
     def node(self) -> Any:
-        """The autograd node of this tensor, below DeepSpeed's hooks, which detach copies."""
+        """The autograd node of this tensor, without the nodes that DeepSpeed's hooks add."""
         node: Any = self.grad_fn
         while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
             node = node.next_functions[0][0]
@@ -186,9 +186,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Return the tensors `act(hidden, head)` of this tensor's hidden states and head, with a
-        gradient. `act` runs under the autocast of the head's call; the head's weights are gathered
-        in forward and backward."""
+        """Call `act(hidden, head)` with the hidden states and the head of these logits, and return
+        the tensors that `act` returns, with a gradient. `act` runs under the autocast of the head's
+        call; the head's weights are gathered in forward and backward."""
         node = self.node  # Each read of a tensor attribute takes ten microseconds.
         recipe = getattr(node, "recipe", self.own)
         seam, exact = recipe.call.seam, list[Tensor]()
@@ -239,7 +239,7 @@ class Followed(Tensor):
 
 
 def is_followed(logits: object) -> TypeGuard[Followed]:
-    """Return whether `logits` are `Followed`, and their stored formula gives value and gradient."""
+    """Return whether `logits` are `Followed` logits that can still be computed with a gradient."""
     if not isinstance(logits, Followed):
         return False
     node = logits.node
@@ -274,7 +274,7 @@ class _Node(torch.autograd.Function):
         if gradients[0] is None:
             return (None,) * len(needed)
         tensors = ctx.recipe.tensors
-        before = len(needed) - len(tensors)  # The inputs before the head's tensors.
+        before = len(needed) - len(tensors)  # Number of inputs that are no tensors of the head.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]

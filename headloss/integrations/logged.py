@@ -89,7 +89,8 @@ class Logged:
 
 
 def in_log(args: Any, state: Any) -> bool:
-    """Return whether `Trainer` logs the current optimizer step, by its arguments.
+    """Return whether `Trainer`, with the arguments `args`, writes a log in the current optimizer
+    step.
 
     Metrics are measured only in steps that `Trainer` logs. With logging per epoch, metrics are
     measured in every step, since any step may end the epoch. Outside of `train()` metrics are
@@ -104,7 +105,8 @@ def in_log(args: Any, state: Any) -> bool:
 
 
 def _numbers(measured: Mapping[str, Measurement], ends: bool) -> Iterator[Tensor]:
-    """Yield the numbers of minima (negated) and maxima if `ends` is set, else of sums and means."""
+    """Yield the numbers to merge by maximum if `ends` is set (maxima, and minima with a minus
+    sign), else the numbers to merge by addition (sums and means)."""
     for m in measured.values():
         if isinstance(m, Max | Min) is ends:
             yield from (x if m.sign > 0 else -x for x in vars(m).values())

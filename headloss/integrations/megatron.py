@@ -1,11 +1,14 @@
 """Megatron-Core's `GPTModel` with headloss in place of its output layer and cross-entropy.
 
-    losses = TokenLosses()    # once. In each forward step of the last stage, a loss per token:
-    model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=losses)
-                              # returns [b, s] like Megatron, for the usual loss function.
+The model returns the losses of the tokens [b, s], as without headloss, for Megatron's usual loss
+function:
+
+    model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=TokenLosses())
+
+The model computes an objective in one pass and returns headloss's `Output`, with `.loss`:
+
     policy = HeadLoss(hl.gspo())
     model(..., output_processor=policy, output_processor_context={"advantages": ..., ...})
-                              # Or an objective in one pass: returns headloss's Output, with .loss
 
 b sequences of s positions (this rank's, under context parallelism), H hidden width, V vocabulary.
 Megatron's hidden states are [s, b, H], or [s / tp, b, H] under sequence parallelism; its labels and

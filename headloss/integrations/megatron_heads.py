@@ -31,7 +31,8 @@ def head_of(
 ) -> tuple[Head, Options]:
     """Return the head of an output layer, and the options for its loss.
 
-    The options set sequence parallelism, and `main_grad` if the layer's gradients accumulate there.
+    The options set sequence parallelism, and `main_grad` if the layer accumulates its weight
+    gradient in the parameter's attribute `main_grad`.
 
     Args:
         layer: an output layer that `check_layer` accepts.

@@ -151,8 +151,8 @@ class Door:
             targets: [b, s], shifted; -100: not scored.
             temperature: a number, or [b, s].
             gradients, vocab_size: as in `head_stats` and `Head`.
-            gathered: whether `hidden` has whole rows despite sequence parallelism, or only a part
-                of the returned hidden states.
+            gathered: True if `hidden` was gathered over the ranks of sequence parallelism, or is a
+                subset of the hidden states that the model returned.
             teacher, divergences: as in `head_stats`.
             fields: fields of the batch, [b, s, ..]; `support_ids` as pairs run over [s, b].
 

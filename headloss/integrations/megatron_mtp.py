@@ -9,9 +9,9 @@ Call `install()` in each process; the loss, its scale and Megatron's log stay un
 Depth k predicts labels that lie k positions further on. m_k is the loss mask, shifted like the
 labels, and n_k the mask's sum (with `calculate_per_token_loss`, that sum divided by the sum of the
 unshifted mask). One `head_loss` call with a weight per row computes all depths' losses. Megatron's
-`MTPLossAutoScaler` adds the MTP loss's gradient; no other loss includes its value. The processor
-`HeadLoss` computes the main prediction and the MTP losses in one call if the objective's terms are
-means over tokens.
+`MTPLossAutoScaler` adds the gradient of the MTP loss in the backward pass; the value of the MTP
+loss is not added to the training loss. The processor `HeadLoss` computes the main prediction and
+the MTP losses in one call if the objective's terms are means over tokens.
 
 b sequences of s positions, H hidden width. Hidden states are [(1 + D) s, b, H], or [(1 + D) s / tp,
 b, H] under sequence parallelism; the rows of the main prediction come first.
@@ -48,8 +48,8 @@ def install(options: Options | None = None) -> None:
     `uninstall()`.
 
     Args:
-        options: options of the depths' `head_loss`; headloss sets `sequence_parallel` and
-            `main_grad`.
+        options: options of the `head_loss` call for the MTP depths; headloss sets
+            `sequence_parallel` and `main_grad`.
 
     Raises:
         RuntimeError: Megatron-Core lacks the function, or the function accepts other arguments.
@@ -118,7 +118,8 @@ def _seams(options: Options) -> Seams:
     theirs, model = part(PACKAGE, HOME, NAME), part(PACKAGE, MODEL)
     ours = fitted(theirs, process, NAME, PACKAGE)
 
-    # Code that reads the signature, such as verl, finds Megatron's parameters.
+    # Keep the signature of Megatron's function by `functools.wraps`, because verl reads the
+    # signature.
     @functools.wraps(theirs)
     def process_mtp_loss(*args: Any, **kwargs: Any) -> Tensor:
         return ours(*args, **kwargs)
@@ -218,7 +219,7 @@ def _run(
     """Run one `head_loss` for all MTP depths; with `objective`, also for the main prediction.
 
     Returns:
-        the output, with log-probs [blocks, s, b]; the names of the depths' terms.
+        the output, with log-probs [blocks, s, b]; the names of the terms, one for each MTP depth.
     """
     targets, count = depths.targets, len(depths.targets)
     if main is not None:
@@ -228,7 +229,7 @@ def _run(
 
     def rows(values: Tensor, at: int) -> Tensor:
         """Return a tensor of one value per row of the hidden states: `values` [n, s, b, ..] for n
-        blocks (main prediction or depths) from block `at`, and 0 in the blocks left over."""
+        blocks (main prediction or depths) from block `at`, and 0 in all other blocks."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -253,7 +254,7 @@ def _run(
             return None
         return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
 
-    out = replace(found)  # A copy, because log-probs and entropies are replaced.
+    out = replace(found)  # Copy `found`, to replace log-probs and entropies.
     vars(out).update(logps=by_block(found.logps), entropies=by_block(found.entropies))
     if options.metrics:
         _log(depths, out, names)
@@ -275,8 +276,9 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return the main prediction's totals, repeated for the mask of each block, as `Term.where`
-    needs the totals of its mask. The terms of the MTP depths need no totals."""
+    """Return the totals of the main prediction, also entered under the mask field of each block
+    (main prediction or MTP depth), where `Term.where` looks totals up. The terms of the MTP depths
+    need no totals."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
@@ -292,7 +294,8 @@ def _log(depths: Depths, out: Output, names: list[str]) -> None:
     losses = sums / depths.tokens.clamp(min=1)
     collects = getattr(helper, "should_collect_acceptance", lambda: True)()
     save = getattr(helper, "save_loss_to_tracker", None)
-    # In Megatron's dev branch, the log takes the sum of losses and the number of tokens.
+    # The log function of Megatron's dev branch has parameters for the sum of losses and the number
+    # of tokens.
     of_sums = save is not None and "num_tokens" in called(save)
     for k, name in enumerate(names):
         top1: Any = out.metrics[f"{name}/top1"]
@@ -315,7 +318,8 @@ WAITING: ContextVar[list[Depths] | None] = ContextVar("waiting", default=None)
 
 
 def _waited_for(theirs: Any) -> Any:
-    """Return a model's forward that passes its MTP depths to a processor with `takes_depths`."""
+    """Return a model's forward that passes the model's MTP depths to an `output_processor` whose
+    attribute `takes_depths` is True."""
 
     @functools.wraps(theirs)
     def forward(*args: Any, output_processor: Any = None, **kwargs: Any) -> Any:
@@ -339,7 +343,8 @@ def _is_alike(config: Any) -> bool:
     """Return whether one gradient pass serves the main loss and the MTP losses, because a step
     scales both alike.
 
-    A detached head always needs two gradient passes.
+    A detached head (`mtp_detach_heads`) always needs two gradient passes, one for the main loss and
+    one for the MTP losses.
     """
     return not (
         config.calculate_per_token_loss

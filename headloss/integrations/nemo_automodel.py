@@ -72,8 +72,8 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         """Return the loss, a sum over tokens divided by `num_label_tokens` if that count is given.
 
         Raises:
-            ValueError: the objective has another reduction, in a step of more tokens than this
-                call.
+            ValueError: a term's reduction is not the mean over tokens, and the optimizer step has
+                more tokens than this call.
         """
         watch_of(PACKAGE).called = True
         weight = self.materialize_lm_weight(lm_weight, grad_reduce_group=grad_reduce_group)

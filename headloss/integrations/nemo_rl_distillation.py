@@ -206,7 +206,8 @@ def full_divergence(
     `opd_full_decomposition_error` is 0 up to rounding.
 
     Raises:
-        ValueError: `data` has no payload, or a row names a head that was not passed.
+        ValueError: `data` lacks the field with the teacher's outputs, or a row names a teacher head
+            that is not in `heads`.
     """
     group, config, ids = context_parallel_group, loss_fn.opd_full, data["input_ids"]
     length, width = logits.shape[1], ids.shape[1] - 1

@@ -291,9 +291,10 @@ class Seams:
     Args:
         ours: maps ("module" or "module:Class", attribute) to the replacement. A replacement is
             called by keyword if the replaced function has its arguments in another order.
-        package: the distribution; `install` warns of an untested release.
-        optional: keys of `ours` that are skipped if the framework lacks the attribute.
-        arguments: for each key of `ours`, argument names that the replaced function must have.
+        package: the framework's distribution; `install` warns of an untested release.
+        optional: ("module", attribute) keys that are skipped if the framework lacks the attribute.
+        arguments: maps ("module", attribute) to argument names that the replaced function must
+            have.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ def fits() -> dict[str, str]:
 
 
 def _fit(package: str, installed: str) -> str:
-    # An adapter fits every tested release, so that the framework need not be imported.
+    # Skip the check, and the import of the framework, for a tested release: its adapter fits.
     if installed in TESTED[package]:
         return f"{installed}, tested"
     try:

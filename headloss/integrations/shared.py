@@ -73,7 +73,8 @@ def over_count(
 
     A `count` of 0, or of None (unknown number of tokens), is treated as 1. A reduction that is not
     a mean of all tokens reads its weights from the batch if the batch is the whole step (has
-    `count` tokens). Constant denominators and the batch's own totals are not replaced by `count`.
+    `count` tokens). A reduction with a constant denominator, and a batch that has totals, keep
+    their denominators.
 
     Args:
         name: name of the count, for the error.

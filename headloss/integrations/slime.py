@@ -94,7 +94,8 @@ def _seams(package: str) -> Seams:
     @functools.wraps(theirs, assigned=("__doc__",))
     def log_probs_and_entropy(logits: Tensor, **settings: Any) -> Any:
         values = _values(module, responses, logits, **settings)
-        # In slime the function returns (empty tensor, values), in miles only the values.
+        # slime's `get_log_probs_and_entropy` returns (empty tensor, values), miles's returns only
+        # the values.
         if "top_p_token_ids" in inspect.signature(theirs).parameters:
             return torch.empty(0, device=logits.device), values
         return values
@@ -198,7 +199,8 @@ def _redistribute(
 ) -> None:
     """Exchange values between context-parallel ranks, from contiguous to zigzag slices of the
     sequences, by slime's or miles's function."""
-    # The function has an underscore in slime and none in miles, and other arguments.
+    # slime's function is named `_allgather_cp_redistribute`; miles's function has no underscore and
+    # other arguments than slime's.
     if hasattr(module, "_allgather_cp_redistribute"):
         module._allgather_cp_redistribute(values, logits_local_len=rows.shape[1], **lengths)
     else:
@@ -214,7 +216,8 @@ def _support(
     softmax of a token without recorded ids is over the whole vocabulary.
 
     Args:
-        pairs: for each sample, the rows of its tokens, and the tokens' index among all samples'.
+        pairs: for each sample, the rows of the sample's tokens in the logits, and the index of each
+            of these tokens in the concatenated tokens of all samples.
         sets: for each sample, the index of its first response token, the ids recorded for all its
             response tokens, and the offsets of each token's ids.
     """

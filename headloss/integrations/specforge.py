@@ -103,7 +103,8 @@ def _domino(
     weight_mask: Tensor,
     eval_weight_mask: Tensor,
 ) -> tuple[Any, ...]:
-    """Return Domino's loss sums, with each drafted token's loss with and without the correction.
+    """Return the sums over drafted tokens that Domino's loss needs: the loss and the counts, with
+    and without Domino's low-rank correction of the logits.
 
     Domino's low-rank correction of the logits becomes extra columns of the hidden states.
     """
@@ -236,8 +237,8 @@ def _eagle_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _target(hidden: Tensor, lm_head_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return zeros [B, T + S, 1] in place of probabilities that are not read, with SpecForge's ids
-    and mask."""
+    """Return SpecForge's ids and mask, and zeros [B, T + S, 1] in place of the verifier's
+    probabilities, which no code reads."""
     call = CURRENT.get()
     theirs = SEAMS.theirs[EAGLE, "compute_target_p_padded_from_hidden"]
     if call is None:
@@ -260,7 +261,8 @@ def _step(self: Any, **arguments: Any) -> Any:
 
 
 def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
-    """Return SpecForge's seven lists, each with one value per unrolled step.
+    """Return the seven lists of losses and metrics that SpecForge's EAGLE-3 forward returns, each
+    with one value per unrolled step.
 
     Token t of unrolled step i predicts what the verifier predicts at token t + i.
     """

@@ -6,9 +6,9 @@ reduces the losses and computes metrics. `uninstall()` restores speculators' los
 During a training forward the heads of draft and verifier return their inputs. speculators'
 `compute_metrics`, which reduces row losses to one loss, is called twice. The first
 `compute_metrics` call gives the derivative of the reduced loss with respect to each row's loss. One
-headloss call computes the row losses, weighted by these derivatives of the reduced loss. The second
-`compute_metrics` call computes the metrics from headloss's row losses. All steps of EAGLE-3 share
-one headloss call, after the last step.
+headloss call computes the row losses, each weighted by the derivative of the reduced loss with
+respect to the row's loss. The second `compute_metrics` call computes the metrics from headloss's
+row losses. All steps of EAGLE-3 share one headloss call, after the last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -69,7 +69,8 @@ class Forward(DraftHeads):
         super().__init__(model.lm_head, model.verifier_lm_head, of_markov)
         # The verifier's hidden states, and the likeliest ids at the verifier's hidden states.
         self._targets: tuple[Tensor, Tensor] | None = None
-        # Arguments of `compute_metrics` for each EAGLE-3 step, with states as logits.
+        # For each EAGLE-3 step, the arguments of `compute_metrics`; the argument `logits` holds
+        # hidden states.
         self.steps: list[dict[str, Any]] = []
 
     def targets(self, states: Tensor) -> Tensor:
@@ -260,7 +261,7 @@ def _slopes(
     if "confidence_logits" in alone:
         alone["confidence_logits"] = None
     if alone.get("prev_correct") is not None:
-        # A copy, because `compute_metrics` writes to `prev_correct`.
+        # Clone `prev_correct`, because `compute_metrics` writes to it.
         alone["prev_correct"] = alone["prev_correct"].clone()
     with torch.enable_grad():
         losses = {f"{name}/value": leaf for name, leaf in leaves.items()}
@@ -277,8 +278,9 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    `compute_metrics` is passed logits of two columns. The verifier's likeliest column is always the
-    first; the draft's likeliest column is the first only in rows where both models agree.
+    `compute_metrics` is passed logits of two columns. The verifier's larger logit is always in the
+    first column; the draft's larger logit is in the first column only in rows where draft and
+    verifier agree on the likeliest token.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -239,7 +239,8 @@ def head_of(module: nn.Module) -> Head:
     if isinstance(weight, DTensor):
         weight, group = _rows(weight)
         bias = None if bias is None else _rows(bias)[0]
-    elif spmd_mesh_size("tp") > 1:  # spmd_types keeps this rank's rows as a plain tensor.
+    elif spmd_mesh_size("tp") > 1:
+        # Under torchtitan's spmd_types, `weight` is a plain tensor with the rows of this rank.
         group = part("torchtitan", SPMD, "current_spmd_mesh")().get_group("tp")
     if group is not None:
         refuse("ChunkedLossWrapper", **{"a bias under tensor parallelism": bias is not None})
@@ -277,9 +278,11 @@ def _replicated(hidden: Tensor) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """Replicated hidden states under spmd_types, whose backward divides the gradient by the ranks.
+    """Return the hidden states unchanged, and divide their gradient by the number of
+    tensor-parallel ranks.
 
-    Each rank computes the whole gradient, but torchtitan sums the gradients over all ranks.
+    Under torchtitan's spmd_types each rank computes the whole gradient, but torchtitan sums the
+    gradients over all ranks.
     """
 
     @staticmethod

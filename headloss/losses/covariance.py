@@ -106,10 +106,10 @@ def clip_cov(
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token drawn to be dropped
 
-    A candidate for the draw is a token whose gradient the clip does not remove and whose covariance
-    c = (A - mean A) (logp - mean logp) is between low and high. Of the candidates, those with the
-    smallest `draws` are dropped, max(1, share T) of T tokens. Cui et al. 2025, arXiv:2505.22617.
-    The log of the policy ratio r is clamped to [-20, 20].
+    A token can be dropped if the clip does not remove its gradient and its covariance c = (A - mean
+    A) (logp - mean logp) is between low and high. Of all T tokens at most max(1, share * T) are
+    dropped: those that can be dropped and have the smallest values of the field `draws`. Cui et al.
+    2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

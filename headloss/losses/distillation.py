@@ -52,19 +52,21 @@ def distillation(
         teacher_head: the teacher's head, for `teacher_hidden`.
         tail: treatment of the mass outside a top-k teacher's K stored outcomes, 1 - sum of the K
             probabilities. The tail "bucket" makes the mass outside the K outcomes one more outcome.
-            The tail "renormalized" normalizes teacher and student over the K outcomes. The tail
-            "truncated" sums over the K outcomes alone, which is not a divergence and may be
-            negative. The tail "clamped" is the sum over the K outcomes where that sum is above 0,
-            else 0 without a gradient, as in verl. The tail "generalized" is the divergence of two
-            measures that need not sum to 1: sum_k p_k (log p_k - log q_k) - p_k + q_k for
-            "reverse_kl", likewise for "forward_kl", and for "js" the sum over the K outcomes. The
-            generalized divergence is never negative, and is 0 with gradient 0 where p = q on the K
-            outcomes: Ma et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail "sampled", for
-            "reverse_kl" alone, is the sum over the K outcomes, plus sg(1 + log p_y - log q_y)
-            log p_y at a token whose target y, sampled by the student, is not among the K outcomes;
-            the gradient of the summand sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of
-            the gradient of the outcomes outside the K, while its value is a choice, as NeMo-RL's
-            pull requests 3584 and 3608 name no value.
+            The tail "renormalized" divides the K probabilities of the teacher, and the K
+            probabilities of the student, by their sum. The tail "truncated" sums over the K
+            outcomes alone, which is not a divergence and may be negative. The tail "clamped" is the
+            sum over the K outcomes where that sum is above 0, else 0 without a gradient, as in
+            verl. The tail "generalized" is a divergence of K student probabilities p_k and K
+            teacher probabilities q_k whose sums may be below 1: sum_k p_k (log p_k - log q_k) - p_k
+            + q_k for "reverse_kl", the same with p and q exchanged for "forward_kl", and for "js"
+            the sum over the K outcomes. The generalized divergence is never negative, and is 0 with
+            gradient 0 where p = q on the K outcomes: Ma et al. 2026 (MOPD), arXiv:2606.30406,
+            equation 5. The tail "sampled", for "reverse_kl" alone, is the sum over the K outcomes,
+            plus sg(1 + log p_y - log q_y) log p_y at a token whose target y, sampled by the
+            student, is not among the K outcomes. The gradient of the summand sg(1 + log p_y - log
+            q_y) log p_y is an unbiased estimate of the gradient of the outcomes outside the K. The
+            value of that summand has no meaning; NeMo-RL's pull requests 3584 and 3608 define only
+            the gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -74,8 +76,8 @@ def distillation(
     out (logit -inf) counts as a token of log-prob -10000. Where the teacher's vocabulary is larger
     than the student's, `teacher_lse` [..], at the term's temperature, replaces the log-sum-exp of
     the teacher's logits. With `teacher_lse`, q has a mass m below 1, and the total variation grows
-    by (1 - m) / 2. The tail "sampled" also reads teacher_logps [..], log q_y at the term's
-    temperature.
+    by (1 - m) / 2. With tail="sampled" the term also reads teacher_logps [..], the teacher's
+    log-prob log q_y of the target y at the term's temperature.
 
     Default reduction: token_mean. Metrics: the divergence by its name. The tail "sampled" has four
     more metrics: stored (the sum over the K outcomes), sampled (the summand of targets that are not
@@ -138,9 +140,9 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
         sg(log p_y - log q_y) log p_y, q_y the teacher's probability of the sampled token y
 
     Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation. MOPD (Xiaomi 2026,
-    MiMo-V2-Flash, arXiv:2601.02780) is `hl.on_policy_distillation()` under
-    `.corrected("token_mask", min=..., max=...)` and added to a policy term. The gradient equals the
-    gradient of kl(estimator="k2") with the teacher as the reference.
+    MiMo-V2-Flash, arXiv:2601.02780) adds `hl.on_policy_distillation().corrected("token_mask",
+    min=..., max=...)` to a policy term. The gradient equals the gradient of kl(estimator="k2") with
+    the teacher as the reference.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """

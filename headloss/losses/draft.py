@@ -116,8 +116,8 @@ def lk_hybrid(
         eta: decay rate of the KL divergence's weight in the acceptance probability, >= 0.
         per: "token": each token's weight uses the token's own acceptance probability. "step": the
             weight uses the mean acceptance probability over the scored tokens of a segment.
-            With "step" a segment is an unrolled draft step, over all ranks of a group:
-            `Segments.from_ids(step, count, group=...)`.
+            With per="step" the segments of the batch are the unrolled draft steps, over all ranks
+            of a group: `Segments.from_ids(step, count, group=...)`.
         teacher_head, temperature: as in `nla`.
 
     Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.

@@ -17,7 +17,7 @@ P = ParamSpec("P")
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """Wrap a term factory: set the term's name and options from the signature, name it in errors.
 
-    A term returned by `function` may have an empty name, which the wrapper replaces.
+    `function` may return a term with an empty name; the wrapped factory sets the term's name.
     """
     signature = inspect.signature(function)
     name = function.__name__

@@ -79,8 +79,9 @@ class _Fipo:
         return torch.where(self._safe(stats, batch), weight, weight.clamp(*SAFE))
 
     def _safe(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return [T] bool: tokens outside the rule that bounds the influence weight by `SAFE` where
-        the advantage is negative and the policy ratio above `safety`."""
+        """Return [T] bool: False for tokens with a negative advantage and a policy ratio above
+        `safety`, whose influence weight is clamped to the bounds `SAFE`; True for all other
+        tokens."""
         advantages = batch.advantages
         if self.safety is None:
             return torch.ones_like(advantages, dtype=torch.bool)
@@ -111,11 +112,12 @@ def fipo(
 
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); weight f_t = clip(exp(F_t), lo, 1 + weight_clip); future KL F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k; log-ratio d_k = logp_k - old_k; m_k = 0 where r_k > delta, else 1; lo = 1 if high_only, else 1 - weight_clip
 
-    Where the advantage is negative and the policy ratio above the option safety, the weight f_t is
-    clipped to [0.8, 1] as well. The loss is that of ms-swift, from Ma et al. 2026,
+    Where the advantage is negative and the policy ratio above the option safety, the influence
+    weight f_t is further clipped to [0.8, 1]. The loss is that of ms-swift, from Ma et al. 2026,
     arXiv:2603.19835. The distance k - t counts the scored tokens of a segment; other frameworks
     count all positions, unscored ones included. The future KL F_t is clamped to [-20, 20], but the
-    log-ratios that F_t sums are not. With old_logps=CURRENT every weight f_t is 1.
+    log-ratios that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and every
+    influence weight f_t is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

@@ -20,8 +20,8 @@ from torch import Tensor
 class Given(functools.partial):
     """A decorated function with its options, pickled by the name of its factory.
 
-    Pickle finds a function by its name, but the name of a decorated function belongs to its
-    factory.
+    Pickle looks up a function in its module by its name, but under the name of a decorated function
+    the module holds the factory.
     """
 
     def __reduce__(self):
@@ -65,7 +65,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a comparison key that is equal for parts of terms which differ in tensor values alone.
+    """Return a key of a term's part, for comparisons. Two parts have equal keys if they differ in
+    nothing but the values of tensors.
 
     Every tensor found is appended to `tensors`. The returned key keeps no tensor, function or
     process group alive.

@@ -39,7 +39,8 @@ FAR = 1e30  # finite value in place of an infinite log-ratio, so that no sum of 
 
 
 def scope_and_per(level: str) -> tuple[Scope, Per]:
-    """Return the scope that a ratio at `level` needs, and the ratio's shape (token or segment)."""
+    """Return the term scope that a policy ratio at `level` needs, and whether the ratio has one
+    value per token or per segment."""
     one_of(tuple(LEVELS), importance_sampling_level=level)
     return LEVELS[level]
 
@@ -116,7 +117,8 @@ def advantage_figures(stats: Statistics, batch: PackedBatch) -> dict[str, Observ
 def ratio_figures(
     stats: Statistics, batch: PackedBatch, ratio: Tensor, per: Per
 ) -> dict[str, Observed]:
-    """Return the metrics of a policy term with a ratio ([T] or [S]), which need an old policy."""
+    """Return the metrics of a policy term by name, from its `ratio` [T] or [S] of new to old
+    policy."""
     d = log_ratio(stats, batch)
     exponent = d.clamp(max=MAX_LOG_RATIO)
     return {

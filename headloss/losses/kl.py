@@ -92,9 +92,9 @@ def kl(
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
     (DeepSeek-V3.2), arXiv:2512.02556; the gradient of r times the estimate flows through both
-    factors. Tang and Munos 2025, arXiv:2506.09477, say which gradients are unbiased. The log of the
-    policy ratio r, at any level, is clamped to [-20, 20]; the log-prob difference d = ref - logp is
-    clamped only by the option clamp_difference.
+    factors. Tang and Munos 2025, arXiv:2506.09477, derive which of the estimators have an unbiased
+    gradient. The log of the policy ratio r, at any level, is clamped to [-20, 20]; the log-prob
+    difference d = ref - logp is clamped only by the option clamp_difference.
 
     Args:
         estimator: "k1", "k2", "k3" or "abs". As the whole loss, k1 has an expected gradient of 0
@@ -102,7 +102,8 @@ def kl(
         bias_corrected: multiply the estimate by the unclipped ratio of new to old policy. With
             old_logps=CURRENT the policy ratio is 1, and its gradient is the score-function gradient
             of the sampling.
-        importance_sampling_level: level of the ratio of bias_corrected; see `importance`.
+        importance_sampling_level: level (token or sequence) of the policy ratio by which
+            bias_corrected multiplies; see `importance`.
         straight_through: take the value of the chosen estimate, but the gradient of the estimate
             k2, -d grad log p, whose expectation is the gradient of the divergence; with
             bias_corrected, sg(r) multiplies the gradient alone.

@@ -229,7 +229,7 @@ def _among_top(
 
 def _quantile(
     values: Tensor,  # [N]
-    count: Tensor,  # [], the number of finite entries of `values`; the entries left over are inf
+    count: Tensor,  # [], the number of finite entries of `values`; all other entries are inf
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.
@@ -238,8 +238,8 @@ def _quantile(
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # Round q * last: where the quantile falls on one element, the float error of the product must
-    # not move the quantile to a neighbouring element.
+    # Round q * last: if the exact product is an integer, rounding error must not move the quantile
+    # away from that element.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
     # Indexing by a 0-dim tensor would make the host wait for the device.

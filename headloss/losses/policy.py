@@ -275,8 +275,8 @@ def luspo(
 
         -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), answer i of |o_i| tokens, sequence ratio s_i
 
-    Liu et al. 2026, arXiv:2602.05261. The reduction multiplies by the answer's length. The log of
-    the policy ratio is clamped to [-20, 20].
+    Liu et al. 2026, arXiv:2602.05261. The reduction sequence_sum multiplies by the
+    answer's number of tokens |o_i|. The log of the policy ratio is clamped to [-20, 20].
 
     Args: as in `grpo`.
 

@@ -72,13 +72,14 @@ def dpo(
         label_smoothing: assumed share of pairs with exchanged labels, in [0, 0.5]. The loss is
             (1 - label_smoothing) f(h) + label_smoothing f(-h) for the chosen loss type's function
             f, except for robust and exo_pair.
-        loss_type: one of the loss types above.
+        loss_type: name of the loss, such as "sigmoid" or "ipo".
         average_log_prob: average an answer's log-ratios instead of summing them; None: average for
             sigmoid_norm and ipo alone.
         f_divergence_type: the score f'(t) of the ratio t of policy to reference: "reverse_kl" log
             t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
             (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240). Every f_divergence_type
-            but "reverse_kl" needs a loss type that depends on h = c - r alone.
+            but "reverse_kl" needs a loss type that depends only on x = c - r, the difference of the
+            answers' scores.
         f_alpha_divergence_coef: the number a of f_divergence_type="alpha_divergence".
         ld_alpha: weight of the tokens by which an answer is longer than the answer with which it is
             compared, in [0, 1] (Liu et al. 2024, arXiv:2409.06411); None: 1.

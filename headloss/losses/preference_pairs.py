@@ -148,7 +148,8 @@ def f_log_ratio(
     ld_alpha: float | None,
     power: float | None,  # None: the Jensen-Shannon divergence
 ) -> Tensor:
-    """Return f'(ratio) of an f-divergence from the reference per answer, instead of log ratio."""
+    """Return f'(t) per answer [S], for the f-divergence from the reference and the ratio t of
+    policy to reference."""
     total = log_ratio(stats, batch, ld_alpha=ld_alpha)
     total = math.log(2) + logsigmoid(total) if power is None else powered(total, power)
     return _averaged(total, batch) if average else total

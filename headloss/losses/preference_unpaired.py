@@ -150,7 +150,8 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
         lengths = batch.segments.sum(batch.live.to(upper.dtype))
     of_chosen, of_rejected = split(lengths, batch)
     there = of_chosen + of_rejected > 0
-    # Pairs without a scored token sort last on both sides and do not count.
+    # Give pairs without a scored token the largest value in `upper` and `lower`, so that they sort
+    # last and are not counted.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
     # a NaN score stays in the mean, so that the loss becomes NaN
@@ -167,8 +168,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u_(i) and v_(i) the i-th smallest of two sets u and v: u = logp_chosen - logp_rejected of the policy, v of the reference; unpaired: u = sum(logp - ref) of chosen answers, v of rejected answers
 
     Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and each pair's
-    loss is the mean loss over the call. A pair without a scored token is not among the sorted
-    values.
+    loss is the mean loss over the call. Pairs whose answers have no scored token are left out
+    before the sorting.
 
     Args:
         beta: scale of the difference, > 0.

@@ -107,8 +107,8 @@ def dppo(
 
         -sg(min(r, ratio_max)) A log p_y where D <= delta_high (A > 0) or D >= -delta_low (A <= 0), else 0; D the change of the target's probability
 
-    The change D is p - q ("tv"), or KL((q, 1 - q), (p, 1 - p)) with a minus sign where p < q
-    ("kl"), for the new policy's probability p and the old policy's q. Qi et al. 2026,
+    With p the target's probability under the new policy and q under the old policy, D is p - q
+    ("tv"), or KL((q, 1 - q), (p, 1 - p)) with a minus sign where p < q ("kl"). Qi et al. 2026,
     arXiv:2602.04879. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:

@@ -142,8 +142,8 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # Exponents k for advantages >= 0 and for advantages < 0.
-    rate: tuple[float, float],  # Rates lambda for advantages >= 0 and for advantages < 0.
+    k: tuple[float, float],  # The exponent k in phi(w), for advantages >= 0 and for < 0.
+    rate: tuple[float, float],  # The lambda in phi(w), for advantages >= 0 and for < 0.
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
@@ -169,15 +169,15 @@ def vespo(
         -sg(phi(w_i)) A log p_y; phi(w) = w^k exp(lambda (1 - w)), with k and lambda by the sign of A; w_i = exp(sum_t d_t), d_t = logp_t - old_t
 
     Shen et al. 2026, arXiv:2602.10693. The log of the sequence weight w_i is clamped to [log 1e-8,
-    20]. If the batch has sampling_logps, sum_t (old_t - sampling_t) is added to the log of w_i
-    before the clamp; `.corrected` would then count the sampler twice. If the batch has
-    importance_sampling_ratio (old over sampling, truncated or masked by the caller), the sum of the
-    log of importance_sampling_ratio is added in place of sum_t (old_t - sampling_t). A ratio below
-    1e-8, such as a masked 0, counts as 1e-8.
+    20]. If the batch has sampling_logps, sum_t (old_t - sampling_t) is added to the log of the
+    sequence weight w_i before the clamp; do not add `.corrected`, which would multiply by the ratio
+    of old policy to sampler again. If the batch has importance_sampling_ratio (old over sampling,
+    truncated or masked by the caller), the sum of the log of importance_sampling_ratio is added in
+    place of sum_t (old_t - sampling_t). A ratio below 1e-8, such as a masked 0, counts as 1e-8.
 
     Args:
-        k_pos, lambda_pos: shape of phi where A >= 0, each > 0.
-        k_neg, lambda_neg: shape of phi where A < 0, each > 0.
+        k_pos, lambda_pos: k and lambda in phi(w) = w^k exp(lambda (1 - w)) where A >= 0, each > 0.
+        k_neg, lambda_neg: k and lambda where A < 0, each > 0.
 
     Inputs: advantages, old_logps, optionally sampling_logps. Default reduction: token_mean.
     Also called: TRL vespo.

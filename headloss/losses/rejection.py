@@ -67,8 +67,7 @@ class _Rejection:
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))
-        # A ratio may be too small or too large, so that each token's ratio is compared with both
-        # bounds.
+        # With "sequence_max", compare each token's ratio with the lower and the upper bound.
         of_each = self.measure == "ratio" and self.level == "sequence_max"
         values = self._of_tokens(stats, batch) if of_each else self.statistic(stats, batch)
         inside = (values >= low) & (values <= high)
@@ -115,10 +114,10 @@ def rejected(
     Args:
         measure: "ratio", "k2", "k3", "tv" or "kl".
         level: "token", or one measure per sequence: the "sequence_sum", "sequence_mean" or
-            "sequence_max" of the token measures (for a ratio, of its logarithm: the product or the
-            geometric mean). The level "sequence_max" of a ratio has two sides: a sequence is kept
-            if the ratios of all its tokens are within the bounds, as SkyRL masks outliers (with
-            1e-4 and 100).
+            "sequence_max" of the token measures. For the measure "ratio", "sequence_sum" is the
+            product and "sequence_mean" the geometric mean of the token ratios, and "sequence_max"
+            keeps a sequence if the ratios of all its tokens are within the bounds (SkyRL's outlier
+            mask, with bounds 1e-4 and 100).
         minimum, maximum: bounds of the measure (or of the sequence's measure), each >= 0 or None.
         live: use the trained policy's current log-probs in place of the old log-probs.
 

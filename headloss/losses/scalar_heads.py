@@ -34,7 +34,7 @@ def value_loss(
 
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Schulman et al. 2016, arXiv:1506.02438. The clip is common in implementations of PPO.
+    Schulman et al. 2016, arXiv:1506.02438. Implementations of PPO commonly clip V around V_old.
 
     Args:
         values: [..] the value V at each position, in the shape of the targets.

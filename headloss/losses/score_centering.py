@@ -32,9 +32,9 @@ class _Centre(NamedTuple):
     """Coefficients of score centering per token, without a gradient."""
 
     c: Tensor  # Coefficients of log p_k, [T, K].
-    sampler_mass: Tensor  # The sampler's sum_k q_k, [T].
-    trainer_mass: Tensor  # The trainer's sum_k p_k, [T].
-    rho: Tensor  # Ratio of the masses outside the candidates, [T].
+    sampler_mass: Tensor  # sum_k q_k, the sampler's mass of the candidates, [T].
+    trainer_mass: Tensor  # sum_k p_k, the trainer's mass of the candidates, [T].
+    rho: Tensor  # Sampler's over trainer's mass outside the candidates, [T].
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def score_centering(
 ) -> Term:
     """Remove the sampler's mean score from a policy gradient where sampler q and trainer p differ.
 
-        A sum_k sg(c_k) log p_k over candidates k; c_k = q_k f(p_k / q_k) - alpha p_k for the weight f(w) of the option mode; alpha = rho f(1 / rho); rho = (1 - sum_k q_k) / (1 - sum_k p_k)
+        A sum_k sg(c_k) log p_k over candidates k; c_k = q_k f(p_k / q_k) - alpha p_k, with the weight function f that the option mode selects; alpha = rho f(1 / rho); rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
     Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Numerator and denominator of
     rho are at least 1e-6 (the paper's appendix A.3; NeMo-RL bounds the denominator alone). Add
@@ -114,9 +114,9 @@ def score_centering(
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
-            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). First of all,
-            the log of the ratio w = p / q is clamped to [-20, 20].
-        min, max: bounds of the ratio p / q, each > 0 or None; allowed only with a mode.
+            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). Before f, the
+            log of the ratio w = p / q is clamped to [-20, 20].
+        min, max: bounds of the ratio p / q, each > 0 or None; both None if mode is None.
 
     Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where unused entries
     count 0; candidate_sampling_logps [.., K], log q of the candidates under the sampler's full

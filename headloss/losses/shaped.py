@@ -114,8 +114,8 @@ def kl_shaped(
 
         A_t - beta kl_t, kl_t the estimated KL of token t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
 
-    As a reward: Ziegler et al. 2019, arXiv:1909.08593. With advantages of 0 and beta 1, the term is
-    on-policy distillation from the reference.
+    Ziegler et al. 2019, arXiv:1909.08593, subtract the KL divergence from the reward. With
+    advantages of 0 and beta 1, the term is on-policy distillation from the reference.
 
     Args:
         term: a term that reads advantages.

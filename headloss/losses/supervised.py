@@ -161,7 +161,8 @@ def dft(stats: Statistics, batch: PackedBatch) -> Tensor:
 @factory
 @term(observe=_observe)
 def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Fine-tuning on another policy's answers, weighted to tokens of undecided probability.
+    """Fine-tuning on another policy's answers, with the largest weights for tokens of probability
+    1/2.
 
         -sg(p_y (1 - p_y)) log p_y
 

@@ -171,7 +171,7 @@ class SharedRows(NamedTuple):
         """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
         index [n] into the M rows.
 
-        The index into the M rows is None if no two of the n tokens read one row.
+        The index is None if each of the n tokens reads a row of its own.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
@@ -200,7 +200,7 @@ class SampleExtras(dict[object, Tensor]):
     when first read.
 
     Args:
-        leaf: function that makes a tensor filled from one value.
+        leaf: function that returns a new tensor of extra statistics, filled with the given number.
     """
 
     def __init__(self, leaf: Callable[[float], Tensor]) -> None:

@@ -142,7 +142,7 @@ class Term(_Arithmetic):
     # ------------------------------------------------------------------ changed copies of a term
 
     def over(self, reduction: Reduction | str) -> Term:
-        """Return the term with a reduction, such as `headloss.fixed_length(n)`, or its name."""
+        """Return the term with a reduction such as `headloss.fixed_length(n)` or "token_mean"."""
         new, first = as_reduction(reduction), self.own_reduction or self.reduction
         return replace(self, reduction=new, own_reduction=None if new == first else first)
 
@@ -386,7 +386,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
                 teacher=teacher,
             )
 
-        # The factory's signature has the options alone, without stats and batch.
+        # Give the factory a signature with only the term's options, without `stats` and `batch`.
         factory.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[
                 p.replace(kind=inspect.Parameter.KEYWORD_ONLY)

@@ -23,7 +23,8 @@ from .term import Objective, Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-# A micro-batch piece for a trial run: the piece's tokens (indices in the whole batch), its batch.
+# A piece of a batch for a trial run: indices of the piece's tokens in the whole batch, and the
+# piece as a `PackedBatch`.
 Piece = tuple[slice | Tensor, "PackedBatch"]
 
 
@@ -112,7 +113,8 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    # Read `_target`, not the recorder: reading the segment count is not a read by the term.
+    # Take the segment count from the recorded batch, because a read of the recorder would be
+    # recorded as a read by the term.
     recorded = batch._target if isinstance(batch, Recorder) else batch
     for source in (term, *term.modifiers):
         if source.observe is not None:
@@ -179,8 +181,8 @@ def check_pieces(
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """Raise ValueError for a user's term whose values change if its batch is split into tokens.
 
-    A function that takes a mean over the batch's tokens is such a term. The check runs the term on
-    single-token segments and reads the device.
+    For example, the values change if the term's function takes a mean over the batch's tokens. The
+    check runs the term on single-token segments and reads the device.
     """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1

@@ -92,7 +92,8 @@ class Verdict(NamedTuple):
         return not self.failure and all(c.ok for c in self.comparisons)
 
 
-# The cases cover every gradient coefficient, every scope and every schedule.
+# Objectives to compare with the float64 oracle. Together the cases cover every gradient
+# coefficient, every scope and every schedule.
 OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
     "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),
@@ -110,7 +111,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def cases(quick: bool = False) -> Iterator[Case]:
-    """Yield the cases of the gate; `quick` keeps about a third of the cases."""
+    """Yield the cases to compare with the float64 oracle; `quick` yields about a third of the
+    cases."""
     for objective in QUICK if quick else OBJECTIVES:
         for schedule in ("one_pass", "recompute", *["frozen"] * (objective in ("grpo", "dpo"))):
             for dtype in DTYPES[:2] if quick else DTYPES:
@@ -135,7 +137,7 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
-PROMPT = 5  # number of prompt positions, which have no target, in segments longer than a prompt
+PROMPT = 5  # Number of prompt positions, without targets, in a segment of more than 5 positions.
 
 
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:

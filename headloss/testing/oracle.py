@@ -115,7 +115,8 @@ def parameters(hidden: Tensor, head: Head) -> dict[str, Tensor]:
 
 
 def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype) -> Tensor:
-    """Return logits [T, V] before the temperature, as `wide`; matmuls keep the input dtype."""
+    """Return logits [T, V] before the temperature, cast to the dtype `wide` after matmuls in the
+    input's dtype."""
     scored = slice(head.vocabulary)
     z = F.linear(x, leaves["weight"][scored]).to(wide)
     for i, lora in enumerate(head.lora):
@@ -235,7 +236,8 @@ def plain_divergence(
 
 
 def error(value: Tensor, oracle: Tensor) -> float:
-    """Return the norm of the difference over the oracle's norm, or over 1 if that norm is 0."""
+    """Return the norm of `value - oracle`, divided by the norm of `oracle` unless that norm is
+    0."""
     value = value.detach().double().cpu()
     oracle = oracle.detach().double().cpu()
     if value.shape != oracle.shape:
@@ -246,7 +248,8 @@ def error(value: Tensor, oracle: Tensor) -> float:
 
 
 def budget(yardstick: Tensor, oracle: Tensor) -> float:
-    """Return the error budget, 3 err(yardstick) + 1e-6."""
+    """Return the error budget: 3 times the error of `yardstick` compared with `oracle`, plus
+    1e-6."""
     return 3 * error(yardstick, oracle) + 1e-6
 
 

@@ -66,7 +66,8 @@ def run(recipe: Recipe) -> Result:
 def _claim(
     trainer: Any, recipe: Recipe, parts: split.Split, held: contextlib.ExitStack
 ) -> str | None:
-    """Return the checkpoint to resume from, on all ranks; lock the folder while `held` is open."""
+    """Return the checkpoint to resume from, on all ranks. The main process locks the output folder
+    until `held` is closed."""
     found: list[Any] = [None, None]
     if trainer.accelerator.is_main_process:
         try:
@@ -161,8 +162,8 @@ def _held_out(
     name: str,
     checkpoint: str | None = None,
 ) -> dict[str, Any] | None:
-    """Score the held-out problems and write NAME.json; on resumption, read NAME.json if the
-    checkpoint has its checksum.
+    """Score the held-out problems and write NAME.json; a resumed run reads NAME.json instead, if
+    the checkpoint holds the checksum of NAME.json.
 
     Raises:
         RunError: if scoring fails and the model's weights are not finite.

@@ -44,7 +44,8 @@ class Split:
 
     @classmethod
     def of(cls, recipe: Recipe, held_out: Iterable[str], train: Iterable[str]) -> Split:
-        """Return the split of a recipe's problems, with the splits recorded next to its model.
+        """Return the split of a recipe's problems, together with the splits of earlier runs that
+        are recorded in the folder of the recipe's model.
 
         Raises:
             RecipeError: if the record next to the model is damaged.
@@ -82,7 +83,8 @@ class Split:
 
     @property
     def note(self) -> str:
-        """Sentences on which runs trained on the held-out problems."""
+        """A note for the user: whether this run or earlier runs trained on the held-out
+        problems."""
         if self.history is None:
             note = "None of these problems is among those that this run trained on."
             unknown = "" if self.start == "tiny" else f" {self.start} has no record of its split."

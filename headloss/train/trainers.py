@@ -242,8 +242,8 @@ def _rehearse(trainer: Any) -> None:
             raise ValueError("eval_on_start: there is no eval_dataset; see held_out")
         of: Any = trainer.model
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
-        # An optimizer with any of the three options needs the model's own parameters, and cannot be
-        # tried on a dummy parameter.
+        # An optimizer with the option `params`, `model` or `optimizer_dict` needs the model's own
+        # parameters, and cannot be tried on a dummy parameter.
         if options.keys() & {"params", "model", "optimizer_dict"}:
             return
         like: Any = {"dtype": torch.float32, "device": args.device}

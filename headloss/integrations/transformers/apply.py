@@ -43,13 +43,13 @@ def apply(
     """Let calls of `model` with labels compute their loss by headloss; wrappers and PEFT are
     unwrapped.
 
-    A call with labels returns the loss, logits and gradients of the model's own code with its loss
-    function replaced by the objective. In a model without a loss function, headloss replaces
-    `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the token count
-    are read from the loss function's arguments. Terms over the mean of tokens are divided by
-    `num_items_in_batch`, if the call has that argument. A term that is not a mean of tokens needs a
-    step of one call; in a `Trainer`, `TotalsMixin` supports all reductions. Documents that
-    `position_ids` mark in packed rows are the segments of terms.
+    A call with labels runs the model's own code with the objective in place of the model's loss
+    function, and returns the loss and the logits. In a model without a loss function, headloss
+    replaces `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the
+    token count are read from the loss function's arguments. Terms over the mean of tokens are
+    divided by `num_items_in_batch`, if the call has that argument. A term that is not a mean of
+    tokens needs a step of one call; in a `Trainer`, `TotalsMixin` supports all reductions.
+    Documents that `position_ids` mark in packed rows are the segments of terms.
 
     Args:
         model: a language model with output embeddings that `Head.of` can read.
@@ -104,8 +104,8 @@ def _causal(model: nn.Module) -> nn.Module:
 def _replaced(model: Any) -> bool:
     """Return whether the model's loss function is the shifted mean, which the objective replaces.
 
-    If Transformers' loss function is not the shifted mean, the function runs and its cross-entropy
-    is replaced.
+    If the model's loss function is another function of Transformers, the function runs, and the
+    objective replaces the function's `cross_entropy`.
 
     Raises:
         ValueError: the loss function is the user's own.
@@ -155,7 +155,8 @@ class Applied:
         # The optimizer step that the next calls of the model are part of.
         self.step: Step | None = None
         self.call: Call | None = None
-        # Forwards of the model that have begun and not ended; only inside one may the backbone run.
+        # Number of the model's forwards that are running; the backbone must not run outside of a
+        # forward of the whole model.
         self.running = 0
         # A forward that code outside headloss has set on the instance.
         self.own_forward = enter(model)

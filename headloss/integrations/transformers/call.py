@@ -180,8 +180,8 @@ class Call(FollowedHead):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor | None:
-        """Return the objective's value for a `cross_entropy` call on the followed logits that
-        computes the model's loss.
+        """Return the objective's value as the result of the `cross_entropy` call by which the model
+        computes its loss.
 
         Return None to let `torch.nn.functional.cross_entropy` run on the logits' values.
         """

@@ -1,4 +1,4 @@
-"""Denominators of the terms of one call among the several calls of an optimizer step."""
+"""Denominators of an objective's terms, if an optimizer step consists of several calls."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MODES = ("sample", "greedy_search")
 
 @contextlib.contextmanager
 def record_support(model: Any) -> Iterator[SupportRecorder]:
-    """Record the ids that each token of `model.generate` was drawn from, inside the context.
+    """While the context is open, record the ids from which `model.generate` draws each token.
 
         with record_support(model) as drawn:
             tokens = model.generate(**prompts, do_sample=True, top_p=0.9)[:, prompt_length:]
@@ -67,8 +67,8 @@ class SampledSets:
         return self.counts.flatten().cumsum(0).tolist()
 
     def tokens(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return the ids of `count` tokens from token `first` of all B C tokens, and each token's
-        count."""
+        """Return the recorded ids of `count` tokens, and each token's number of ids. The tokens are
+        numbered along the rows of [B, C] and begin with number `first`."""
         begin, end = (self._ends[at - 1] if at else 0 for at in (first, first + count))
         return self.ids[begin:end], self.counts.flatten()[first : first + count]
 
@@ -136,8 +136,8 @@ class SupportRecorder:
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """Append the recorder to the logits processors of the model's `generate`, inside the
-        context."""
+        """While the context is open, append the recorder to the logits processors of the model's
+        `generate`."""
         model = unwrap(model)
         while hasattr(model, "get_base_model"):
             model = unwrap(model.get_base_model())
@@ -208,8 +208,8 @@ class SupportRecorder:
         self._scores = None
 
     def _end(self, sequences: Tensor) -> None:
-        """Build the sets for `sequences` [B, prompt + C], without a step that `generate` has
-        discarded."""
+        """Build the sets of ids for `sequences` [B, prompt + C]. If `generate` has discarded the
+        token of the last step, the step is left out."""
         if not self._steps:
             return
         self._tokens = sequences[:, self._first :]

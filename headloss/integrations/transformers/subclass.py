@@ -19,7 +19,8 @@ BASE = "_headloss_base"  # Name of the subclass's attribute that holds the model
 
 @functools.cache
 def applied_class(base: Any) -> Any:
-    """Return the subclass of `base`, one per class."""
+    """Return the subclass of the model class `base` with headloss's forward; cached, so that each
+    class has one subclass."""
 
     @eager(recursive=False)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +46,8 @@ def _new(base: Any) -> Any:
 
 
 def enter(model: Any) -> Any:
-    """Give the model the class `applied_class(type(model))`, also in forwards that wrappers stored.
+    """Change the model's class to `applied_class(type(model))`, and let wrappers that have stored
+    the old class's forward call the new class's forward.
 
     A forward set on the instance is removed and returned, except a wrapper's forward (the wrapper
     calls the stored forward).

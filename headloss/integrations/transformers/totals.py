@@ -55,7 +55,8 @@ class TotalsMixin(CountsSteps):
         if totals is None:
             return stock(model, inputs, return_outputs, num_items_in_batch)
         applied.step = Step(totals, self.ranks, self.parts, batch)
-        try:  # With a count, `Trainer` would multiply the loss by the number of ranks.
+        try:
+            # With `num_items_in_batch`, `Trainer` would multiply the loss by the number of ranks.
             loss, outputs = stock(model, inputs, return_outputs=True)
         finally:
             applied.step = None

@@ -104,8 +104,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         """Run one token through an FSDP2 model before the reference model's log-probs are computed.
 
         FSDP2 fixes the dtypes of gradients at its first forward, from the parameters trainable in
-        that forward. Reference log-probs are computed with frozen adapters, and must therefore not
-        be the first forward.
+        that forward. Reference log-probs are computed with frozen adapters, so that a forward with
+        trainable adapters must run before the forward for reference log-probs.
         """
         if not self._begun and is_fsdp2(model):
             with torch.no_grad():

@@ -1,12 +1,12 @@
 """A model whose forward ends in headloss, in place of the fused head of TRL's trainers.
 
 B rows, L positions, C scored columns at the end of each row, H hidden width. `add_head` has the
-signature of TRL's `add_fused_lm_head`, and replaces it while a trainer is built. Afterwards:
+signature of TRL's `add_fused_lm_head`, and replaces it while a trainer is built. After `add_head`:
 
-    Request(batch=batch, objective=objective).of(model, ...)   the loss, in one pass
-    Request().of(model, ..., labels=labels)                    log-probs and entropies, no gradient
-    model(..., labels=labels, fused_lm_head=True)              log-probs and entropies, for TRL
-    model(...)                                                 the model's own forward
+- `Request(batch=batch, objective=objective).of(model, ...)` computes the loss, in one pass;
+- `Request().of(model, ..., labels=labels)` computes log-probs and entropies without a gradient;
+- `model(..., labels=labels, fused_lm_head=True)` computes log-probs and entropies for TRL;
+- `model(...)` runs the model's own forward.
 
 The head is read in each call, inside the wrappers' forwards, where FSDP has gathered the head and
 PEFT has switched adapters.
@@ -47,9 +47,9 @@ require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
 
 class Request:
-    """A loss or log-probs to compute for the last C tokens of a forward's rows, and the results.
-
-    A `Request` must not become a dataclass or a container: wrappers would cast the batch's fields.
+    """A request to a model's forward to compute a loss or log-probs of the last C tokens of each
+    row. The forward stores the results on the request. A `Request` must not become a dataclass or a
+    container: wrappers would cast the batch's fields.
 
     Args:
         batch: targets [B, C]; column c of a row is predicted at position L - C - 1 + c, or for
@@ -173,7 +173,8 @@ def _of_any_model(model: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """The way to compute log-probs in a kind of pass: the loss, or a pass without gradient.
+    """Settings by which log-probs are computed: with or without making logits, and in which dtype.
+    The loss and the passes without gradient may have different settings.
 
     Attributes:
         fused: whether the logits are never made.
@@ -193,7 +194,7 @@ class Path:
         """Return the output for logits [B, C, V], which must be `Followed` if the head can be read.
 
         Raises:
-            ValueError: an option asks for `fused`, but a head's formula cannot express the logits.
+            ValueError: an option asks for `fused`, but headloss does not know the head's formula.
         """
         options = replace(request.options, metrics=True)  # TRL's metrics need the entropy.
         outputs: list[HeadOutput] = []

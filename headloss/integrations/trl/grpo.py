@@ -102,7 +102,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
             options=self.options,
         )
         # TRL's loss method prepares the model's inputs, and updates TRL's metrics and entropy
-        # controller from headloss's log-probs. The loss that TRL's method returns is not used.
+        # controller from headloss's log-probs. The loss returned by TRL's `_compute_loss` is not
+        # used.
         asked = Asked(model, request)
         with torch.no_grad():
             super()._compute_loss(asked, inputs)

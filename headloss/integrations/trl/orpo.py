@@ -90,10 +90,10 @@ class WithoutLogits:
     ) -> tuple[Tensor, ...]:
         """Return the values of TRL's `concatenated_forward`.
 
-        The values are: [B] sums or averages of log-probs of chosen and of rejected answers; [B]
-        mean logits over `positions`, in place of logits; the [] mean negative log-likelihood of
-        chosen answers, with their `prompts` or without, or 0; and, if the model has an auxiliary
-        loss of its routers, that loss [].
+        The result is the tuple (log-probs of chosen answers [B], log-probs of rejected answers [B],
+        mean logits of chosen answers [B], mean logits of rejected answers [B], negative
+        log-likelihood of chosen answers []). If the model's routers have an auxiliary loss [], the
+        auxiliary loss is the tuple's last element.
         """
         device = self.accelerator.device
         rows = self.concatenated_inputs(batch, padding_value=padding, device=device)

@@ -74,7 +74,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # Whether the ids that the sampler kept are used despite the option.
+    replayed: bool = False  # False: log-probs are unavailable; True: log-probs differ.
 
 
 def wanted(trainer: Any) -> bool:
@@ -87,7 +87,8 @@ def wanted(trainer: Any) -> bool:
 
 
 def wanted_of_processors(trainer: Any, processors: Iterable[Any], config: Any) -> bool:
-    """Return whether to use the ids that the sampler kept, by Transformers' logits processors.
+    """Return whether the trainer computes log-probs over the ids that the sampler kept, given the
+    logits processors that Transformers built for the generation.
 
     Transformers also builds logits processors from the model's own generation config.
     """
@@ -131,7 +132,8 @@ def _announce(trainer: Any) -> None:
 
 
 def obstacles(trainer: Any) -> Iterator[Obstacle]:
-    """Yield the trainer's options that prevent log-probs over the ids that the sampler kept."""
+    """Yield the trainer's options under which log-probs over the ids that the sampler kept are
+    unavailable, or differ from the sampler's log-probs."""
     options = _options(trainer)
     yield from _of_generation(trainer)
     if options["temperature"] != trainer.temperature:
@@ -227,7 +229,7 @@ def _changes(option: str) -> Obstacle:
 def engine_with_sets(trainer: Any) -> Iterator[None]:
     """Let the vLLM engine that TRL builds inside the context return the ids that its sampler kept,
     if the trainer wants the ids."""
-    module: Any = sys.modules.get(ENGINE)  # TRL's trainer has imported the module.
+    module: Any = sys.modules.get(ENGINE)  # TRL has already imported its vLLM module.
     theirs = getattr(module, "LLM", None)
     if theirs is None:  # vLLM is not installed.
         yield

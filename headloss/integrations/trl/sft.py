@@ -117,8 +117,8 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     def _over_the_step(
         self, objective: Objective, batch: Batch, count: int | Tensor | None, totals: Totals | None
     ) -> Objective:
-        """Return the objective over the step's totals. In an evaluation each batch of a rank stands
-        alone, as in TRL."""
+        """Return the objective with the totals of the optimizer step as denominators. In an
+        evaluation each batch of a rank stands alone, as in TRL."""
         in_step = self.over_the_step(objective, batch, totals)
         if in_step is not None or count is None:
             return objective if in_step is None else in_step

@@ -3,7 +3,7 @@
 B rows, C completion columns, K the most ids of a token, P pairs of a token and an id. In TRL's
 batch the ids that the sampler kept are a list with one entry per row, so TRL shuffles and splits
 the list with the rows. An entry of the list holds a row's kept ids [P] and the number of kept ids
-of each token [C], int32. For a token without such ids, log-probs are over the whole vocabulary.
+of each token [C], int32. For a token without kept ids, log-probs are over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ Given = Sequence[Any] | Tensor
 def rows_given(
     given: Given, completion_ids: Sequence[Sequence[int]], device: torch.device
 ) -> list[Row]:
-    """Return the rows of the ids that a rollout's sampler kept.
+    """Return a `Row` for each completion: the ids that the sampler kept and each token's number of
+    ids.
 
     Raises:
         ValueError: the number of entries differs from the number of completions.

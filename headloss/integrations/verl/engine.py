@@ -103,7 +103,7 @@ class Engine(FSDPEngineWithLMHead):
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
     ) -> dict[str, Any]:
-        """Return verl's outputs, with distillation losses added for padded rows.
+        """Return verl's outputs, and add the distillation losses if the batch has padded rows.
 
         For padded rows, verl itself does not read the distillation losses of a model's output.
         """
@@ -151,8 +151,8 @@ class Engine(FSDPEngineWithLMHead):
             self._config = fused.request = None
 
     def _request(self, data: Any, scored: Scored) -> Request:
-        """Return the `Request` of a micro-batch, packed or in rows, for this rank's scored
-        positions."""
+        """Return the `Request` to compute the loss of a micro-batch, packed or in rows, at this
+        rank's scored positions."""
         config, mask, here = self._config, scored.mask, scored.here
         names = [name for name in FIELDS if name in data]
         padded = data.select("response_mask", *names).to_padded_tensor()

@@ -66,7 +66,7 @@ def remove() -> None:
 
 
 def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
-    """Register a policy loss for the package's `register`.
+    """Register `factory` with verl as the policy loss `name`.
 
     Args:
         of_verl: name of the verl loss with equal values, whose metrics are also reported; None: no

@@ -66,7 +66,8 @@ def _new(theirs: Any) -> Any:
 
 def _under_megatron() -> None:
     """Let Megatron models return hidden states in place of logits, whether or not verl's fused
-    kernels would serve the model. `megatron_mtp` replaces multi-token prediction, too."""
+    kernels would serve the model. `megatron_mtp` also computes the losses of multi-token
+    prediction."""
     from . import megatron  # Imported on demand, since the FSDP engine does not need Megatron-Core.
 
     # `install()` has already warned of an untested verl release.

@@ -39,7 +39,7 @@ class Teacher:
 
     log p is the teacher's log-prob and log q the student's over the whole vocabulary, both clamped
     from below. The student's and the teacher's mass are the sums of q and of p over the k ids,
-    before the clamp from below.
+    where log q and log p are not clamped.
 
     A `Teacher` must not become a dataclass or a container: FSDP would cast the fields.
 
