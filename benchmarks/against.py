@@ -1,10 +1,10 @@
 """Test if a new version of headloss is slower than an old version, by alternating calls.
 
-The time of a GPU at its power cap varies by several percent from run to run. To cancel this
-variation, calls of the old and the new version alternate, and each pair of calls gives one ratio of
-times. The new version counts as not slower if the lower confidence bound of the median ratio old /
-new is at least LEAST. Runs without a named memory budget get the budget `MEMORY`, since the default
-budgets of the old and the new version may differ.
+The time of a GPU at its power cap varies by several percent from run to run. Calls of the old and
+the new version alternate, so that slow changes of the GPU's speed cancel in the ratio of the two
+times of a pair of calls. The new version counts as slower if the lower confidence bound of the
+median of old time / new time is below the constant `LEAST`. Runs without a named memory budget get
+the budget `MEMORY`, since the default budgets of the old and the new version may differ.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def load(folder: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def using(package: ModuleType) -> Iterator[None]:
-    """Make the modules `works` and `contestants` call the headloss version `package`, with the
-    memory budget `MEMORY`."""
+    """Return a context in which the benchmark modules `works` and `contestants` call the headloss
+    version `package`, and runs without a memory budget get the budget `MEMORY`."""
     before = works.hl, contestants.MEMORY
     try:
         works.hl = contestants.hl = package
@@ -89,7 +89,8 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
             try:
                 sides = [Side.of(p, name, work, case, inputs[0]) for p in (before, works.hl)]
                 ratios = race(*sides, case, inputs, device, pairs)
-            except Exception as failure:  # for example an old version without the feature
+            # For example, an old version of headloss lacks the benchmarked loss.
+            except Exception as failure:
                 print(f"{what}: left out: {measure.one_line(failure)}", flush=True)
                 continue
             row = judged(ratios, LEAST)
@@ -100,7 +101,7 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
 
 
 class Side(NamedTuple):
-    """One of two alternating runs, and the headloss `package` that the run calls."""
+    """One version of headloss (the module `package`), and the benchmark run that calls it."""
 
     package: ModuleType
     run: Callable[[works.Inputs], Any]

@@ -57,9 +57,9 @@ class Case:
 
     Attributes:
         row: name in the report; cases of one row differ in shape.
-        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". In "small"
-            cases each call runs alone, so that the CPU time of the call is measured.
-        goal: the speed that headloss should reach, as text for the report.
+        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". In the
+            group "small" each call is timed alone, so that its CPU time counts.
+        goal: text for the report that states the speed that headloss should reach.
     """
 
     row: str
@@ -257,7 +257,8 @@ def _small(case: Case, tokens: int, vocabulary: int) -> Case:
 
 
 def small_setting(setting: Setting, tokens: int, vocabulary: int) -> Setting:
-    """Return the setting at a size for a CPU, in float32 in place of bfloat16."""
+    """Return the benchmark setting with sizes that are small enough for a CPU, and with float32 in
+    place of bfloat16."""
     return replace(
         setting,
         tokens=tokens,

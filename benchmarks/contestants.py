@@ -32,8 +32,8 @@ class Found:
 
     Attributes:
         values: results by name: "loss", "nll" (the mean of -logp), "logps" [T], "entropies" [T],
-            and gradients under the names in `works.LEAVES`.
-        report: function that reads further values, not needed in a training step.
+            and gradients "hidden", "weight", "bias", "lora_a", "lora_b".
+        report: function that returns further values by name, which training does not need.
         accumulator: bytes of a float32 [V, H] accumulator of dW, in addition to the returned dW.
         factor: a number by which all returned gradients must still be multiplied.
         how: the schedule and chunk sizes of the call, if the implementation reports them.
@@ -167,7 +167,7 @@ def _found(out: hl.Output, inputs: Inputs) -> Found:
         how=f"{plan.schedule} of {size} tokens, {plan.backend}",
         report=report,
     )
-    # A call without gradients exists to return log-probs, so that these are computed in the
+    # A call without gradients is made for its log-probs, so reading the log-probs is part of the
     # timed call.
     return found if inputs.leaves() else found.read()
 
@@ -232,7 +232,8 @@ def _by_values(
 
 
 def _by_loss(loss_of: Callable[[Inputs], Tensor], float32_sums: bool = False) -> Run:
-    """Make a run from a library's mean cross-entropy alone."""
+    """Return a run that calls `loss_of`, a library's mean cross-entropy, and returns the loss and
+    its gradients."""
 
     def run(inputs: Inputs) -> Found:
         loss = loss_of(inputs)
@@ -438,7 +439,7 @@ def _quack(scaled: bool | None) -> Callable[[Work, Setting], Run]:
         _quack_without_semantic_keys()
         from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-        # QuACK's scaled exp does not accept chunks of H tokens.
+        # QuACK's option `use_scaled_exp` fails if a chunk has as many tokens as the hidden width.
         chunk = 4096 if setting.width != 4096 else 8192
         run = _by_loss(
             lambda i: chunked_linear_cross_entropy(

@@ -117,7 +117,8 @@ def make_model(setting: Setting, device: torch.device) -> Draft:
 
 
 def make_batch(setting: Setting, device: torch.device) -> Batch:
-    """Make random states; the layers contain the verifier's states, so that a draft can agree."""
+    """Make a batch of random states. The verifier's last states are also part of `layers`, the
+    draft's input, so that a draft can learn to agree with the verifier."""
     generator = torch.Generator(device).manual_seed(0)
     size = setting.rows, setting.length, setting.width
     options: dict[str, Any] = {"generator": generator, "device": device, "dtype": setting.dtype}
@@ -135,7 +136,8 @@ def make_batch(setting: Setting, device: torch.device) -> Batch:
 
 
 def step_loss(hidden: Tensor, states: Tensor, head: Tensor) -> Tensor:
-    """Return the KL divergences [..] of logits in the head's dtype, in float32."""
+    """Return KL divergences [..] in float32 between two softmax distributions whose logits are
+    computed in the head's dtype."""
     with torch.no_grad():
         log_q = linear(states.to(head.dtype), head).float().log_softmax(-1)
     return divergence(linear(hidden.to(head.dtype), head), log_q, log_q.exp())

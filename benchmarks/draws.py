@@ -20,7 +20,8 @@ def columns_of(targets: Tensor, vocabulary: int, k: int, generator: torch.Genera
 
 TAILS = (1e-6, 1e-2)  # The range of 1 - p(y), for a nearly certain target y.
 ANSWERS = 8  # Answers for each question.
-RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)  # The number of right answers to each question.
+# Number of right answers among the `ANSWERS` answers to each of 8 questions.
+RIGHT = (0, 2, 4, 8, 3, 1, 6, 5)
 
 
 @torch.no_grad()

@@ -136,8 +136,8 @@ def memory(found: Found, peak: int, inputs: Inputs) -> dict[str, int]:
     """Return the peak bytes in excess of the inputs, and its parts: the returned tensors
     (gradients, per-token values), the float32 accumulator of dW, and the remaining working memory.
 
-    The float32 accumulator of dW and the returned dW never exist at the same time, so that only the
-    larger one is subtracted from the peak.
+    The float32 accumulator of dW and the returned dW never exist at the same time: the working
+    memory is the peak minus the larger of these two tensors, minus all other returned tensors.
     """
     given = inputs.logits
     taken = set() if given is None else {given.untyped_storage().data_ptr()}
@@ -232,8 +232,8 @@ def run_case(
 def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
     """Run every implementation that compiles code once, ignoring errors.
 
-    Cases with logits passed in by the caller are left out because the logits are large, and eager
-    PyTorch because it compiles nothing.
+    Two kinds of runs are left out: cases in which the caller passes in logits, since the logits
+    are large, and eager PyTorch, which compiles nothing.
     """
     if case.setting.given:
         return
@@ -248,7 +248,8 @@ def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> N
                 for inputs in sets:
                     run(inputs)
                 synchronize(device)
-            # The same error occurs again, and is reported, in the timed run.
+            # An implementation that fails here fails again in the timed run, which reports the
+            # error.
             except Exception as failure:
                 print(f"{case.name}, {name}: {one_line(failure)}")
 
@@ -373,7 +374,8 @@ def _race(
     """Time one implementation and the necessary matrix products, by alternating calls.
 
     A GPU at its power cap runs faster after a call with little power draw. For equal conditions,
-    the calls of the implementation alternate with only the calls of the matrix products.
+    each call of the implementation follows a call of the matrix products, never a call of another
+    implementation.
     """
     assert entry.run is not None
     run = entry.run if alone else whole(entry.run)
@@ -392,7 +394,8 @@ def _race(
 
 
 def whole(run: Run) -> Run:
-    """Wrap a run to read its reported values too."""
+    """Return a run that also reads the values that a training step does not need
+    (`Found.read`)."""
     return lambda inputs: run(inputs).read()
 
 

@@ -14,7 +14,7 @@ GAP = 0.055  # Smallest distance between two labels, as a fraction of the axes' 
 
 def name_lines(axes: Axes, lines: Sequence[Line2D], size: int = 8) -> None:
     """Write the label of each line at the line's right end, without overlaps."""
-    axes.figure.canvas.draw()  # Drawing the figure fixes the scales of the axes.
+    axes.figure.canvas.draw()  # Draw first, since `transData` needs the final scales of the axes.
     ends = []
     for line in lines:
         end = line.get_xydata()[-1]  # type: ignore[index]

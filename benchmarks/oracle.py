@@ -39,8 +39,8 @@ class Oracle:
 def make_oracle(work: Work, inputs: Inputs, setting: Setting) -> Oracle:
     """Compute the oracle in two passes over blocks of float64 logits: values, then gradients.
 
-    Autograd gives the gradients. Half of the compared rows of `weight` are targets of the compared
-    rows of `hidden`.
+    Autograd gives the gradients. Gradients are compared on samples of the rows of `hidden` and
+    `weight`; half of the sampled rows of `weight` are targets of the sampled tokens.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = len(inputs.targets)

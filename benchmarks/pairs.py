@@ -7,10 +7,11 @@ Transformers' own loss.
 
 A step is the forward and the backward pass of a model of `step_cases`. The model with headloss and
 the stock model have separate weights, and both get `num_items_in_batch`, as under `Trainer`. The
-two implementations alternate in `PAIRS` pairs of steps. A row has the median time of each
-implementation, and the median and quartiles of the ratio of times in a pair. Rows named "host" are
-the time until a call of the head alone returns, without waiting for the GPU, against eager
-PyTorch's cross-entropy.
+two implementations alternate in `PAIRS` pairs of steps. A row of the results has the median time
+of each implementation, and the median and quartiles of headloss's time divided by the stock
+model's time over the pairs of steps. In rows named "host", a call of headloss's head alone is
+compared with eager PyTorch's cross-entropy, by the time until the call returns on the CPU, without
+waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def pairs(ours: Step, stock: Step, device: torch.device) -> Row:
 
 
 def applied_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row]:
-    """`apply` against the model's own loss."""
+    """Yield rows that compare a model after `apply(model)` with a copy of the model that computes
+    its own loss."""
     stock = make_model(setting, device)
     model = copy.deepcopy(stock)
     apply(model)

@@ -83,8 +83,8 @@ class Rail:
 
 
 def rails() -> Iterator[Rail]:
-    """Yield all rows of the regression benchmark. If a row may be slower than the old version
-    (`bar` below `LEAST`), the lost speed was accepted for less code."""
+    """Yield all rows of the regression benchmark. A row with a `bar` below `LEAST` may be slower
+    than the old version: its lower speed was accepted in exchange for less code."""
     for ours in ("headloss, 2200 MiB", "headloss, 1200 MiB", "headloss, recompute"):
         yield Rail(name=f"GRPO, {ours[10:]}", work="grpo", setting=WIDE, ours=ours)
     for shape, setting in (("H=4096", WIDE), ("H=2048", NARROW)):
@@ -143,8 +143,8 @@ BEFORE = {4096: {"ce": 1.08, "grpo": 1.08, "gspo, wide clip": 1.15}}
 
 
 def small() -> Iterator[Rail]:
-    """Yield rows in which small calls are timed one at a time. Rows of CUDA graphs are measured,
-    and cannot fail."""
+    """Yield rows in which small calls are timed one at a time. Rows with captured CUDA graphs have
+    no required speed, and are only reported."""
     for (width, vocabulary), tokens in itertools.product(
         ((896, 151936), (4096, 128256)), (256, 1024, 4096)
     ):
@@ -204,7 +204,8 @@ Row = dict[str, Any]
 def run_races(
     chosen: list[Rail], before: Any, device: torch.device, pairs: int, until: float
 ) -> Iterator[Row]:
-    """Yield a result for each row; adjacent rows of one setting share their inputs."""
+    """Time every row of the regression benchmark and yield its result; adjacent rows with equal
+    settings use the same input tensors."""
     for setting, same in itertools.groupby(chosen, key=lambda rail: rail.setting):
         if time.perf_counter() > until:
             yield from ({"name": rail.name, "left out": "the time was up"} for rail in same)
@@ -253,7 +254,8 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
                     with against.using(side.package):
                         side.run(inputs)
             synchronize(device)
-        except Exception as failure:  # The error occurs again, and is reported, in the timed run.
+        # A row that fails here fails again in the timed run, which reports the error.
+        except Exception as failure:
             print(f"{rail.name}: {one_line(failure)}")
 
 

@@ -42,7 +42,8 @@ def tables(results: dict) -> str:
 
 
 def goals(results: dict) -> str:
-    """Return one line per case of the table: headloss, its goal and the best other library."""
+    """Return a Markdown table with one line per benchmark case: headloss's speed, the speed that
+    headloss should reach, and the best other library."""
     head = ("work", "shape", "goal", "headloss, of limit", "MiB (peak)", "best peer, of limit")
     head = (*head, "MiB (peak)", "limit")
     lines = [head, ("---",) * len(head)]
@@ -105,7 +106,8 @@ def behind(results: dict) -> str:
 
 
 def _ahead(row: Row, share: float) -> bool:
-    """Return True if a row is faster than `share` of the limit, compared at the shown digits."""
+    """Return True if the row's speed `of_limit` exceeds `share`, after rounding both to the two
+    digits that the table shows."""
     return round(row["of_limit"], 2) > round(share, 2)
 
 
@@ -187,7 +189,8 @@ def _sides(results: dict) -> Iterator[tuple[list[Row], list[Row], list[Row]]]:
 
 def _beyond(row: Row) -> int:
     """Return the peak bytes in excess of the inputs and the returned tensors. If the float32
-    accumulator of dW is larger than the returned dW, the difference is included."""
+    accumulator of dW is larger than the returned dW, the result includes the difference of their
+    bytes."""
     return row["working_bytes"] + max(0, row["accumulator_bytes"] - _returned_weight(row))
 
 
@@ -266,8 +269,8 @@ def invariance(rows: list[Row]) -> str:
 
 
 def _of(results: dict, group: str) -> dict:
-    """Return the results of one `Case.group`: its rows, and the descriptions of all runs up to the
-    last run with such a row."""
+    """Return the results of one group of cases (`Case.group`): the rows of the group, and the
+    descriptions of all benchmark runs up to the newest run that has a row of the group."""
     rows = [row for row in results["rows"] if row["group"] == group]
     runs = 1 + max((row["run"] for row in rows), default=-1)
     return {"runs": results["runs"][:runs] or results["runs"], "rows": rows}

@@ -174,8 +174,8 @@ def make_batch(model: Any, rows: int, length: int, device: torch.device) -> Batc
 
 
 def long_batch(model: Any, length: int, device: torch.device) -> Batch:
-    """Make one row for SFT and GRPO with random labels, since labels from the model need its
-    logits."""
+    """Make a batch of one long sequence with random labels for SFT and GRPO, since sampling labels
+    from the model would need its logits."""
     ids = torch.randint(model.config.vocab_size, (1, length), device=device)
     labels = ids.clone()
     labels[:, 0] = -100
@@ -197,8 +197,8 @@ def mean_loss(work: str, logps: Tensor, batch: Batch) -> Tensor:
     """Return the mean loss of log-probs [B, L - 1].
 
     GRPO's old log-probs equal `logps`, as in a first update. In DPO the reference log-prob of a
-    sequence is the sum of `logps` minus `log_ratios`. The reference thus has the same rounding
-    error as `logps`, as if one head had scored both models.
+    sequence is the sum of `logps` minus `log_ratios`. DPO's reference log-probs thus have the same
+    rounding error as `logps`, as if one head had scored the policy and the reference model.
     """
     if work == "SFT":
         return -logps.mean()

@@ -166,7 +166,8 @@ def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
     """Return the largest number of tokens for which `fits` is true, to within `unit` tokens or a
     sixteenth of the number.
 
-    The number is a multiple of `unit` and at most `cap`, which is 4 units times a power of 2.
+    The returned number of tokens is a multiple of `unit` and at most `cap`; `cap` must be `unit`
+    times a power of 2 of at least 4.
     """
     low, high = 0, 4 * unit
     while high <= cap and fits(high):
@@ -213,8 +214,8 @@ def longest_row(
 
 
 def table(results: dict, largest: bool = False) -> str:
-    """Return a Markdown table with a line for each model, batch and loss. If the results have a
-    search for the longest sequence, a second table follows.
+    """Return a Markdown table with a line for each model, batch and loss. If `results` contains
+    searches for the longest sequence, the text also has a table of the longest sequences.
 
     `largest` restricts the table of times to the largest batches.
     """

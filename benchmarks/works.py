@@ -121,7 +121,8 @@ class Inputs:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return the parts of the head in the order of `plain_logits`."""
+        """Return the head's weight, bias and two LoRA factors, in the order of the arguments of
+        `plain_logits`."""
         return self.weight, self.bias, self.lora_a, self.lora_b
 
     def head(self) -> hl.Head:
@@ -139,7 +140,8 @@ class Inputs:
         return {name: t for name, t in named.items() if t is not None and t.requires_grad}
 
     def cut(self, start: int, tokens: int) -> Inputs:
-        """Return `tokens` consecutive tokens from `start`, with an unchanged head."""
+        """Return inputs with the tokens from `start` to `start + tokens` alone, and with the same
+        head."""
         rows = slice(start, start + tokens)
         own = {n: v[rows] for n in PER_TOKEN if (v := getattr(self, n)) is not None}
         segments = slice(int(own["ids"][0]), int(own["ids"][-1]) + 1)
@@ -178,12 +180,12 @@ PER_TOKEN = ("targets", "ids", "old", "ref", "teacher_hidden", "candidates", "su
 
 
 def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs]:
-    """Make inputs for `calls` calls: two sets, or only one set if the caller passes in logits,
-    since the logits of two sets exceed 80 GB.
+    """Make sets of inputs for `calls` timed calls: two sets in turn, or only one set if the caller
+    passes in logits, since the logits of two sets exceed 80 GB.
 
-    The logits of a single set are larger than any cache of the GPU. If `setting.changing` is true,
-    each call gets a set of its own with one token fewer than the previous set, and all sets share
-    one head.
+    One set of logits is enough, since it is larger than every cache of the GPU, so that no call
+    finds its logits in a cache. If `setting.changing` is true, each call gets a set of its own
+    with one token fewer than the previous set, and all sets share one head.
     """
     if not setting.changing:
         seeds = (0,) if setting.given else (0, 100)
@@ -269,8 +271,8 @@ def _logps(inputs: Inputs) -> Tensor:
 
 
 def _float32_logits(x: Tensor, weight: Tensor, *rest: Tensor | None) -> Tensor:
-    """Return unrounded logits; in a mean over few tokens rounding is visible next to GSPO's
-    clip."""
+    """Return float32 logits: the rounding of 16-bit logits would exceed GSPO's clip bounds in the
+    mean log-prob of a short sequence."""
     bias, a, b = (None if t is None else t.float() for t in rest)
     if not (x.is_cuda and x.dtype.itemsize == 2):
         return plain_logits(x.float(), weight.float(), bias, a, b)

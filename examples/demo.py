@@ -75,7 +75,8 @@ def pages(results: dict[str, Result], comparison: Path) -> str:
 def logits(recipe: train.Recipe, result: Result) -> str:
     """Return the planned memory of one loss call, with plain logits and with headloss.
 
-    The memory is planned for two sizes of head: that of the demo's model, and that of Qwen3-0.6B.
+    The plan is made for two heads: the head of the model that this script trains, and a head as
+    large as that of Qwen3-0.6B.
     """
     tokens = int(sum(line["headloss/tokens"] for line in result.metrics) / len(result.metrics))
     rows = int(result.metrics[0]["headloss/segments"])

@@ -41,12 +41,13 @@ class Draft(nn.Module):
     def step(self, hidden: Tensor, tokens: Tensor, first: int, past: Past) -> Tensor:
         """Return the draft's next states [B, T, H] and append the step's keys and values to `past`.
 
-        In the first step, `hidden` [B, T, H] holds the verifier's fused states, and in later steps
-        the states that the previous call returned. `tokens` [B, T, H] holds the embeddings of the
-        drafted or given tokens. In every step, position i holds the draft that starts from row i.
+        In the first unrolled step, `hidden` [B, T, H] holds the verifier's states of three layers,
+        combined by `fuse` into one vector per token; in later steps it holds the states that the
+        previous call returned. `tokens` [B, T, H] holds the embeddings of the drafted or given
+        tokens. In every step, position i belongs to the draft that continues the text after row i.
         The draft from row i attends to the states of the first unrolled step at positions up to i.
-        In later unrolled steps, a draft attends only to its own states, because a decoder that
-        starts from row i has drafted no states of other rows.
+        Of the states of later unrolled steps, a draft attends only to its own, as in decoding,
+        where drafts from other rows do not exist.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -87,9 +88,9 @@ class Verifier:
 def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor:
     """Return the draft's states [B, T, S, H] for each row and unrolled step.
 
-    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. Row r of
-    unrolled step s holds the state of the draft that starts from row r - 1 - s. The state is zero
-    if the text has no draft from row r - 1 - s.
+    `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. The draft that
+    starts from row i stores its state of unrolled step s in row i + 1 + s, the row of the last
+    token that it has read. The entry [r, s] is zero if no draft starts from row r - 1 - s.
     """
     count, past, drafted = layers.shape[1] - steps, Past(), []
     hidden = draft.fuse(layers[:, :count])
@@ -104,12 +105,14 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
     layers, states = verifier.states(ids)
     drafted = unrolled(draft, layers, verifier.embed(ids), steps)
     row, step = torch.arange(ids.shape[1])[:, None], torch.arange(steps)
-    there = (row > step) & (row <= step + ids.shape[1] - steps)  # Mask [T, S] of drafted states.
+    # [T, S]: True where row and step have a drafted state.
+    there = (row > step) & (row <= step + ids.shape[1] - steps)
     likeliest = hl.head_topk(states, verifier.head, 1).ids  # Ids [B, T, 1].
     batch = hl.Batch(
         torch.where(scored[..., None] & there, likeliest, -100),
         teacher_hidden=states.flatten(0, 1),
-        # Adjacent steps of a row let one matrix product of the verifier's head serve all steps.
+        # The unrolled steps of a row are adjacent tokens with one teacher row, so that the
+        # verifier's head computes the logits of each row only once.
         teacher_index=torch.arange(ids.numel()).view(*ids.shape, 1).expand(-1, -1, steps),
         step_weights=(0.8**step).expand(*ids.shape, -1),
     )
@@ -154,16 +157,19 @@ def accept(drafted: Tensor, p: Tensor, q: Tensor) -> Tensor:
 def accepted_length(
     draft: Draft, verifier: Verifier, prompts: list[Tensor], count: int
 ) -> tuple[float, float]:
-    """Return the mean number of tokens per verifier pass, for this draft and for a perfect draft.
+    """Return the mean number of tokens that one pass of the verifier yields, with the model
+    `draft` and with a draft whose tokens the verifier always accepts.
 
-    An answer stops at its end token or after about 12 tokens. Even with a perfect draft, the last
-    pass of an answer may therefore yield fewer tokens than were drafted.
+    An answer stops at its end token or after about 12 tokens. Because the answer may end early,
+    the last verifier pass may yield fewer tokens than were drafted, even if the verifier accepts
+    all drafted tokens.
     """
     tokens = passes = least = 0
     for prompt in prompts:
         layers, states = verifier.states(prompt[None])
         q = (states[0, -1] @ verifier.model.lm_head.weight.T).softmax(-1)
-        ids = torch.cat([prompt, q.multinomial(1)])  # The verifier draws the first token alone.
+        # The verifier draws the first token without a draft.
+        ids = torch.cat([prompt, q.multinomial(1)])
         while ids[-1] != END and len(ids) < len(prompt) + 12:
             drafted, p = propose(draft, verifier, layers, ids, count)
             layers, states = verifier.states(torch.cat([ids, drafted])[None])

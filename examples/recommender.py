@@ -38,7 +38,8 @@ def draw(users):
     """Return [users, LENGTH + 1] synthetic clicks.
 
     With probability 0.7, the next click is one to three items after the previous click, within a
-    group of 20 items. With probability 0.3, the next click is drawn by the popularity of the items.
+    group of 20 items. With probability 0.3, the next click is any item, with a probability
+    proportional to 1 / (1 + item number).
     """
     popular = torch.distributions.Categorical(1 / torch.arange(1.0, ITEMS + 1))
     clicks = [popular.sample((users,))]

@@ -37,7 +37,7 @@ def inputs(n: int, h: int, v: int) -> tuple[Tensor, Tensor, Tensor]:
 def measure(
     x: Tensor, w: Tensor, targets: Tensor, needs: frozenset[str] = STATISTICS, keep: bool = False
 ) -> Measured:
-    """Measure statistics on contiguous copies of the rows."""
+    """Return the softmax statistics of the logits x @ w.T, computed by the Triton backend."""
     held = ExpTile.empty(len(x), len(w), x) if keep else None
     transform = Transform(scale=0.7, temperature=torch.full((len(x),), 0.9, device=DEVICE))
     forward = Forward(targets, 0, transform, needs)
@@ -198,7 +198,9 @@ def trained(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     leaf = hidden.to(head.weight.dtype).detach().requires_grad_()
     given = hl.Options(backend="triton", batch_invariant=True, **options)
-    totals = hl.Totals(1, 1)  # fixed totals, so that a token's weight does not depend on the batch
+    # Totals of 1 make the loss a plain sum, in which a token's weight does not depend on the
+    # batch.
+    totals = hl.Totals(1, 1)
     batch = hl.Batch(targets, totals=totals)
     out = hl.head_loss(leaf, head, batch, hl.cross_entropy(), given)
     out.loss.backward()

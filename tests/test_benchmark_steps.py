@@ -33,7 +33,7 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = {"Transformers", "headloss", "headloss, 5 GiB", "headloss, recompute"}
     for work in step_cases.WORKS:
         assert {row["contestant"] for row in rows if row["work"] == work} >= names
-    # DPO needs pairs, so it skips the case with one row
+    # DPO needs pairs of rows, so it is not run on the batch that has a single row.
     assert {row["tokens"] for row in rows if row["work"] == "DPO"} == {96}
     for row in rows:
         assert row["loss_error"] < 1e-6 and row["gradient_error"] < 1e-5
@@ -69,8 +69,8 @@ def test_dpo_of_steps() -> None:
 
 
 def test_draft_models(tmp_path: Path) -> None:
-    """The quick study of draft models has errors, races, and steps that agree with a float32
-    head."""
+    """A quick run of the draft-model study writes gradient errors, timings, and training steps
+    whose losses agree with a float32 head."""
     pytest.importorskip("transformers", reason="the other steps are of its models")
     output = tmp_path / "drafts.json"
     assert draft_models.main(["--quick", "--output", str(output)]) == 0

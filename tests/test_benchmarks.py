@@ -211,8 +211,8 @@ def test_limit_products(monkeypatch: pytest.MonkeyPatch) -> None:
     true = everything(works.WORKS["ce"], works.make_inputs(TINY, CPU))
     torch.testing.assert_close(dx, true["hidden"], check_dtype=False)
     torch.testing.assert_close(dw, true["weight"], check_dtype=False)
-    # Split into chunks, the timed matmuls write each chunk's rows of dX from the gradient of the
-    # first chunk.
+    # With several chunks, the timed matmuls use the logit gradient of the first chunk for every
+    # chunk, so every chunk gets the first chunk's rows of dX.
     monkeypatch.setattr(measure, "CHUNK", 16)
     chunked, _ = measure.make_limit(setting, inputs)(inputs)
     torch.testing.assert_close(chunked[:16], dx[:16])

@@ -169,8 +169,8 @@ def test_plan_counts_candidates() -> None:
     assert hl.plan(hidden, head, batch, yes_or_no()).bytes["candidates"] == 64 * 16 * 24
     plan = hl.plan(hidden, head, batch, hl.cross_entropy())
     assert "candidates" not in plan.bytes and plan.bytes["logits"] == 64 * 97 * 4
-    # With a teacher, part of the gradient needs memory in addition to the logits, so both sizes
-    # double.
+    # With a teacher, part of the gradient is kept in a second buffer, so that the memory for
+    # candidates and for logits doubles.
     batch = batch.with_fields(teacher_topk_ids=ids, teacher_topk_logps=-4 * torch.ones(64, 16))
     plan = hl.plan(hidden, head, batch, hl.distillation() + yes_or_no())
     assert plan.bytes["candidates"] == 2 * 64 * 16 * 24

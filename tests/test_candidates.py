@@ -182,8 +182,8 @@ def terms(request, monkeypatch):
 
 @hl.term
 def probe(stats, batch):
-    """A term whose derivatives with respect to candidate log-probs cancel at some tokens, are 0 at
-    others, and include the target's."""
+    """Test term with derivatives with respect to candidate log-probs, including the target's; at
+    some tokens the derivatives cancel, at other tokens they are 0."""
     first = stats.candidate_logps[:, 0] * batch.advantages
     return (stats.candidate_logps.exp() * batch.scores).sum(1) + first
 

@@ -64,8 +64,8 @@ def test_kernels_of_a_gpu(
 
 
 def test_the_tiles_in_flight_fit_the_memory_that_is_asked_for() -> None:
-    """The tiles of the overlapping kernel fit into the shared memory that it requests, which is
-    below Hopper's limit."""
+    """The Gluon kernel whose epilogue overlaps with the next product requests enough shared memory
+    for its tiles, and no more than Hopper has."""
     ring = tiles.STAGES * (tiles.ROWS + tiles.WIDTH) * tiles.DEPTH * 2
     out = tiles.ROWS * tiles.WIDTH // 2 * 2
     assert ring + out < tiles.SHARED <= HOPPER

@@ -1,4 +1,5 @@
-"""Names, options, docstrings and generated tables of terms agree."""
+"""The names and options of all terms agree with the terms' docstrings and with the generated
+tables of the documentation."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def test_plan_keeps_to_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
         (["--objective", "gspo", "--segment-length", "512"], "one_pass"),
         (["--objective", "gspo", "--segment-length", "16384"], "recompute"),
         (["--objective", "gspo", "--segment-length", "16384", "--frozen-head"], "frozen"),
-        # The entropy's gradient is more than a multiple of d logp, so the `frozen` schedule does
-        # not apply.
+        # The `frozen` schedule needs a loss of log-probs alone, so it does not apply to an entropy
+        # term.
         (
             ["--objective", "gspo+entropy", "--segment-length", "16384", "--frozen-head"],
             "recompute",

@@ -36,8 +36,8 @@ def names(found: list[dict], target: str) -> set[str]:
 
 
 def test_a_product_and_a_slab() -> None:
-    """The kernels for a matmul with a block of vocabulary rows compile for Hopper, including the
-    overlapping kernel."""
+    """The Triton kernels that multiply hidden states with a block of vocabulary rows compile for
+    Hopper, including the Gluon kernel with an overlapping epilogue."""
     found, _ = compiled("cuda:90", "--only", "slab", "--forms", "least")
     assert names(found, "cuda:90") == {"overlapping_slab_kernel", "gradient_kernel"}
 

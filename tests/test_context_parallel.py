@@ -114,11 +114,12 @@ def stock() -> tuple[Any, list[str]]:
 
 
 def test_trainer_with_apply(world: World) -> None:
-    """After `apply(model)` under Trainer's context parallelism, means over tokens are correct;
-    sequence losses and fields that Trainer leaves whole raise errors.
+    """Under Trainer's context parallelism, a model after `apply(model)` gives correct means over
+    tokens; sequence losses, and batch fields that Trainer does not shard, raise errors.
 
-    The loss receives `shift_labels` and the token count. A rank's shard of a sequence is not a
-    sequence, and fields that Trainer does not shard do not match the sharded labels.
+    The loss receives `shift_labels` and the token count. A rank holds only a shard of a sequence,
+    so sequence losses cannot be computed; fields that Trainer does not shard do not fit the
+    sharded labels.
     """
     objective = hl.cross_entropy() + 0.1 * hl.z_loss()
     model = tiny("llama", num_hidden_layers=0)

@@ -55,7 +55,8 @@ class Setting:
         return hl.Batch(self.targets, hl.Segments.from_lengths(LENGTHS), **fields)
 
     def given(self, form: str, temperature: float = 1.0, k: int = 5) -> dict[str, Tensor]:
-        """Return a teacher's batch fields in one of three forms."""
+        """Return the batch fields of a teacher: its logits if `form` is "logits", its hidden
+        states if `form` is "hidden", else its top-k log-probs."""
         if form == "logits":
             return {"teacher_logits": self.teacher_logits()}
         if form == "hidden":
@@ -315,8 +316,8 @@ def test_tail_of_a_confident_student_keeps_its_digits(kind, most):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("depth", [20.0, 1000.0])
 def test_what_log_probs_are_rounded_by_is_no_rest(dtype, depth):
-    """A sum of stored teacher probabilities below 1 by rounding alone counts as no remaining
-    probability.
+    """If stored teacher probabilities sum to slightly less than 1 because of rounding, the
+    remaining tokens count as having no probability.
 
     The teacher's stored probabilities sum to 1 up to rounding, and an equal student has almost no
     probability elsewhere.
@@ -571,7 +572,8 @@ def test_a_frozen_schedule_is_refused(setting):
 
 @pytest.fixture
 def events(monkeypatch):
-    """Record copies to the CPU by number, the reads of these copies, and gradient kernels."""
+    """Record in order: numbered copies to the CPU ("copy 1"), the CPU's reads of a copy ("read
+    1"), and calls of gradient kernels ("gradient")."""
     from headloss.kernels import reference
     from headloss.logits import linear
 
@@ -619,15 +621,16 @@ def test_the_cpu_reads_the_share_of_rows_once_their_gradient_is_queued(events):
 
 
 def test_after_a_dense_chunk_the_cpu_does_not_wait(events, monkeypatch):
-    """On a GPU, the chunk after a dense chunk is multiplied whole, and the CPU reads the chunk's
-    share only with the chunk that follows."""
+    """On a GPU, the chunk that follows a chunk without skipped rows skips no rows either; its
+    fraction of rows with a gradient is read by the CPU one chunk later, without waiting."""
     from headloss.logits import linear
 
     weights = torch.tensor([1.0] * 4 + [0, 1, 0, 1] + [1] * 8)
     want = weighted_gradient(weights)
     events.log.clear()
     events.copies.clear()
-    # On a GPU, `share` is the previous chunk's copy.
+    # On a GPU, `LogitSource.share` (the fraction of rows with a gradient) is a copy made for the
+    # previous chunk.
     previous = property(lambda source: (None, *events.copies)[-2], lambda source, share: None)
     monkeypatch.setattr(linear.LogitSource, "share", previous)
     torch.testing.assert_close(weighted_gradient(weights), want)

@@ -65,8 +65,8 @@ def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
     path = tmp_path / "script.py"
     path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
-    # Start separate processes, not forks as `script_on` does: their sets iterate in different
-    # orders.
+    # Use new Python processes, in which sets iterate in different orders; forked processes, as in
+    # `script_on`, have one order.
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     place |= {"PYTHONPATH": str(ROOT)}
     ranks = [

@@ -111,7 +111,8 @@ def d_pace(setting: Setting, ce: torch.Tensor, floor: float = 0.5) -> torch.Tens
 
 
 def losses(s: Setting):
-    """Return by name each loss: a headloss objective, and the [T] values that it should have."""
+    """Return a dict from the name of a draft loss to a pair: headloss's objective, and the correct
+    loss values [T]."""
     v, head = s.values(), s.verifier
     decay = (-s.slots.double() / 4).exp()
     beside = {"teacher_head": head}
@@ -412,8 +413,8 @@ def test_refusals():
 def test_positions_share_rows_of_a_teacher(schedule, backend):
     """Several tokens of a draft model's unrolled steps may share one row of teacher hidden states.
 
-    Each teacher row is read by two positions; unscored positions have any row index, and some rows
-    get no gradient.
+    Two positions read each teacher row, unscored positions have arbitrary row indices, and some
+    rows of hidden states get no gradient.
     """
     dtype = torch.float64 if backend == "reference" else torch.float32
     options = {
@@ -630,8 +631,9 @@ def test_terms_of_a_teacher_are_checked(made_of: str) -> None:
 
 @pytest.mark.parametrize("name", ["nla", "lk_lambda", "d_pace", "dspark", "compound"])
 def test_micro_batches_in_another_order_are_the_whole(name: str) -> None:
-    """Two micro-batches with the blocks in reversed order give the loss and gradient of the whole
-    batch, if `totals` counts the tokens of both."""
+    """A batch that is split into two micro-batches, with its blocks of tokens in reversed order,
+    gives the loss and gradient of the whole batch, if `totals` counts the tokens of both
+    micro-batches."""
     s = Setting()
     objective, values = losses(s)[name]
     want = s.want(values)

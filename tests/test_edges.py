@@ -328,7 +328,8 @@ def test_a_ratio_of_zero(objective):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("objective", [hl.z_loss(), hl.entropy(), hl.z_loss() + hl.cross_entropy()])
 def test_an_unlikely_target_keeps_its_digits(objective, backend):
-    """An unlikely target's gradient is accurate, even if it is p(y) times a coefficient."""
+    """The gradient of an unlikely target's logit is accurate, even for z-loss and entropy, where
+    it is proportional to the target's tiny probability p(y)."""
     # Triton kernels need a GPU or the interpreter.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, targets = torch.zeros(3, 16, device=device), torch.tensor([1, 2, 7], device=device)

@@ -1,5 +1,5 @@
-"""Calls in two threads agree, many calls leak no memory, and an error of one of three ranks is
-raised on all."""
+"""Calls in two threads agree, many calls leak no memory, and an error on one of three ranks is
+raised on all three ranks."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_no_memory_grows_with_calls(calls: int) -> None:
 
 
 def tracked_objects() -> int:
-    """Count the objects that Python's garbage collector tracks; it is run repeatedly, since a
-    collection untracks one level of nested tuples only."""
+    """Return the number of objects that Python's garbage collector tracks. Collection runs
+    repeatedly, since one run untracks only one level of nested tuples."""
     for _ in range(8):
         gc.collect()
     return len(gc.get_objects())

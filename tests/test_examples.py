@@ -83,7 +83,8 @@ def test_candidates_distill(capsys: pytest.CaptureFixture[str]) -> None:
 def test_recommender_learns_by_either_loss(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recommender learns in a few steps; full cross-entropy beats one negative per click."""
+    """The example recommender improves in a few steps, and is better with full cross-entropy than
+    with a loss of one negative item per click."""
     monkeypatch.setattr("sys.argv", ["recommender", "--steps", "30"])
     runpy.run_path(str(ROOT / "examples" / "recommender.py"), run_name="__main__")
     full, sampled = capsys.readouterr().out.splitlines()

@@ -22,8 +22,8 @@ STEEP = {
 @pytest.mark.parametrize("verb", ["one_pass", "held", "frozen", "head_stats", "frozen stats"])
 @pytest.mark.parametrize("steep", STEEP)
 def test_a_steep_head_does_not_overflow_in_float16(steep, verb):
-    """A head with a large logit scale gets its float16 gradient, although an unscaled intermediate
-    result would overflow."""
+    """The float16 gradient of a head with a large logit scale is correct, although an intermediate
+    result without scaling would overflow float16."""
     weight = (60 * torch.randn(40, 16)).half()
     hidden = (5e-6 * torch.randn(12, 16)).half().requires_grad_()
     batch, frozen = hl.Batch(torch.arange(12)), "frozen" in verb
@@ -122,7 +122,8 @@ SIZES = {
     "large": lambda n: torch.full((n,), 1e3),
     "falling": lambda n: 10.0 ** torch.linspace(3, -2, n),
     "rising": lambda n: 10.0 ** torch.linspace(-2, 3, n),
-    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),  # whole chunks have advantage 0
+    # all advantages in every second chunk are 0
+    "gaps": lambda n: 0.01 * (torch.arange(n) // 8 % 2),
 }
 
 
@@ -146,7 +147,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
     leaf = hidden.clone().requires_grad_()
     head = hl.Head(weight.requires_grad_(schedule != "frozen"), bias=torch.zeros(97).half())
     head.bias.requires_grad_(schedule != "frozen")
-    # Without this factor the exact gradient would underflow in float16.
+    # For tiny advantages the factor `times` is not divided out, because the exact gradient would
+    # underflow in float16.
     owed = 1.0 if declared or size not in ("small", "gaps") else times
     objective = objective * (owed / times)
     (hl.head_loss(leaf, head, batch, objective, given).loss * times).backward()
@@ -159,8 +161,8 @@ def test_advantages_from_a_hundredth_to_a_thousand_leave_float16_its_digits(
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute", "frozen"])
 @pytest.mark.parametrize(("far", "digits"), [(1e-5, 0.1), (1e-4, 0.01), (3e4, 1e-3)])
 def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
-    """In float16, advantages far from 1 cost the accuracy that docs/limits.md states; the same
-    factor as a term's coefficient costs none."""
+    """In float16, advantages far from 1 lose the accuracy that docs/limits.md states, while the
+    same factor as the coefficient of a term loses none."""
     hidden, weight, targets = trained_looking(64, 16, 97, torch.float16)
     weight.requires_grad_(schedule != "frozen")
     gradients = {}
@@ -263,7 +265,7 @@ def test_small_weights_do_not_underflow_in_float16(schedule, upstream):
     out = hl.head_loss(hidden, head, batch, hl.cross_entropy(), options(schedule, chunk_tokens=5))
     (upstream * out.loss).backward()
     exact = plain(hidden, head, batch, hl.cross_entropy(), upstream=upstream)
-    # Errors are compared with that of rounding the exact gradient to float16 once.
+    # An error is compared with the error of rounding the exact gradient to float16.
     for name, leaf in (("hidden", hidden), ("weight", weight)):
         if not leaf.requires_grad:
             continue

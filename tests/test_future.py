@@ -122,7 +122,8 @@ def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
     start = time.process_time()
     found = discounted(values, hl.Segments.from_lengths([count]), 32.0)
     assert time.process_time() - start < 5
-    limit = 0.5 / (1 - 2 ** (-1 / 32))  # the sum over an infinite sequence
+    # The discounted sum of the value 0.5 over an infinite sequence.
+    limit = 0.5 / (1 - 2 ** (-1 / 32))
     torch.testing.assert_close(found[:1000], torch.full((1000,), limit, dtype=torch.float64))
     assert float(found[-1]) == 0.5
 

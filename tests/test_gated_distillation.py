@@ -100,7 +100,8 @@ def test_sdar_is_checked() -> None:
 
 
 def shaped(fields, old: Tensor, mix: float, epsilon: float, negative_only: bool) -> Tensor:
-    """Return shaped advantages [T] by the paper's formula, token by token."""
+    """Return the advantages [T] shaped by the formula of the RLSD paper, in a Python loop over
+    tokens."""
     values = []
     for a, q, o in zip(fields["advantages"], fields["teacher_logps"], old, strict=True):
         w = math.exp(float(a.sign()) * float(q - o))

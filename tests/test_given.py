@@ -101,8 +101,8 @@ def test_both_walks_in_one_launch(n, v, dtype, name, shape):
 @pytest.mark.parametrize("which", ["tp", "tpeu"])
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows"])
 def test_rows_that_stay_in_shared_memory(name, which):
-    """Rows of logits that are kept in shared memory give correct results, with equal largest logits
-    and with skipped rows."""
+    """The kernel that keeps a row of logits in shared memory gives correct results, also for rows
+    with several equal largest logits and in calls with skipped rows."""
     n, v, dtype = 4, 2064, torch.bfloat16
     raw, targets, transform = tile(n, v, dtype), targets_of(n, v), transforms(n)[name]
     raw[1, 3], raw[0, :16] = -math.inf, raw[0].max()
@@ -167,8 +167,8 @@ def test_dead_rows_are_not_read_and_get_zeros():
 
 
 def test_rest_keeps_its_digits():
-    """The sum of exponentials minus 1 is accurate for a nearly certain token, for equal largest
-    logits, and for all probability in the last column."""
+    """The sum of exponentials minus 1 is accurate for a nearly certain token, for several equal
+    largest logits, and for a row whose whole probability lies in the last column."""
     raw = torch.full((3, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = raw[1, 71] = 0.0
@@ -628,7 +628,8 @@ def test_many_rows_in_turn():
     assert_statistics(of_found, named, of_some, 0, transform)
     assert not gradient[~live].any()
     stats, normalizer = exactly(named, of_some, 0, transform)
-    # the kernel got coefficients of all tokens; the reference needs those of the tokens in `some`
+    # The kernel received gradient coefficients for all tokens; select those of the tokens `some`
+    # for the reference gradient.
     own = c.map(lambda t: t[some])
     own = own._replace(prob=own.prob + own.entropy * stats.entropy)
     oracle = oracle_gradient(named, of_some, 0, transform, normalizer, own)

@@ -1,4 +1,5 @@
-"""The product kernel with an overlapping epilogue agrees with the plain kernel."""
+"""The Gluon kernel, whose epilogue overlaps with the next tile's product, agrees with the plain
+Triton kernel."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ def cases(n: int, v: int) -> dict[str, Transform]:
 
 
 def products(monkeypatch, given, needs, *, hold: bool):
-    """Yield the softmax statistics and stored exp(z), first of the overlapping kernel, then of the
-    plain kernel."""
+    """Yield the softmax statistics and the stored exponentials twice: computed by the Gluon kernel
+    with an overlapping epilogue, then by the plain Triton kernel."""
     x, w = given[:2]
     for overlaps in (True, False):
         monkeypatch.setattr(triton_product, "overlaps", lambda device, to=overlaps: to)
@@ -62,7 +63,8 @@ def products(monkeypatch, given, needs, *, hold: bool):
     [
         (5, 72, 300, torch.bfloat16),  # smaller than one tile in both dimensions
         (300, 512, 1000, torch.float16),
-        (2500, 1024, 20000, torch.bfloat16),  # about twelve tiles for each program of the kernel
+        # Each program of the Gluon kernel computes about twelve tiles.
+        (2500, 1024, 20000, torch.bfloat16),
     ],
 )
 def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, needs, hold):
@@ -106,8 +108,8 @@ def test_the_same_partials_and_terms(monkeypatch, n, h, v, dtype, transform, nee
     ],
 )
 def test_the_same_slabs(monkeypatch, n, h, v, dtype, transform, which):
-    """The overlapping Gluon kernel and the plain Triton kernel give the same logit gradient, up to
-    rounding."""
+    """The Gluon kernel with an overlapping epilogue and the plain Triton kernel give the same
+    logit gradient, up to rounding."""
     x = torch.randn(n, h, device=DEVICE).to(dtype)
     w = (torch.randn(v, h, device=DEVICE) / math.sqrt(h)).to(dtype)
     targets = torch.randint(v, (n,), device=DEVICE)

@@ -145,7 +145,8 @@ def test_float16():
 
 @pytest.mark.parametrize(("separable", "chunks"), [("token", 6), ("sequence", 4), (None, 1)])
 def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
-    """Each logit is computed once; the loss runs once per chunk and once on all tokens."""
+    """`head_function` computes each logit once; it calls the user's loss once per chunk of tokens
+    and once on all tokens."""
     count, calls, inner = {"logits": 0}, [], products.PLAIN.logits
 
     def counted(*args, **options):

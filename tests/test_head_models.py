@@ -55,7 +55,8 @@ LATENT = {"head_dim": 4}
 SPARSE = {"head_dim": 4, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 PER_LAYER = {"vocab_size_per_layer_input": 37, "hidden_size_per_layer_input": 4}
-# Config arguments that single model families need in addition, or must not get (None).
+# Config arguments that a single model family needs in addition; None removes an argument that the
+# family does not accept.
 SPECIAL: dict[str, dict] = {
     "deepseek_v3": LATENT,
     "deepseek_v32": SPARSE,

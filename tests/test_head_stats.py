@@ -68,8 +68,8 @@ def by_logits(hidden: Tensor, head: hl.Head, targets: Tensor) -> list[Tensor]:
 
 
 def run(dtype, verb, loss, trained=("hidden", "weight"), given=None, **of_head):
-    """Return the statistics from `verb`, and the gradients of `loss` on them, with parameters cast
-    to `dtype`."""
+    """Call `verb`, a function of the public API, with parameters cast to `dtype`; return its
+    statistics and the gradients of `loss`, a function of the statistics."""
     hidden, weight, targets, advantages = problem() if given is None else given
     leaves = {"hidden": hidden, "weight": weight}
     leaves = {n: t.detach().to(dtype).requires_grad_(n in trained) for n, t in leaves.items()}

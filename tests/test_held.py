@@ -217,8 +217,8 @@ def test_float16_targets_far_below_very_large_logits(monkeypatch, schedule):
 @pytest.mark.parametrize("rows", [slice(20, 25), torch.tensor([24, 20, 23])])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_all_rows_of_a_chunk_from_those_with_a_gradient(rows, scaled):
-    """The gradients of the kept rows are scaled and written to their rows of the chunk, and all
-    other rows of the chunk are set to 0."""
+    """The gradients of the rows `rows` of a chunk are scaled and written to their places in the
+    chunk, and all other rows of the chunk are set to 0."""
     chunk = slice(20, 25)
     places = torch.arange(20, 25) if isinstance(rows, slice) else rows
     part = torch.randn(len(places), 7, device=DEVICE)

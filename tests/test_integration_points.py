@@ -361,7 +361,8 @@ def test_head_stats_does_not_break_the_graph(temperature):
         torch.testing.assert_close(a, b)
 
 
-# for the registered operator: no `candidate_tail`, default options
+# Text of the registered operator's last arguments: `candidate_tail` is False, and the options have
+# their defaults.
 AS_USUAL = "False, ['auto', False, True]"
 
 

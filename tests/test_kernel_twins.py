@@ -72,7 +72,8 @@ def assert_statistics(
     """Compare the statistics that follow from two online-softmax states, which may subtract
     different maxima.
 
-    A log-prob near 0 has only the digits left by the rounding of its logit.
+    A log-prob near 0 is a difference of large numbers, so that its error may be as large as the
+    rounding of the logit.
     """
     rounding = torch.finfo(torch.float32).eps * max(exact.max_logit.abs().tolist(), default=0.0)
     for name in finish(exact, v, needs)[0].tensors():
@@ -250,8 +251,8 @@ def test_scaled_rows_and_casts(dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_narrowed_gradient(dtype):
-    """A 16-bit gradient is written into the first half of each float32 row of the logit tile, and
-    the memory behind the tile is untouched."""
+    """A kernel that writes a 16-bit gradient into the first half of each float32 row of the logit
+    tile writes nothing behind the end of the tile."""
     n, v, transform = 4, 97, transforms(4)["capped rows"]
     targets = torch.tensor([3, 96, 500, 40], device=DEVICE)
     raw = tile(n, v, torch.float32)
@@ -426,7 +427,8 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
-        # leave out the entropy's contribution to `prob`, which the PyTorch twin adds itself
+        # The PyTorch twin adds the entropy's contribution to the coefficient `prob` itself, so
+        # pass `prob` without this contribution.
         at_zero = c._replace(prob=-g)
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)
@@ -562,5 +564,6 @@ def test_kept_rows_come_first_and_stay():
     keep = torch.tensor([False, True, False, True, True, False])
     order = twins.dense_order(keep, 5)
     assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
-    order = twins.dense_order(keep, 2)  # skipping so few rows is not worth moving the others
+    # three kept rows are more than the limit of 2, so no row moves
+    order = twins.dense_order(keep, 2)
     assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]

@@ -46,7 +46,8 @@ EXACT = ("cross_entropy", "support")  # losses whose gradient at the target is e
 
 @pytest.fixture
 def rounded_anew(monkeypatch):
-    """Add independent rounding errors to the logits of every matmul."""
+    """Patch the matmuls that compute logits, so that each matmul adds new random rounding errors
+    to its logits."""
     generator = torch.Generator().manual_seed(9)
 
     def anew(product):

@@ -54,8 +54,8 @@ def test_rows_are_complete() -> None:
 
 
 def test_other_names_are_on_the_page() -> None:
-    """Each "Also called: verl dppo_tv" in a term's docstring has a row on the framework's page that
-    uses the term."""
+    """If a term's docstring says "Also called: verl dppo_tv", the table of that framework has a
+    row for this name, and the row uses the term."""
     names = {losses.framework(name)["name"]: name for name in losses.FRAMEWORKS}
     for factory in TERMS:
         for framework, name in also_called(factory):

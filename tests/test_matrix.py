@@ -1,10 +1,10 @@
 """Every objective, layout, schedule, dtype, head and storage agrees with float64 plain logits.
 
-Allowed errors against float64: for loss and statistics 3 times the error of plain PyTorch with
-float32 logits plus 1e-6; for gradients 3 times that with logits in the inputs' dtype plus 1e-6. The
-fast tests cover every pair of values of two axes (objective, layout, ...). The slow tests run all
-combinations of objective, layout, schedule and dtype, and all of head, storage, layout, schedule
-and dtype.
+Errors of loss and statistics against float64 may be 3 times the error of plain PyTorch with
+float32 logits, plus 1e-6. Errors of gradients may be 3 times the error of plain PyTorch with
+logits in the inputs' dtype, plus 1e-6. The fast tests cover every pair of values of two axes
+(objective, layout, ...). The slow tests run all combinations of objective, layout, schedule and
+dtype, and all combinations of head, storage, layout, schedule and dtype.
 """
 
 from __future__ import annotations
@@ -187,7 +187,8 @@ def test_logits_loss_is_head_loss(case, inplace, layout, dtype):
     out = hl.logits_loss(
         work, source.batch, source.objective, softcap=15.0, logit_scale=0.8, inplace=inplace
     )
-    # in place, the 16-bit gradient is rounded before it is scaled, so use a power of two
+    # In-place 16-bit gradients are rounded before backward scales them, and scaling by a power of
+    # two adds no rounding error.
     upstream = 2.0 if inplace else 1.5
     (found,) = torch.autograd.grad(out.loss * upstream, given)
     oracle, coarse = inputs.plain("float64", upstream), inputs.plain("input", upstream)

@@ -80,7 +80,8 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(schedule, scope, dtype):
 
 
 def test_blocks_share_their_temporaries(monkeypatch):
-    """Blocks share their temporaries, so that memory does not grow with each block."""
+    """The reference backend reuses one temporary tensor for all blocks of rows, so that memory
+    does not grow with the number of blocks."""
     tiles, exp = [], torch.exp
     monkeypatch.setattr(torch, "exp", lambda x, out: tiles.append(exp(x, out=out)) or tiles[-1])
     raw, forward = torch.randn(3 * BLOCK - 1, V), Forward(None, 0, Transform(), frozenset())
@@ -122,7 +123,8 @@ def test_head_stats():
     with LiveTensors() as live:
         found = hl.head_stats(hidden, head, batch.targets)
         (found.logp.sum() + found.entropy.square().sum() + found.lse.sum()).backward()
-    # `head_stats` has its own plan, which here holds the logits of all tokens: T x V.
+    # `head_stats` plans its memory itself; with few tokens it keeps the logits of all tokens, T x
+    # V numbers.
     assert live.largest <= T * V
     assert live.peak <= 1.5 * T * V * FLOAT
 
@@ -177,8 +179,8 @@ def test_the_peak_against_plain_logits(schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "frozen", "held"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_peak_is_the_plans(schedule, dtype):
-    """The measured peak is at most 1.3 times the plan's bytes, plus the blocks in which the
-    reference backend computes."""
+    """The measured peak of memory is at most 1.3 times the bytes of the plan, plus the reference
+    backend's temporary blocks of logits."""
     hidden, head, batch = problem(dtype, weight_gradient=schedule != "frozen")
     objective = hl.grpo() + hl.kl() if schedule == "frozen" else OBJECTIVES["token"]
     for chunk in (16, 128):

@@ -296,8 +296,8 @@ def test_metrics_of_inference_are_found_at_once():
 
 
 def test_who_reads_no_metrics_pays_for_none():
-    """Unread metrics cost nothing: terms are measured on first access, without kept copies of wide
-    fields."""
+    """Metrics that nobody reads cost nothing: a term's metrics are computed when they are first
+    read, without copies of batch fields that hold many numbers per token."""
     hidden, head = torch.randn(12, 4), hl.Head(torch.randn(9, 4))
     fields = {"advantages": torch.randn(12), "old_logps": -torch.rand(12)}
     for more in ({}, {"candidate_ids": torch.arange(12).unsqueeze(1) % 9}):

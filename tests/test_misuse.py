@@ -103,8 +103,8 @@ def test_head_function_trains_the_parameter_that_a_term_may_not_hold() -> None:
 
 
 def of_numbers(half: Any) -> list[Tensor]:
-    """Return losses and a gradient from calls whose options are all set to the number `half`, which
-    may be of another numeric type."""
+    """Set every numeric option of several calls to `half`, a number of any numeric type, and
+    return the losses and one gradient."""
     torch.manual_seed(0)
     x, fields = hidden(), {f"{name}_logps": -torch.rand(T) for name in ("old", "ref", "sampling")}
     given = batch(advantages=torch.randn(T), teacher_logits=torch.randn(T, V), **fields)
@@ -183,7 +183,8 @@ def test_a_statistic_of_another_name(name: str, want: str) -> None:
 
 
 def test_what_is_no_term_is_refused_where_it_is_written() -> None:
-    """An invalid term is refused at its definition, not at the first call of its factory."""
+    """An invalid term raises an error when `hl.term` defines the term, not when the term is first
+    used."""
     with pytest.raises(ValueError, match="reduction: got 'mean', want one of"):
         hl.term(reduction="mean")(lambda stats, batch: stats.logp)
     for function in (lambda: None, lambda stats: stats.logp, lambda stats, *, batch: stats.logp):

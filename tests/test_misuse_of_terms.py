@@ -1,4 +1,5 @@
-"""A term without a gradient, with wrong values or beside an unread mask raises an error."""
+"""A term that has no gradient or returns wrong values raises an error, and so does a mask in the
+batch that no term reads."""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ def test_a_dead_term_beside_a_live_one(options: dict) -> None:
 
 @pytest.mark.parametrize("options", SCHEDULES, ids=str)
 def test_a_gradient_that_depends_on_the_batch_may_be_zero(options: dict) -> None:
-    """A term whose gradient is zero for this batch raises no error, if it has one on the made-up
-    tokens on which terms are tried."""
+    """A term whose gradient is zero for this batch raises no error if the gradient is nonzero on
+    the made-up tokens with which headloss tries a new term."""
 
     def sometimes(stats, batch):
         return stats.logp if bool((batch.advantages < 0).any()) else stats.logp.detach()
@@ -141,7 +142,7 @@ def test_a_mask_that_no_term_reads(name: str) -> None:
                 hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
         with pytest.raises(ValueError, match=match):
             hl.logits_loss(torch.randn(T, V), wrong, objective)
-        # no error: the code that called `head_stats` may read the mask itself
+        # No error without a term: the caller of `head_stats` may apply the mask to the statistics.
         hl.head_stats(x, h, wrong)
         hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
         targets = torch.arange(T).masked_fill(~kept, -100)
@@ -158,7 +159,7 @@ def test_a_mask_that_a_term_reads() -> None:
     kept = torch.tensor([True, True, False, True, True, False])
     both = batch(mask=kept, weights=kept.float())
     read = hl.cross_entropy().where("mask") + hl.z_loss().weighted("weights")
-    # `entropy` reads neither field, but the term `read` does.
+    # `entropy` reads neither `mask` nor `weights`, but the objective `read` does.
     hl.head_loss(x, h, both, read + hl.entropy())
     # No error: the batch's fields were read by the previous call's objective.
     hl.head_loss(x, h, both, hl.entropy())
@@ -220,7 +221,7 @@ def test_terms_of_ones_own_that_may_be_cut() -> None:
     for _ in range(3):
         out = hl.head_loss(x, h, given, hl.term(mine)(tau=2.0), hl.Options(metrics=False))
     torch.testing.assert_close(out.loss, -2 * (out.logps * given.advantages).mean())
-    # each of the two made-up tokens is evaluated once, in the first call only
+    # A new term is tried on two made-up tokens, one at a time, and only in the first call.
     assert calls.count(1) == 2
     segments = hl.Segments.from_lengths([4, 2])
     out = hl.head_loss(

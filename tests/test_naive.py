@@ -61,8 +61,8 @@ SEGMENT_SCOPED = ("gspo", "sum")
 
 
 def inputs() -> tuple[Tensor, Tensor, naive.Batch]:
-    """Return inputs with logits up to 20, and ratios on both sides of the clips of GRPO and (by
-    1e-4) GSPO."""
+    """Return inputs with logits up to 20, and with ratios inside and outside of the clip ranges of
+    GRPO and GSPO; GSPO's ratios are at least 1e-4 away from the clip bounds."""
     x = torch.randn(T, H, dtype=torch.float64) * 2
     weight = torch.randn(V, H, dtype=torch.float64)
     targets = torch.randint(V, (T,))

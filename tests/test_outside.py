@@ -1,5 +1,5 @@
-"""A head that is called outside of DDP's or FSDP2's forward gives correct gradients, an error, or
-the wrong gradients that the docs describe."""
+"""A head that is called outside of the forward of DDP or FSDP2 gives correct gradients, raises an
+error, or gives wrong gradients in the cases that the docs describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Pairs of small steps, benchmarks/pairs.py, at sizes for a CPU."""
+"""Test of benchmarks/pairs.py, which times small training steps with and without headloss in turn,
+at sizes for a CPU."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_what_the_host_knows_waits_for_no_gpu_if_it_can(monkeypatch, backends, d
 
 
 def fits(row: dict[str, str], cut: Cut) -> bool:
-    """Return True if a test case can be split over ranks in this way."""
+    """Return True if the test case `row` can be split over ranks as `cut` says."""
     case, schedule = CASES[row["case"]], row["schedule"]
     objective = case.objective(None if case.teacher != "hidden" else hl.Head(torch.ones(2, 2)))
     if schedule == "frozen" and not (case.logp_only and case.teacher != "candidates"):
@@ -159,8 +159,8 @@ def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
     """Return the test cases for worlds of `size` ranks, each with the way it is split.
 
     Every objective runs with its tokens split over two ranks or, if it does not support this, with
-    its vocabulary split over two, three and four ranks. Combinations of world size with or without
-    sequence parallelism take turns over the objectives.
+    its vocabulary split over two, three and four ranks. From one objective to the next, the test
+    switches to the next combination of world size and sequence parallelism.
     """
     cuttable = {row[0] for row, _ in rows_of(Cut(data=2), 0)}
     chosen = []

@@ -54,8 +54,8 @@ def test_a_grid_makes_two_records(world: World) -> None:
 
 @pytest.mark.parametrize("world", [2, 3], indirect=True)
 def test_a_call_makes_one_record(world: World) -> None:
-    """A call compares arguments between ranks once; values are compared in a group's first call and
-    under `check_ranks`."""
+    """Ranks compare their arguments once in each call; they compare tensor values only in the
+    first call on a process group and with the option `check_ranks`."""
     for found in world.run(parallel_agreement.one_record, seconds=SECONDS):
         more = [["record", "product", n] for n in ("2", "1", "2")]
         assert found == [*more, ["record", "product", "1"]], found

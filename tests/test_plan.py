@@ -84,7 +84,8 @@ lengths_of = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
 def check_cover(plan: Plan, lengths: list[int]) -> None:
-    """Check that chunks are consecutive, cover all tokens, and know their segments."""
+    """Check that the plan's chunks are consecutive and cover all tokens, and that each chunk names
+    the segments of its tokens."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
@@ -261,8 +262,8 @@ def test_held_says_its_bytes():
 
 
 def test_teachers_are_held_in_one_block():
-    """With a teacher the `held` schedule uses one chunk, since all its tokens are measured before
-    any gradient."""
+    """With a teacher, the `held` schedule uses a single chunk, since it measures all tokens before
+    it computes any gradient."""
     plan = planned({"teachers": True}, schedule="held", chunk_tokens=300)
     assert len(plan.chunks) == 1
 
@@ -380,7 +381,9 @@ def test_ranks_plan_for_the_smallest_gpu(monkeypatch):
 
 
 @given(st.integers(1, 5000), st.sampled_from([10, 1000, 20_000]))
-@example(793, 1000)  # 793 tokens are one chunk, 1793 tokens three chunks of 640
+# With a budget of 1000 rows of logits, 793 tokens are one chunk, and 1793 tokens are three chunks
+# of 640.
+@example(793, 1000)
 def test_a_smaller_budget_never_takes_more(tokens, budget_rows):
     changes = {"tokens": tokens}
     for schedule in ("one_pass", "recompute"):
@@ -401,8 +404,8 @@ def test_bytes_by_part():
     # weight.
     assert plan.bytes["working blocks"] == 4 * (3 * 128 * 5000 + 5000 * 64)
     assert plan.total_bytes == sum(plan.bytes.values())
-    # Logits are freed before the float32 sum of dW is cast to the weight's dtype, so only the
-    # larger of both counts in the peak.
+    # The logits are freed before the float32 sum of dW is cast to the weight's dtype, so that the
+    # peak contains the logits or the returned dW, whichever is larger.
     returned = 2 * 64 * 5000
     parts = plan.total_bytes - plan.bytes["logits"]
     assert plan.peak_bytes == 2 * 64 * 512 + parts + max(plan.bytes["logits"], returned)
@@ -534,8 +537,9 @@ def test_rows_without_a_gradient_are_looked_for_where_there_may_be_some(objectiv
 
 
 def test_slabs_beside_a_teacher_are_whole_waves():
-    """With a teacher, blocks of vocabulary rows fill whole waves of GPU tiles, and the first pass's
-    logits need no more memory than the second pass."""
+    """In distillation under recompute, blocks of vocabulary rows fill whole waves of GPU tiles,
+    and the logits of the first pass over the vocabulary need no more memory than the second
+    pass."""
     sizes = {"tokens": 16384, "width": 4096, "vocabulary": 128256, "lengths": [16384]}
     gpu = {"on_gpu": True, "multiprocessors": 132, "memory": 139 << 30, "element_size": 2}
     teacher = {"teachers": True, "row_bytes": 8, "weight_size": 2}
@@ -554,7 +558,8 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     # In narrower tiles, adding to dX would take as long as the matmul.
     assert long.tile.columns == 4096
     small = dataclasses.replace(p, tokens=1024, vocabulary=8192, lengths=[1024])
-    # the whole vocabulary, since that is less than half of a wave of GPU tiles
+    # A tile spans the whole vocabulary if the whole vocabulary fills less than half of a wave of
+    # GPU tiles.
     assert make_plan(small, options, "triton").tile == (1024, 8192)
 
 

@@ -222,7 +222,7 @@ def test_several_rejected_answers(loss_type: str) -> None:
     rows = case.sequences()
     term = h.dpo(beta=0.3, loss_type=loss_type, rejected=3)
     groups = [group_paper(rows[i : i + 4], loss_type) for i in (0, 4, 8)]
-    # divide by 4: one of the four groups has no tokens
+    # The mean is over four groups, one of which has no tokens and no loss.
     want = value_and_gradient(total(groups) / 4, case.logp)
     assert_same(value_and_gradient(reduced(term, case.stats, case.batch), case.logp), want)
     assert term.observe is not None
@@ -235,7 +235,8 @@ def test_several_rejected_answers(loss_type: str) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "simpo", "cpo", "orpo"])
 def test_one_rejected_answer_of_a_group_of_two(name: str) -> None:
-    """Two equal rejected answers give the loss of one rejected answer."""
+    """A group with two identical rejected answers has the same loss as a pair with this rejected
+    answer once."""
     factory = getattr(h, name)
     pair, group = make(lengths=(3, 2)), make(lengths=(3, 2, 2))
     again = torch.tensor([0, 1, 2, 3, 4, 3, 4])
@@ -304,8 +305,8 @@ def test_optimal_transport(paired: bool, eps: float) -> None:
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_optimal_transport_leaves_out_pairs_without_tokens(paired: bool) -> None:
-    """AOT leaves out pairs without tokens, and with static shapes also the unscored tokens behind
-    the last pair."""
+    """AOT ignores pairs of answers without tokens; with static shapes it also ignores unscored
+    tokens after the last pair."""
     whole, term = make(lengths=(3, 1, 0, 0, 2, 5, 4, 2)), h.aot(paired=paired)
     advantages = whole.fields["advantages"][:6]
     short = replace(whole.with_fields(advantages=advantages), lengths=(3, 1, 2, 5, 4, 2))
@@ -388,5 +389,6 @@ def test_odds_of_nearly_certain_answers(schedule: str) -> None:
     assert hidden.grad is not None and z.grad is not None
     assert out.loss.item() == pytest.approx(want.item(), rel=1e-6)
     torch.testing.assert_close(hidden.grad.double(), z.grad, rtol=2e-5, atol=1e-12)
-    # tokens 7 and 9 are rejected answers with 1 - p of 4e-27 and 3e-25, and still get a gradient
+    # Tokens 7 and 9 belong to rejected answers; their 1 - p is only 4e-27 and 3e-25, and their
+    # gradient must not vanish.
     assert z.grad[[7, 9]].norm(dim=1).min() > 0.05

@@ -175,8 +175,9 @@ def test_tokens_are_those_of_the_code() -> None:
 
 
 def test_hidden_states_take_a_short_way() -> None:
-    """A GRPO call hands hidden states through at most 16 files, with at most 2 calls back to an
-    importing file; statistics have separate limits."""
+    """A GRPO call hands hidden states from file to file at most 16 times, of which at most twice
+    back to a file that imports the calling file; tensors computed from hidden states have higher
+    limits."""
     from stays import climbs, stays
 
     for derived, most, most_climbs in ((False, 16, 2), (True, 34, 7)):
@@ -257,7 +258,8 @@ def test_sizes() -> None:
 
 
 FACTORIES = "as_tensor arange empty eye full linspace ones rand randint randn randperm tensor zeros"
-# Modules that may use the default device: they make tensors from Python lists, or samples.
+# Modules that may create tensors on the default device, because they convert Python lists or make
+# sample inputs.
 OF_THE_DEFAULT_DEVICE = {"batch.segments", "testing.gate", "losses.catalogue"}
 
 

@@ -17,7 +17,7 @@ from headloss.testing import trained_looking
 
 # Tokens of each answer: the second answer's token is unscored, the fourth answer has no tokens.
 LENGTHS = (3, 1, 4, 0, 2, 5)
-# Prompt of each answer: the third prompt, 2**62, also has the answer without tokens.
+# Prompt id of each answer; the answer without tokens belongs to prompt 2**62.
 PROMPTS = (9, -7, 9, 2**62, -7, 2**62)
 T, H, V = sum(LENGTHS), 6, 17
 TRAINED = [name for name in SCHEDULES if name != "frozen"]  # schedules with a weight gradient
@@ -58,7 +58,8 @@ class Step:
     def run(
         self, objective: Any, order: list[int] | None = None, options: Any = None, **fields: Any
     ) -> list[Tensor]:
-        """Return the loss and both gradients, the hidden gradient in original token order."""
+        """Return the loss, the hidden gradient (in the original order of tokens) and the weight
+        gradient."""
         order = list(range(len(LENGTHS))) if order is None else order
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         batch, head = self.batch(order, **fields), hl.Head(leaves[1])
@@ -66,8 +67,8 @@ class Step:
         return [out.loss.detach(), *torch.autograd.grad(out.loss, leaves)]
 
     def plain(self, loss: Any) -> list[Tensor]:
-        """Return loss and gradients of a plain loss on log-probs and old log-probs of each
-        segment's scored tokens."""
+        """Call the plain PyTorch function `loss` on the log-probs and old log-probs of each
+        segment's scored tokens; return its value and gradients."""
         leaves = self.hidden.clone().requires_grad_(), self.weight.clone().requires_grad_()
         log_p = (leaves[0] @ leaves[1].t()).log_softmax(-1)
         rows = [[] for _ in LENGTHS]
@@ -155,8 +156,8 @@ def test_a_prompt_with_one_segment_each_is_the_sequence_mean() -> None:
 
 
 def test_micro_batches_of_whole_prompts_add_up() -> None:
-    """Micro-batches of whole prompts add up in any order with step totals; unscored prompts
-    count."""
+    """If micro-batches contain whole prompts and share step totals, their losses and gradients add
+    up to those of the whole batch, in any order; prompts without scored tokens count."""
     step = Step()
     objective = hl.dapo().over("prompt_mean") + 0.3 * hl.real().over("prompt_mean")
     want = step.run(objective)
@@ -268,7 +269,7 @@ def test_real_of_groups_on_one_side(sign: float) -> None:
     """Groups of only right or only wrong answers (0 is wrong) have no loss and no gradient."""
     step = Step()
     step.advantages = torch.full((6,), sign, dtype=torch.float64)
-    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # prompt 3 has only the answer without tokens
+    step.prompts = torch.tensor([1, 2, 1, 3, 4, 5])  # the only answer to prompt 3 has no tokens
     value, *gradients = step.run(hl.real())
     assert value == 0 and not any(gradient.any() for gradient in gradients)
 
@@ -300,8 +301,8 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # Each sequence score divided by tau is 2 (-log 3 -+ far), which has the wrong sign for both
-        # answers of the first group.
+        # With the old log-prob `far` or `-far`, a sequence score divided by tau is 2 (-log 3 -
+        # far) or 2 (-log 3 + far); in the first group, the right answer has the low score.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 
@@ -317,7 +318,9 @@ def test_metrics_of_real() -> None:
     found = out.metrics.compute()
     assert found["real/positive_score"] == pytest.approx((score[0] + score[3]) / 2)
     assert found["real/negative_score"] == pytest.approx((score[1] + score[2]) / 2)
-    assert found["real/mixed_groups"] == pytest.approx(2 / 3)  # both answers to prompt -7 are wrong
+    # Both answers to prompt -7 are wrong, so only two of three prompts have right and wrong
+    # answers.
+    assert found["real/mixed_groups"] == pytest.approx(2 / 3)
     ratios = [math.exp(s) for s in score]
     assert found["real/ratio"] == pytest.approx(sum(ratios) / 4)
     assert found["real/ratio_max"] == pytest.approx(max(ratios))

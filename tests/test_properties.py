@@ -31,8 +31,8 @@ V, H = 19, 6
 TOLERANCE = 1e-11
 # Number of random batches for each objective.
 FEW = settings(max_examples=max(2, settings().max_examples // 4))
-# One fewer for tests that add the objective's index to the seed, so that objectives do not share
-# batches.
+# Tests that add the objective's index to the seed draw one batch fewer than `FEW`, so that two
+# objectives never share a batch.
 ONE = settings(max_examples=FEW.max_examples - 1)
 SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != "batch"]
 
@@ -70,7 +70,8 @@ class Piece:
 
 @dataclass(kw_only=True)
 class Result:
-    """The results of all calls, put together in the token order of the undivided batch."""
+    """Results of the calls on all pieces of a batch, joined in the token order of the undivided
+    batch."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -202,8 +203,9 @@ def packed(base: Base, order: Sequence[int]) -> Piece:
 
 
 def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
-    """Return a piece with the given segment ids; a padding token is added if as many tokens as
-    segments would make field shapes ambiguous."""
+    """Return a `Piece` of the batch with the given segment ids. If it has as many tokens as
+    segments, a padding token is added, because a field's shape could not tell values per token
+    from values per segment."""
     if len(places) == len(order) > 0:
         places = torch.cat([places, torch.tensor([-1])])
         ids = torch.cat([ids, torch.tensor([len(order) - 1])])
@@ -426,8 +428,8 @@ def test_poison_in_tokens_that_where_leaves_out(name, poison):
     base = make_base(CASES[name], (5, 2, 0, 4), seed=3)
     ((_, term),) = base.objective.parts
     objective = hl.Objective.of(term.where("kept"))
-    # In a per-segment term the log-ratio of an excluded token still enters the segment's mean, so
-    # only its advantage is poisoned.
+    # In a term with one value per segment, excluded tokens still count in the segment's mean
+    # log-ratio, so only their advantages are set to NaN or infinity.
     left_out = ~base.per_token["kept"]
     names = ["advantages", "old_logps", "ref_logps", "sampling_logps"]
     if term.scope != "token":

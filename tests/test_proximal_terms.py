@@ -352,8 +352,8 @@ def test_kl_against(against: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_straight_through(estimator: str, corrected: bool) -> None:
-    """The straight-through KL has the estimator's value, and the gradient (logp - ref) grad logp,
-    times the ratio r with importance correction."""
+    """With `straight_through`, the KL term has the value of the estimator and the gradient (logp -
+    ref) grad logp; with importance correction, this gradient is multiplied by the ratio r."""
     case = kl_case()
     options = {"estimator": estimator, "bias_corrected": corrected, "straight_through": True}
     value, gradient = ours(hl.kl(**options), case)  # type: ignore[arg-type]
@@ -471,4 +471,6 @@ def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
     packed = pack(batch, vocabulary=1, dtype=torch.float32)
     values = hl.vaco(delta=0.3)(Statistics(logp=logp), packed)
-    assert values.tolist() == [0, 0]  # far from the old policy, and moving away
+    # Both tokens are far from the old policy, and an update would move them farther, so that their
+    # loss is 0.
+    assert values.tolist() == [0, 0]

@@ -58,7 +58,8 @@ TRAINERS: dict[str, Callable[[], Any]] = {
 
 
 class Entries(TrainerCallback):
-    """Record the number of remembered terms (`reads._TABLE`) after each step."""
+    """Trainer callback that records the size of `reads._TABLE`, the table of terms whose reads of
+    the batch are remembered, after each step."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []

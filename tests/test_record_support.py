@@ -34,8 +34,8 @@ def generate(model: Any, **options: Any) -> Any:
 
 
 def check(drawn: Any, output: Any, greedy: bool = False) -> Tensor:
-    """Check recorded `support_ids` and log-probs against the generation's scores, also after the
-    end of a row; return the tokens."""
+    """Check that recorded `support_ids` and log-probs agree with the scores of `generate`, also at
+    positions after the end of a row; return the generated tokens."""
     tokens = output.sequences[:, PROMPTS.shape[1] :]
     scores = torch.stack(output.scores, 1)
     if greedy:

@@ -145,7 +145,8 @@ def test_a_misspelt_field_is_named(name: str) -> None:
 
 
 def test_fields_that_nobody_misspelt_are_not_named() -> None:
-    """A field that no term reads causes no warning if the field that it resembles is given too."""
+    """A field that no term reads causes no spelling warning if the batch also has the field whose
+    name it resembles."""
     data = batch(
         ref_logps=-torch.rand(N),
         sampling_logps=-torch.rand(N),
@@ -315,7 +316,8 @@ def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
         if out is None:
             assert re.search(rf"static: got True with term {term.name}", error)
             assert make is centred
-            # `logits_loss` refuses `static` for this term too, also when called again
+            # `logits_loss` also raises an error for the term with `static=True`, although
+            # `head_loss` was called with the term before.
             with pytest.raises(ValueError, match="static"):
                 hl.logits_loss(torch.randn(N, V), data, term, options=hl.Options(static=True))
             continue

@@ -159,8 +159,8 @@ def test_the_mean_over_what_the_sampler_draws_is_zero() -> None:
 def value_and_slopes(
     log_p: list[float], log_q: list[float], ids: list[int], dtype: torch.dtype, **options
 ) -> tuple[float, list[float]]:
-    """Return score centering's value at one token with advantage 1, and its derivatives with
-    respect to candidate log-probs."""
+    """Return the value of `score_centering` at one token with advantage 1, and the value's
+    derivatives with respect to the candidates' log-probs."""
     from headloss.batch.packing import PackedBatch
     from headloss.batch.segments import Segments
     from headloss.statistics.softmax import CANDIDATES, Statistics
@@ -202,8 +202,8 @@ def test_edges(dtype: torch.dtype, name: str) -> None:
     assert slopes[0] == 0
     value_and_slopes([-800.0, -1.0], [-1.0, -800.0], [3, 5], dtype, **options)
     value_and_slopes([-math.inf, -1.0], [-math.inf, -1.0], [3, 5], dtype, **options)
-    # With all probability of student and sampler on one candidate, the probability outside is
-    # clamped to a minimum in both.
+    # If student and sampler put all probability on one candidate, both probabilities outside of
+    # the candidates are clamped to the same minimum.
     value, slopes = value_and_slopes([0.0], [0.0], [3], dtype, **options)
     assert value == 0 and slopes == pytest.approx([0.0], abs=1e-12)
 

@@ -17,8 +17,8 @@ import headloss as hl
 
 
 def kept_of(moments: list[float], threshold: float) -> list[bool]:
-    """Return which tokens are kept: the largest moments are dropped, as few as bring the mean of
-    the others below the threshold."""
+    """Return a list that is True for kept tokens. Tokens with the largest second moments are
+    dropped, as few as are needed to bring the mean of the remaining moments below `threshold`."""
     order = sorted(range(len(moments)), key=lambda i: -moments[i])
     for n in range(len(moments)):
         left = [moments[i] for i in order[n:]]
@@ -36,8 +36,8 @@ def batch_of(old: Tensor, sampling: Tensor, targets: Tensor | None = None) -> hl
 
 @pytest.mark.parametrize("threshold", [1e-6, 0.04, 0.3, 1.0, 1e6])
 def test_the_mask(threshold: float) -> None:
-    """The mask agrees with a loop for few and many tokens, and ignores unscored tokens even if
-    their log-probs are NaN."""
+    """`second_moment_mask` agrees with a Python loop for few and many tokens, and ignores unscored
+    tokens even if their log-probs are NaN."""
     for seed in range(12):
         generator = torch.Generator().manual_seed(seed)
         rows = 1 + seed % 4
@@ -59,10 +59,11 @@ def test_edges_of_the_mask() -> None:
         return hl.second_moment_mask(batch, threshold=threshold).tolist()
 
     assert kept([]) == []
-    assert kept([9.0]) == [True]  # The smallest moment is always kept.
+    assert kept([9.0]) == [True]  # The token with the smallest second moment is always kept.
     assert kept([0.0625, 0.4]) == [True, True]  # The mean second moment is below 0.25.
     assert kept([0.25, 0.25]).count(True) == 1  # A mean of 0.25 is not below the threshold 0.25.
-    assert kept([4.0, 4.0, 4.0]).count(True) == 1  # Any one of three equal moments is kept.
+    # Of three equal second moments, exactly one (any) is kept.
+    assert kept([4.0, 4.0, 4.0]).count(True) == 1
     # A mean of 0.25 is not below the threshold 0.25.
     assert kept([0.0625, 0.4375]) == [True, False]
     assert kept([math.inf, 0.0, 0.0625]) == [False, True, True]
@@ -95,8 +96,8 @@ def test_the_modifier(live: bool, threshold: float) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINED)
 def test_through_the_head(schedule: str) -> None:
-    """In `head_loss`, `.second_moment_masked()` still divides by all scored tokens, while the mask
-    as a field divides by kept tokens."""
+    """`.second_moment_masked()` in `head_loss` drops tokens but still divides the loss by all
+    scored tokens; with the mask as a batch field, the loss is divided by the kept tokens."""
     step = Step()
     order = [4, 2, 0, 5, 3, 1]
     noise = 0.5 * torch.randn(T, generator=torch.Generator().manual_seed(5)).double()

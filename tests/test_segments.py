@@ -248,8 +248,8 @@ def test_padding_of_labels_predicts_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (2, 5), (3, 1), (2, 3, 4), (2, 0), (0, 4)])
 def test_labels_by_rows(shape: tuple[int, ...]) -> None:
-    """`Batch.from_labels` shifts labels and fields of [.., L] rows as it does with one segment id
-    per row."""
+    """For labels in rows [.., L], `Batch.from_labels` shifts labels and fields as if each row had
+    its own segment id."""
     labels = torch.arange(math.prod(shape)).view(shape)
     fields = {
         "w": labels.double(),
@@ -273,7 +273,8 @@ def test_a_batch_elsewhere_knows_the_order_of_its_segments(segments: Segments) -
 
 
 def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):
-    """Ranks that are threads sum their lengths without waiting outside the collective."""
+    """If ranks are threads of one process, all threads enter the collective that sums segment
+    lengths, and no thread waits for another thread outside of it."""
     together = threading.Barrier(2)
 
     def over_ranks(segments, values):

@@ -285,8 +285,8 @@ def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     """Return hidden, weight, float64 log-probs and a batch, in which one token's log-prob is `by`
     above its old log-prob.
 
-    The log-ratios of the sequence's other nine tokens cancel `by`, so that the mean log-ratio is
-    small.
+    The sequence's other nine tokens have log-ratios that cancel the outlier `by`, so that the mean
+    log-ratio of the sequence is small.
     """
     hidden, weight, fields, segments, targets = problem(dtype)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
@@ -310,7 +310,8 @@ def per_sequence(values: Tensor, reduce) -> Tensor:
 
 
 def sequence_formula(name: str, logps: Tensor, batch: hl.Batch) -> Tensor:
-    """Return the loss of each paper's formula in float64, with clamped exponents."""
+    """Return the loss `name`, computed in float64 by the formula of its paper, with clamped
+    exponents."""
     old, advantages = batch.old_logps.double(), batch.advantages.double()
     sampling, ref = batch.sampling_logps.double(), batch.ref_logps.double()
     d, lengths = logps - old, torch.tensor(LENGTHS)
@@ -396,8 +397,8 @@ def test_gspo_of_one_token_far_below_by_hand() -> None:
     out = hl.logits_loss(logits, batch, hl.gspo())
     out.loss.backward()
     assert float(out.loss.detach()) == pytest.approx(-math.exp(-0.05), rel=1e-9)
-    # with ratio s and n tokens, each target logit's derivative is -s (1 - p) / n, also at the
-    # outlier
+    # With ratio s and n tokens, every target logit has the derivative -s (1 - p) / n, including
+    # the token whose log-ratio is an outlier.
     assert logits.grad[:, 0].tolist() == pytest.approx([-math.exp(-0.05) * 0.5 / 1000] * 1000)
 
 

@@ -348,7 +348,8 @@ def test_four_coefficients_are_the_gradient_of_any_mix(transform, names, seed):
     leaves = {n: t.clone().requires_grad_() for n, t in stats.tensors().items() if n in g}
     slopes = dict(zip(leaves, torch.autograd.grad(mix(leaves), list(leaves.values())), strict=True))
     coefficients = vjp(slopes, stats, 23)
-    # In two tiles, as the `recompute` schedule does: columns 0 to 8, then 9 to 22.
+    # Compute the gradient in two tiles of the vocabulary, columns 0 to 8 and 9 to 22, as the
+    # `recompute` schedule does.
     for columns in (slice(0, 9), slice(9, 23)):
         part = logit_gradient_(
             tile[:, columns].clone(), targets, columns.start, transform, normalizer, coefficients
@@ -431,8 +432,8 @@ def test_a_call_computes_only_what_its_objective_reads(
 @pytest.mark.parametrize("softcap", [None, 30.0])
 @pytest.mark.parametrize("names", ["tp", "tpe", "tpu"])
 def test_a_tile_of_the_whole_vocabulary_needs_no_search(names, softcap):
-    """The gradient of a tile with the whole vocabulary needs no search for the target's column, and
-    equals that of a part of the vocabulary.
+    """If a tile spans the whole vocabulary, its gradient is computed without a search for the
+    target's column, and equals the gradient from tiles that span parts of the vocabulary.
 
     Token 0's target logit is 40, so that only 1e-9 of its probability lies elsewhere.
     """

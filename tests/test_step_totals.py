@@ -152,8 +152,8 @@ def test_a_routers_loss_is_averaged() -> None:
 
 
 def test_where_trainer_divides_by_the_micro_batches() -> None:
-    """A step's loss is correct if Trainer divides it by the number of micro-batches, as for models
-    whose forward accepts no token count."""
+    """The loss of a step is correct for models whose forward accepts no token count, where Trainer
+    divides the loss by the number of micro-batches."""
 
     class Divided(Trainer):
         loss_is_scaled_for_ga = False

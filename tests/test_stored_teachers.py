@@ -133,7 +133,8 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
         frozen=False,
     )
     hidden = torch.zeros(1, V)
-    hidden[0, 3] = 2000.0  # probability 1 at the first stored id, 0 at the second
+    # The student gives the first stored id probability 1 and the second stored id probability 0.
+    hidden[0, 3] = 2000.0
     ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
     batch = hl.Batch(torch.tensor([3]), teacher_topk_ids=ids, teacher_topk_logps=logps)
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
@@ -213,8 +214,8 @@ def test_a_sampled_tail(temperature: float) -> None:
 
 
 def test_a_sampled_tail_is_three_terms() -> None:
-    """At the head's temperature, the tail "sampled" equals a truncated reverse KL plus two terms on
-    targets outside the stored ids."""
+    """With the head's temperature, `tail="sampled"` equals a reverse KL truncated to the stored
+    ids, plus two terms on tokens whose target is not a stored id."""
     case = with_samples(0.7)
     ids = case.fields["teacher_topk_ids"]
     outside = (ids != case.targets[:, None]).all(1)

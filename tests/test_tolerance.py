@@ -246,7 +246,7 @@ def test_the_least_rows_leave_and_as_many_as_may(given: list[float], share: floa
     exact = math.fsum(m for m, gone in zip(given, out.tolist(), strict=True) if gone)
     assert exact <= share * total * (1 + 1e-12)
     order = sorted(range(len(given)), key=lambda i: (given[i], i))
-    # Skipped rows are the rows with the smallest gradient masses.
+    # The skipped rows must be those with the smallest contributions to the gradient (`mass`).
     assert out[order].tolist() == sorted(out.tolist(), reverse=True)
     kept = [i for i in order if not out[i]]
     if total and kept:

@@ -145,8 +145,8 @@ def test_recipes_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_recipes_of_the_page_are_whole(number: int, tmp_path: Path) -> None:
-    """The recipes on the documentation's training page list every key, and only options that the
-    trainer's configuration has."""
+    """The recipes on the page docs/train.md list every key of a recipe, and only options that the
+    trainer's configuration knows."""
     page = (Path(__file__).parents[1] / "docs" / "train.md").read_text()
     text = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[number]
     assert re.findall(r"^(\w+):", text, re.MULTILINE) == [f.name for f in fields(Recipe)]

@@ -37,8 +37,8 @@ ACTIONS: dict[int, Callable[[], None]] = {}
 
 
 def acting(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
-    """A reward function that runs an action from `ACTIONS` in its nth call; SFT calls it twice
-    before training and twice after."""
+    """Reward function that calls `ACTIONS[n]`, if it exists, in its nth call. SFT runs call the
+    reward twice before and twice after training."""
     CALLS.append(len(completions))
     ACTIONS.get(len(CALLS), lambda: None)()
     if ACTIONS.get(-len(CALLS)) is not None:
@@ -181,8 +181,8 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
     """A generation without scores has a null reward in the metrics file, and not NaN."""
     monkeypatch.chdir(tmp_path)
-    # the reward's fourth call, which scores the second generation; calls 1 and 2 evaluate held-out
-    # prompts
+    # Rewards are None in the fourth call, which scores the second generation; calls 1 and 2 score
+    # held-out prompts.
     ACTIONS[-4] = lambda: None
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 

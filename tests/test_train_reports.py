@@ -55,7 +55,7 @@ def test_rate() -> None:
     assert plots.rate(entries([100])) == 50
     assert plots.rate(entries([100, 300])) == 75
     assert plots.rate(entries([100, 300], stride=5)) == 15  # Each log entry covers five steps.
-    # The rate uses the last ten entries, with 1000 tokens each.
+    # The rate is computed from the last ten log entries, each of which covers 1000 tokens.
     assert plots.rate(entries([0] * 5 + [1000 * i for i in range(1, 11)])) == 500
 
 
@@ -82,7 +82,8 @@ def test_latest_remembers_the_reward() -> None:
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     assert run("sft", place / "a", "held_out_steps=1", "trainer.max_steps=3") == 0
-    shutil.copytree(place / "a", place / "b")  # stands for a run with other settings
+    # the copy acts as a second run with another learning rate
+    shutil.copytree(place / "a", place / "b")
     recipe, rate = place / "b" / "recipe.yaml", "learning_rate: 0.002"
     assert rate in recipe.read_text()
     recipe.write_text(recipe.read_text().replace(rate, "learning_rate: 0.1"))
@@ -90,8 +91,8 @@ def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_held_out_on_the_way(two_runs: Path) -> None:
-    """Held-out evaluations are recorded after intermediate steps; first and last have separate
-    files."""
+    """Held-out evaluations after intermediate steps are recorded in one file; the evaluations
+    before and after training have files of their own."""
     lines = [json.loads(line) for line in (two_runs / "a/held_out.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["problems"] == 6 and "samples" not in line for line in lines)
@@ -119,7 +120,8 @@ def test_plots_show_whole_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def measured(figure: Any, path: Path, **options: Any) -> None:
         save(figure, path, **options)
-        figure.canvas.draw()  # redraw at screen resolution, since `save` used the file's
+        # Draw again, because `save` laid out the figure for the file's resolution.
+        figure.canvas.draw()
         axes, renderer = figure.axes[0], figure.canvas.get_renderer()
         texts = [axes.xaxis.label, axes.yaxis.label, *axes.get_legend().get_texts()]
         for box in (text.get_window_extent(renderer) for text in texts):

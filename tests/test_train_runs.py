@@ -108,8 +108,8 @@ CALLS: list[int] = []
 
 
 def pressing(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward that simulates Ctrl-C in its fourth call, after two held-out calls and one
-    generation."""
+    """Reward function that simulates Ctrl-C (SIGINT) in its fourth call, after two calls for
+    held-out prompts and one call for a generation."""
     CALLS.append(len(completions))
     if len(CALLS) == 4:
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,5 +1,5 @@
-"""The training studies `clip_sides.py`, `stacks.py` and `spelling.py` use correct losses and clip
-bounds, and a correct task."""
+"""Tests of the training studies `clip_sides.py`, `stacks.py` and `spelling.py`: their losses,
+their clip bounds and the spelling task."""
 
 from __future__ import annotations
 
@@ -116,8 +116,9 @@ def test_tables_and_figures(tmp_path: Path) -> None:
 
 
 def test_a_run_over_the_sets_has_the_ratio_one(tmp_path: Path) -> None:
-    """With the sampler's kept ids the ratio to the sampler is 1 up to rounding; over the whole
-    vocabulary it is the probability of the kept ids."""
+    """If log-probs are over the ids that the sampler kept, the ratio between trainer and sampler
+    is 1 up to rounding; over the whole vocabulary, the ratio is the probability of the kept
+    ids."""
     where = ["--models", str(tmp_path / "models"), "--output", str(tmp_path)]
     command = [*where, "--study", "sampling", "--quick", "--device", "cpu", "--steps", "4"]
     ratios = {}

@@ -164,8 +164,8 @@ def test_terms_with_fields() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_is_no_document(side: str) -> None:
-    """Padding with constant positions is no document, for positional and keyword arguments, packed
-    or not."""
+    """Padding tokens with constant position ids are not counted as a document, whether arguments
+    are passed by position or by keyword, and with or without packing."""
     model, real = tiny("llama"), torch.tensor([[1] * 5 + [0] * 2, [1] * 7])
     real = real if side == "right" else real.flip(1)
     labels = IDS.masked_fill(real == 0, -100)

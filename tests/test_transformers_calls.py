@@ -55,7 +55,7 @@ def test_a_batch_of_labels_lies_as_a_call_does(align: Any) -> None:
     """With equal token ids, weights and candidates, a model after `apply(model)` and
     `Batch.from_labels` give the loss of float64 logits.
 
-    Fields with a different alignment give a different loss.
+    Fields that are shifted differently from the labels give a different loss.
     """
 
     @hl.term
@@ -136,7 +136,8 @@ def test_shifted_labels_among_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 LENGTHS = (5, 6)
 POSITIONS = [*range(5), *range(6)]
 def test_documents_by_the_text_positions_of_m_rope() -> None:
-    """Documents follow from the text row of m-rope's four position rows, not from image rows."""
+    """With m-rope, whose position ids have one row for text and three rows for images, documents
+    are found from the row for text."""
     text = torch.tensor([POSITIONS])
     images = torch.arange(text.numel()).flip(0).expand(3, 1, -1)
     targets = torch.zeros_like(text)
@@ -171,8 +172,8 @@ def packed(padding: list[int], told: str, pads: int = 0, same: bool = True) -> d
 
 
 def per_sequence(calls: list[dict[str, Any]]) -> list[Tensor]:
-    """Return losses per sequence; document markers other than positions go to the adapter, not to
-    attention."""
+    """Return the loss of each sequence in each call, and check that document markers other than
+    position ids reach the adapter, but not attention."""
     model, losses = tiny("llama"), []
     position = lambda n: torch.tensor([POSITIONS + [0] * (n - 11)])  # noqa: E731
     with apply(model, PER_SEQUENCE) as applied:
@@ -213,8 +214,8 @@ def test_padding_at_the_end_of_a_row_is_no_document(told: str) -> None:
 
 
 def test_an_unscored_document_counts() -> None:
-    """A packed document without scored tokens counts if it has several tokens, if another document
-    follows, or if there is no other."""
+    """A packed document without scored tokens counts as a document if it has several tokens, if
+    another document follows it, or if it is the only document."""
     targets = torch.tensor([[1, 2, -100, -100, -100, -100, 5, -100, -100, -100]])
     tokens = torch.tensor([[3, 4, 5, 3, 4, 7, 9, 8, 6, 5]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 1, 0, 1]])
@@ -226,8 +227,8 @@ def test_an_unscored_document_counts() -> None:
 
 
 def test_ends_tell_more_than_positions() -> None:
-    """`cu_seq_lens_q` marks documents also if position ids have three axes or never restart; a
-    repeated end marks none."""
+    """`cu_seq_lens_q` marks the ends of documents, also if position ids have three axes or never
+    restart; two equal ends mark no document between them."""
     targets = torch.arange(8).view(1, 8)
     call = {"position_ids": torch.zeros(3, 1, 8), "cu_seq_lens_q": torch.tensor([0, 3, 3, 8, 8])}
     documents = documents_of(call, targets)
@@ -278,8 +279,8 @@ def test_rows_of_torchtitan() -> None:
     ],
 )
 def test_ends_of_megatron(ends: list[int], padded: list[int] | None, want: list[int]) -> None:
-    """Repeated ends, with which Megatron fills a buffer of fixed size, and documents of padding
-    alone count as no documents."""
+    """Repeated ends in `cu_seqlens_q`, with which Megatron fills a buffer of fixed size, and
+    documents made of padding count as no documents."""
     told = SimpleNamespace(
         cu_seqlens_q=torch.tensor(ends, dtype=torch.int32),
         cu_seqlens_q_padded=None if padded is None else torch.tensor(padded, dtype=torch.int32),

@@ -257,8 +257,8 @@ DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, BiasAlone, ReadsTheWeight}
 
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)
 def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
-    """What a model's own forward does to logits and loss is kept after `apply(model)`, for any
-    terms, mostly without materialising logits."""
+    """After `apply(model)`, changes that a model's own forward makes to logits and loss still take
+    effect, for any terms and mostly without materialising logits."""
     stock, count = of_class(kind), {"num_items_in_batch": torch.tensor(13)}
     want = [outcome(stock), outcome(stock, **count)]
     stock.loss_function = loss_function_of(TERMS)
@@ -457,8 +457,8 @@ def test_hooks_of_accelerate_keep_the_objective() -> None:
 
 
 def test_training_calls_that_pass_the_objective_by() -> None:
-    """Training calls that bypass the objective warn once, and raise for terms other than
-    cross-entropy."""
+    """A training call whose loss is not computed by the objective of `apply` warns once if the
+    objective is cross-entropy, and raises an error for other terms."""
     for call in (
         lambda m: m(IDS),
         lambda m: m.model(IDS),

@@ -1,5 +1,5 @@
-"""After `apply(model)`, outputs hold logits that remember how the head computes them; any operation
-on the logits computes them."""
+"""After `apply(model)`, a model's output holds lazy logits that know how the head computes them;
+any operation on the lazy logits computes their values."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def test_partials_into_poisoned_memory_with_minus_infinity():
 
 
 def test_rest_keeps_its_digits():
-    """The logarithm of 1 + (other exponentials) is accurate for a nearly certain token and for
-    equal largest logits."""
+    """The kernel's logarithm of the sum of exponentials, with the largest logit subtracted, is
+    accurate for a nearly certain token and for several equal largest logits."""
     raw = torch.full((2, 500), -20.0, device=DEVICE)
     raw[0, 7] = 0.0
     raw[1, 7] = raw[1, 499] = 0.0

@@ -64,7 +64,8 @@ def one(raw_teacher, of, pivot, weight):
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Make every row several blocks, with a ragged last block."""
+    """Set the kernels' block size to 64 columns, so that every row has several blocks and its last
+    block is not full."""
     monkeypatch.setattr("headloss.kernels.triton.pair.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
     monkeypatch.setattr("headloss.kernels.triton.statistics.BLOCK", 64)
@@ -97,8 +98,8 @@ def in_double(side: Distribution) -> Distribution:
 
 
 def pair_of(n, v, dtype, teacher_dtype=None):
-    """Return student and teacher logit tiles, views of wider NaN-filled buffers; in odd rows the
-    teacher is close to the student."""
+    """Return logit tiles of student and teacher, as views into larger buffers of NaN. In odd rows
+    the teacher's logits are close to the student's."""
     raw = tile(n, v, dtype)
     raw_teacher = tile(n, v, teacher_dtype or dtype, seed=1, pad=7)
     raw_teacher[1::2] = (raw[1::2].float() + 0.05 * raw_teacher[1::2].float()).to(raw_teacher.dtype)
@@ -146,7 +147,8 @@ def test_no_divergence_from_oneself(kind):
 
 
 def test_a_small_mixture_divergence_keeps_its_digits():
-    """A JS divergence of 1e-9, summed from terms of 1e-4, is accurate."""
+    """A Jensen-Shannon divergence of about 1e-9 is accurate, although it is the sum of terms of
+    about 1e-4 that nearly cancel."""
     raw = tile(4, 97, torch.float32)
     raw_teacher = raw + 1e-4 * torch.randn(4, 97).to(DEVICE)
     p, q = sides(raw, raw_teacher, PAIRS["plain"])
@@ -160,8 +162,8 @@ def test_a_small_mixture_divergence_keeps_its_digits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ruled_out_tokens(kind):
-    """Tokens with a teacher logit of -inf, even a whole block, or a student logit of -inf, are
-    correct."""
+    """Divergences are correct if teacher logits are -inf at some tokens or in a whole block of
+    columns, and if a student logit is -inf."""
     raw, raw_teacher = pair_of(3, 200, torch.float32)
     raw_teacher[:, ::3] = -math.inf
     raw_teacher[:, 64:128] = -math.inf
@@ -183,8 +185,8 @@ def test_ruled_out_tokens(kind):
 
 
 def others_of(n, v, which, transform, dtype=None) -> Backward:
-    """Return a kernel's arguments (`Backward`) for the gradient of softmax statistics on a logit
-    tile from column 40 on, with the head's temperature."""
+    """Return arguments of a backward kernel (`Backward`) for the gradient of softmax statistics,
+    on a logit tile that begins at vocabulary column 40, with the head's temperature."""
     own = Transform(
         scale=transform.scale,
         softcap=transform.softcap,
@@ -231,8 +233,8 @@ def assert_gradient(found, references, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["temperature", "capped"])
 def test_gradient(name, kind, which):
-    """The divergence's gradient is correct if written to separate memory, and if added to other
-    terms' gradient over the student's logits."""
+    """The gradient of a divergence is correct both when it is written to separate memory and when
+    it is added to other terms' gradient in the memory of the student's logits."""
     n, v = 3, 97
     weight = torch.tensor([0.3, 0.0, -2.0], device=DEVICE)
     dtypes = [torch.float32, torch.bfloat16, torch.float16]

@@ -98,8 +98,9 @@ def test_a_nearly_certain_token_keeps_its_digits():
 
 
 def test_a_tokens_bits_are_its_own():
-    """Statistics and sums of a token have the same bits in any batch and at any position, and the
-    statistics also without sums."""
+    """The kernel for heads with at most 256 hidden units gives a token's statistics, and its sums
+    for dX, the same bits in any batch and at any position; the statistics have the same bits if no
+    sums are computed."""
     n, h, v = 100, 32, 300
     x, w, targets = head(n, h, v, 0, torch.float32)
     forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)

@@ -255,10 +255,11 @@ def test_log_probs_of_a_trained_head(h, v):
 @needs_tensor_cores
 @pytest.mark.parametrize(("h", "bound"), [(896, 6e-6), (4096, 1e-5)])
 def test_log_probs_have_little_bias(h, bound):
-    """Log-probs have little bias, although tensor cores round logits up to 45 toward zero.
+    """Log-probs are nearly unbiased, although tensor cores round toward zero when they sum logits
+    as large as 45.
 
-    For likely tokens, logits are too small by up to 6e-5 (h = 896) or 26e-5 (h = 4096), and by
-    2.4e-5 or 12e-5 in the mean.
+    Without a correction, the logits of likely tokens would be too small by up to 6e-5 (h = 896) or
+    26e-5 (h = 4096), and on average by 2.4e-5 or 12e-5.
     """
     generator = torch.Generator(DEVICE).manual_seed(5)
     x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()

@@ -143,8 +143,8 @@ def plain_z(transform: Transform, raw: torch.Tensor) -> torch.Tensor:
 
 
 def order_of(support, there, tokens) -> torch.Tensor:
-    """Return the rank of each (token, id) entry inside the vocabulary slice, in order of tokens,
-    then ids."""
+    """Sort the (token, id) entries whose id lies in the vocabulary slice by token, then by id, and
+    return each entry's position in this order."""
     key = tokens[there] * (1 << 20) + support.ids[there]
     return key.argsort().argsort()
 

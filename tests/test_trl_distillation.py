@@ -191,8 +191,8 @@ def test_self_distillation_of_sampled_tokens(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", LENGTHS)
 def test_clipped_weight_of_self_distillation(shape: str) -> None:
-    """The clipped self-distillation weight (distillation_is_clip) is the current policy over the
-    sampling policy."""
+    """TRL's option `distillation_is_clip` weights self-distillation by the clipped ratio of the
+    current policy to the sampling policy, and headloss's loss agrees."""
     step = Step(shape)
     teacher = (step.teacher_hidden @ step.weight.t()).detach()
     values = loss_utils.compute_full_logit_self_distillation_loss(

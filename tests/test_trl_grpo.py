@@ -304,6 +304,7 @@ def test_trl_itself_is_left_as_it_was() -> None:
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_options_of_every_loss_type(loss_type: str, option: str) -> None:
     options = {**OPTIONS[option], "loss_type": loss_type}
-    if loss_type == "luspo":  # luspo sums over tokens, so large steps amplify rounding
+    # "luspo" sums over tokens, so that large steps would amplify rounding errors
+    if loss_type == "luspo":
         options["learning_rate"] = 0.05
     same(**options)

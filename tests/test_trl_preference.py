@@ -376,8 +376,8 @@ def test_triple(loss_type: str) -> None:
     `cross_entropy().where(...)`."""
     step = Step()
     order, with_prompt = row_order(step.mask)
-    # Logits of a two-token vocabulary whose log-softmax at the target is the log-prob tensor
-    # `step.leaf`.
+    # Make logits of a two-token vocabulary; after log-softmax, the target's log-prob is exactly
+    # the tensor `step.leaf`.
     other = torch.log1p(-step.leaf.exp())
     logits = torch.stack([other, step.leaf], 2)[order]
     logits = torch.cat([logits, logits[:, :1]], 1)

@@ -157,8 +157,8 @@ def test_lora(targets: list[str]) -> None:
 
 
 def test_losses_are_those_of_masked_logits() -> None:
-    """Losses equal those of logits masked to the recorded ids, also after weight updates, while
-    recorded ids, old and reference log-probs stay fixed."""
+    """Losses equal those of logits that are masked to the recorded ids. After a weight update,
+    losses still use the recorded ids and the recorded old and reference log-probs."""
     trainer = make(beta=0.3, num_iterations=2, use_bias_correction_kl=False)
     inputs = generated(trainer)
     with torch.no_grad():
@@ -230,8 +230,8 @@ def test_where_nothing_is_taken_away_none_is_off_and_true_on() -> None:
     "own", [{"epsilon_cutoff": 0.02}, {"suppress_tokens": [3, 4, 5]}, {"typical_p": 0.6}]
 )
 def test_filters_of_the_model_count(own: dict[str, Any]) -> None:
-    """Filters of the model's generation config are replayed, without truncation arguments of the
-    trainer."""
+    """Token filters of the model's generation config are replayed even if the trainer's own
+    arguments truncate nothing."""
     model = load(llama())
     for name, value in own.items():
         setattr(model.generation_config, name, value)

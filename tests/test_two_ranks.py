@@ -29,8 +29,8 @@ MIXED += ("float32", "replay", "replay, lora")
 def test_trainers(tmp_path: Path) -> None:
     """Trainers on two ranks agree with one process.
 
-    Greedy sampling makes two ranks generate what one process does; REINFORCE compares prompts, so
-    its advantages are still not all 0.
+    With greedy sampling, two ranks generate the same tokens as one process. REINFORCE compares the
+    rewards of different prompts, so that equal samples of one prompt do not make all advantages 0.
     """
     steps = ["trainer.max_steps=3", "trainer.save_steps=3", "trainer.learning_rate=0.01"]
     recipes: dict[str, list[str]] = {

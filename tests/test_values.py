@@ -173,8 +173,8 @@ def test_kl_shaped(centred: bool, through: bool) -> None:
     term = hl.dppo(delta_low=1.0, delta_high=1.0, surrogate="ratio", ratio_max=None)
     term = hl.kl_shaped(term, beta=0.5, estimator="k3", **flags)
     got = value_and_gradient(reduced(term, case.stats, case.batch), case.logp)
-    # compared only without `through`, since the reference loop gives shaped advantages and ratios
-    # no gradient
+    # With `through=True`, gradients also flow through shaped advantages and ratios, which the
+    # reference loop does not support.
     if not through:
         assert_same(got, value_and_gradient(over_tokens(case.sequences(), rows), case.logp))
     clipped = hl.kl_shaped(
@@ -209,8 +209,8 @@ def test_a_term_without_advantages_cannot_be_shaped(name: str) -> None:
 
 
 def test_kl_shaped_lets_a_term_read_as_ever() -> None:
-    """A term inside `kl_shaped` still reads fields as attributes, optional fields with a default,
-    and advantages by `batch.get`."""
+    """Inside `kl_shaped`, a term can still read batch fields as attributes, a missing optional
+    field with a default value, and the advantages by `batch.get`."""
 
     @hl.term
     def scaled(stats, batch):

@@ -447,8 +447,8 @@ def test_the_upstream_gradient_of_a_frozen_head():
 
 
 def test_a_loss_inside_a_larger_one():
-    """A loss works inside a larger loss: a nonlinear function plus a regulariser on the same
-    leaves."""
+    """The loss can be part of a larger loss: here its square plus a regulariser on the same hidden
+    states."""
     hidden, weight, batch = problem()
     hidden.requires_grad_()
     out = hl.head_loss(hidden, hl.Head(weight), batch, hl.cross_entropy())
@@ -524,7 +524,7 @@ def test_main_grad(schedule, upstream, dtype):
         upstream=factor,
     )
     exact = want.gradients["weight"]
-    # float32 main_grad is more exact than a rounding to the weight's dtype.
+    # The float32 buffer `main_grad` is more exact than a gradient rounded to the weight's dtype.
     tolerance = 2e-6 if dtype == torch.float32 else 5e-5
     error = ((total - start).double() - exact).norm() / exact.norm()
     assert float(error) < tolerance

@@ -1,5 +1,5 @@
-"""A forward that returns `Output` or `HeadStats` trains under wrappers, which search outputs for
-tensors, as without a wrapper."""
+"""Wrappers such as DDP search the outputs of a forward for tensors; a forward that returns
+`Output` or `HeadStats` trains under a wrapper as it does without."""
 
 from __future__ import annotations
 

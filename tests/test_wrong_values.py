@@ -338,7 +338,8 @@ def test_no_vocabulary() -> None:
 
 @pytest.mark.parametrize("name", ["teacher_logits", "candidate_ids"])
 def test_what_both_acts_read_may_not_change_in_between(name: str) -> None:
-    """A batch field that forward and backward read may not change in between."""
+    """If forward and backward read the same batch field, changing the field in between raises an
+    error."""
     chosen = hl.term(lambda stats, batch: -stats.candidate_logps[:, 0], name="chosen")
     values = {"teacher_logits": torch.randn(T, V), "candidate_ids": torch.arange(T)[:, None] + 1}
     objective = {"teacher_logits": hl.distillation(), "candidate_ids": chosen()}[name]

@@ -59,8 +59,9 @@ def check(
 
     For the gradients "hidden" and "weight" the result also contains a lower limit of the error:
     that of a float64 logit gradient after rounding to the inputs' dtype. An error may be at most
-    three times the rounding error, and at most `GRADIENTS`. A ratio exactly at the edge of GRPO's
-    clip counts on the side chosen by the call.
+    three times the rounding error, and at most `GRADIENTS`. If a policy ratio lies exactly on
+    GRPO's clip bound, the reference treats the token as the tested call did: as clipped or as not
+    clipped.
     """
     ids, n = batch.candidate_ids, len(batch.targets)
     out, (dx, dw) = call(hidden, weight, batch, made, schedule)

@@ -8,13 +8,13 @@ Page: docs/does-it-matter.md.
         --markdown benchmarks/results/clip_sides.md --plot benchmarks/results/clip_sides.png
 
 Models trained to spell words backward (`spelling`), with largest logits of 20 to 60, sample groups
-of completions. The policy then makes 1, 4 and 16 AdamW steps on the completions, with a float64
-head. After the policy has moved, three heads compute the old and the new log-probs from the same
-bfloat16 hidden states: stock TRL in bf16, TRL with `cast_lm_head_to_fp32`, and headloss. The last
-norm's output and the head's weights are bfloat16, so that only the head's arithmetic differs.
-*Wrong side*: tokens (GRPO, clip 0.2) or sequences (GSPO, clip 3e-4 and 4e-4) that are clipped
-wrongly, or wrongly not clipped. *Error*: the norm of the error of the whole model's gradient over
-the norm of the true gradient.
+of completions. The policy is then trained for 1, 4 and 16 AdamW steps on the sampled completions,
+with a float64 head. After the policy has moved, three heads compute the old and the new log-probs
+from the same bfloat16 hidden states: stock TRL in bf16, TRL with `cast_lm_head_to_fp32`, and
+headloss. The last norm's output and the head's weights are bfloat16, so that only the head's
+arithmetic differs. *Wrong side*: tokens (GRPO, clip 0.2) or sequences (GSPO, clip 3e-4 and 4e-4)
+that are clipped wrongly, or wrongly not clipped. *Error*: the norm of the error of the whole
+model's gradient over the norm of the true gradient.
 
 B completions of C tokens.
 """

@@ -5,12 +5,13 @@ Page: docs/draft-models.md.
     python benchmarks/studies/draft_models.py --output drafts.json  # on one GPU, about two minutes
     python benchmarks/studies/draft_models.py --quick                 # small, on a CPU
 
-The study first checks correctness against float64: every divergence, shared rows, a larger
-vocabulary and additional columns of the head. For correct calls the study measures the time of
-forward and backward, the error of the hidden gradient, and the peak memory in excess of inputs and
-gradients. The heads of draft and verifier are frozen, as in draft-model training. The last part
-measures a training step of a whole draft model (draft_cases.py). The losses of the library
-speculators are timed only if speculators can be imported.
+The study first checks correctness against float64: every divergence, teacher rows that several
+positions share, a vocabulary of another size, and additional columns of the head. For correct
+calls the study measures the time of forward and backward, the error of the hidden gradient, and
+the peak memory in excess of inputs and gradients. The heads of draft and verifier are frozen, as
+in draft-model training. At the end, the study measures a training step of a whole draft model
+(draft_cases.py). The losses of the library speculators are timed only if speculators can be
+imported.
 
 T positions, S unrolled steps, H hidden width, V vocabulary, R additional columns of the head.
 """
@@ -80,7 +81,7 @@ class Region:
         self.step_weights = 0.8 ** (torch.arange(rows, device=DEVICE) % shape.steps).float()
 
     def widened(self) -> Region:
-        """Convert all tensors to float64, and return the region."""
+        """Convert the tensors of this `Region` to float64, in place, and return `self`."""
         self.leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves]
         self.hidden, self.weight = self.leaves[0], self.weight.double()
         self.states = self.states.double()
@@ -194,7 +195,8 @@ Calls = dict[str, Callable[[], list[Tensor]]]
 
 
 def calls_of(name: str, region: Region, alone: bool) -> Calls:
-    """Return the calls of a race; `alone` leaves speculators out."""
+    """Return the implementations that are timed against each other, by name; with `alone`, the
+    library speculators is left out."""
     if name == "DSpark":
         calls: Calls = {
             "headloss": region.ours(dspark),

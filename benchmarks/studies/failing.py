@@ -6,10 +6,11 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/failing.py --output benchmarks/results/failing.json      # NCCL
     python benchmarks/studies/failing.py --backend gloo                                # on the CPU
 
-Two processes share the vocabulary, or segments across ranks. In the second of two calls, the term
-raises an error in the second process, or the second process is killed. The processes are started
-without a launcher such as torchrun, which would end the surviving process. Each case has its own
-pair of processes, and all pairs run at the same time.
+Two processes run calls of `head_loss` together: each process holds a slice of the vocabulary, or a
+part of the tokens of common segments. Each pair of processes makes two calls; in the second call,
+the loss term raises an error in the second process, or the second process is killed. The processes
+are started directly, since a launcher such as torchrun would end the surviving process after a
+failure. Each case has its own pair of processes, and all pairs run at the same time.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ from torch import Tensor, distributed
 import headloss as hl
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 1024
-ARMED = 100.0  # A value that the batch of a term's trial run never contains.
+# With this value in the batch, the term fails; headloss's trial run of a new term uses other
+# values.
+ARMED = 100.0
 SAYS = re.compile(r"RankError: .*|.*(?:Watchdog caught|timed out|remote process|Timeout).*", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    over: str  # The two processes share "vocabulary" or "segments".
-    how: str  # The failing process "raises" or is "killed".
-    # "blocking" sets TORCH_NCCL_BLOCKING_WAIT=1: the CPU waits for every collective.
+    over: str  # What the two processes share: the "vocabulary" or "segments".
+    how: str  # The second process "raises" an error or is "killed".
+    # With "blocking", TORCH_NCCL_BLOCKING_WAIT=1 makes the CPU wait for every collective.
     waits: str = ""
 
 

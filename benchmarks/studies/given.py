@@ -7,10 +7,11 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/given.py --quick         # small, in Triton's interpreter
     python benchmarks/studies/given.py --calls         # whole calls alone, or --kernels
 
-For each vocabulary the study prints the bandwidth of a copy, the kernel in every launch shape (best
-first) as a share of the copy's bandwidth (bytes of one read and one write over the time), the path
-with two launches, and whole calls of `logits_loss`, forward and backward, with host time. Errors
-are relative norms over a few rows, against float64.
+For each vocabulary size the study prints the bandwidth of a copy, and the bandwidth of the kernel
+in every launch shape as a fraction of the copy's (best first); a bandwidth is the bytes of one
+read and one write over the time. The study also prints the path with two kernel launches, and
+whole calls of `logits_loss`, forward and backward, with their CPU time. Errors are relative norms
+over a few rows, against float64.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def calls(p: Problem, copy_ms: float, repeats: int) -> None:
     for name, (batch, objective, more) in cases.items():
         if name == "cross-entropy, captured" and DEVICE.type == "cpu":
             continue
-        # A new leaf: an older autograd graph would tie the leaf to the stream of that graph.
+        # Make a new leaf: autograd ties a leaf to the CUDA stream of the graph that first used it.
         leaf = p.work.detach().requires_grad_()
         host: list[float] = []
 

@@ -14,13 +14,13 @@ backpropagated through the common backbone. The reference head computes in float
 
 The old policy differs from the current policy by noise on the hidden states. For GRPO the noise
 changes a token's log-prob by 0.1 (standard deviation), so that a few percent of the tokens are
-clipped. For GSPO the noise changes a sequence's mean log-prob by 3.5e-4, so that about a fifth of
-the sequences are clipped. In "grpo" and "gspo" all implementations get identical old log-probs from
-a float64 head, like those of an exact sampler. In "grpo, own old" and "gspo, own old" each
-implementation under test computes the old log-probs itself, like a trainer that scores a batch
-before the first update. If a trainer makes only one update per batch, the old log-probs equal the
-current log-probs, and no token is clipped. The gradient then has the rounding error that the study
-measures for cross-entropy ("ce").
+clipped. For GSPO the noise on the hidden states changes a sequence's mean log-prob by 3.5e-4, so
+that about a fifth of the sequences are clipped. In "grpo" and "gspo" all implementations get
+identical old log-probs from a float64 head, like those of an exact sampler. In "grpo, own old" and
+"gspo, own old" each implementation under test computes the old log-probs itself, like a trainer
+that scores a batch before the first update. If a trainer makes only one update per batch, the old
+log-probs equal the current log-probs, and no token is clipped. Without clipped tokens, the
+gradient has the rounding error that this study measures for cross-entropy ("ce").
 
 T tokens in B sequences of C, H hidden width, V vocabulary.
 """
@@ -64,7 +64,8 @@ OWN = ", own old"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of the model and the batch, and the wanted largest logits."""
+    """Sizes of the model and the batch, and the sizes of the largest logit (`logits`) at which
+    errors are measured."""
 
     sizes: dict[str, Any]
     sequences: int
@@ -118,8 +119,9 @@ def exact_logps(hidden: Tensor, inputs: Inputs) -> Tensor:
 
 
 def find_truth(work: Work, inputs: Inputs) -> Truth:
-    """Return the float64 truth, with dz = s (onehot - p) and s the derivative of the loss in each
-    log-prob."""
+    """Return the float64 gradients. A token's logit gradient is s (onehot - p), with the
+    derivative s of the loss with respect to the token's log-prob, the one-hot target and the
+    probabilities p."""
     logp = exact_logps(inputs.hidden, inputs).requires_grad_()
     (slopes,) = torch.autograd.grad(work.loss(Values(logp), inputs), logp)
     with torch.no_grad():
@@ -217,8 +219,8 @@ class Bench:
         now, noise = exact_logps(inputs.hidden, inputs), self.noise(*inputs.hidden.shape)
         size = 1e-2
         hidden = inputs.hidden.detach()
-        # The log-prob's change is nearly linear in `size`; only the rounding of hidden states
-        # disturbs it.
+        # Log-probs change nearly in proportion to the noise's `size`, except for the rounding of
+        # hidden states, so that a few corrections of `size` are enough.
         for _ in range(5):
             old = (hidden + size * hidden.float().square().mean().sqrt() * noise).to(hidden.dtype)
             moved = now - exact_logps(old, inputs)
@@ -305,8 +307,8 @@ def errors(bench: Bench, sample: Sample, run: contestants.Run, inputs: Inputs) -
 
 
 class Runs:
-    """For each implementation and loss: the prepared computation, or the reason why the
-    implementation cannot run."""
+    """Prepared computations: for each implementation and loss, the function that runs the loss, or
+    the reason why the implementation cannot run it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -455,7 +457,8 @@ def _errors(results: dict, work: str, size: float) -> dict[str, float]:
 
 
 def claim(results: dict) -> str:
-    """Return the main result as Markdown sentences for the README."""
+    """Return Markdown sentences for the README with the gradient errors of plain PyTorch, TRL and
+    headloss under GRPO."""
     found = (_errors(results, "grpo", size) for size in (27, 40))
     small, large = (
         [f"{100 * errors[name]:.2g} %" for name in (PLAIN, "TRL", "headloss")] for errors in found

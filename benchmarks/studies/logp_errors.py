@@ -4,11 +4,11 @@ Page: benchmarks/NOTES.md.
 
     python benchmarks/studies/logp_errors.py [--device cpu --quick] [--output FILE.json]
 
-The model, hidden states and targets are those of `gradient_truth.py`. For each method the study
-prints the mean error of the target's logit, of the log-sum-exp and of the log-prob, the spread of
-the errors of sequence means, and the largest error. In "exact logit, float32 sum" the target's
-logit is exact and all other logits come from the tensor cores' product: the product's rounding
-error does not cancel in the log-prob.
+The model, hidden states and targets are those of `gradient_truth.py`. For each way to compute
+log-probs, the program prints the mean error of the target's logit, of the log-sum-exp and of the
+log-prob, the spread of the errors of sequence means, and the largest error of a log-prob. In
+"exact logit, float32 sum" the target's logit is exact and all other logits come from the tensor
+cores' product: the product's rounding error does not cancel in the log-prob.
 
 T tokens in B sequences of C, V vocabulary.
 """

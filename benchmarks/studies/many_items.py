@@ -6,10 +6,10 @@ Page: docs/other-heads.md.
 
 The study measures the time of a call with its gradients, the bytes in excess of inputs and returned
 gradients, and the errors of both gradients against float64. Gradient errors are measured on the
-hidden states of 64 tokens, and on 48 rows of the weight: those of 24 targets and of the last 24
-items. If a library is not installed, the program prints the library's name and goes on. Kernels are
-compiled beforehand, in parallel processes. Rows that do not begin before the time limit `--seconds`
-are not timed; the program prints their names.
+hidden states of 64 tokens, and on 48 rows of the weight: the rows of 24 target items and of the
+last 24 items. If a library is not installed, the program prints the library's name and goes on.
+Kernels are compiled beforehand, in parallel processes. Rows that do not begin before the time
+limit `--seconds` are not timed; the program prints their names.
 
 N tokens, V items, H hidden width, K negatives per token.
 """
@@ -32,7 +32,9 @@ from torch import Tensor
 import headloss as hl
 
 MILLION = 1_000_000
-CHUNK = 2048  # Tokens in a chunk of logits, for torch.compile and PyTorch 2.15.
+# Number of tokens in a chunk of logits, in the runs with torch.compile and with PyTorch 2.15's
+# loss.
+CHUNK = 2048
 BETA = 0.75  # The exponent beta of gBCE.
 
 

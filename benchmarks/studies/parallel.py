@@ -11,15 +11,15 @@ rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a
 number of ranks, and writes a Markdown table next to the file. `--quick` runs everything on the CPU,
 at tiny sizes.
 
-In "slice of 8" each rank holds an eighth of the vocabulary, whatever the number of ranks: a rank
-computes as much as one of 8 ranks, but the collectives run over fewer ranks. "peers" times the
-vocabulary-parallel cross-entropies of other libraries, and compares each loss and gradient with
-headloss's. "slice by itself" is the back-to-back time of the slowest rank, if each rank treats its
-slice as a whole vocabulary and no collectives run. "timeline" prints the kernels of back-to-back
-calls on rank 0, for the first objective, and the times of the calls' matrix products. In "grid" the
-ranks form two rows: the rows hold different tokens of the same sequences, and the ranks of a row
-hold slices of the vocabulary. `--against OLD` times two versions instead, over slices of the
-vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
+The part "slice of 8" gives each rank an eighth of the vocabulary, whatever the number of ranks: a
+rank computes as much as one of 8 ranks, but collectives run over fewer ranks. The part "peers"
+times the vocabulary-parallel cross-entropies of other libraries, and compares their losses and
+gradients with headloss's. The column "slice by itself" is the back-to-back time of the slowest
+rank if each rank treats its slice as a whole vocabulary, without collectives. The part "timeline"
+prints the kernels of back-to-back calls on rank 0, for GRPO, and the times of the calls' matrix
+products. In "grid" the ranks form two rows: the rows hold different tokens of the same sequences,
+and the ranks of a row hold slices of the vocabulary. `--against OLD` times two versions instead,
+over slices of the vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
 
 T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V
 vocabulary.
@@ -57,7 +57,8 @@ import headloss as hl
 OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
 AGAINST, SHAPES = ("ce", *OBJECTIVES), ((1024, 4096, 128256), (4096, 4096, 128256))
-# Required ratios of --against: the comparison of ranks may cost 2 %.
+# With --against, the smallest accepted speed of the new version relative to the old version, for
+# calls of fewer than 4096 tokens and for larger calls. %.
 LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95
 SLICES = 8
 IN_A_ROW = 8
@@ -108,8 +109,9 @@ class Clock:
     alone: dict[tuple, dict[str, float]] = field(default_factory=dict)
 
     def here(self, step: Step, *names: Any) -> dict[str, float]:
-        """Time a step without collectives on rank 0 while all other ranks idle. A second call with
-        equal `names` returns the time of the first call."""
+        """Time a step without collectives on rank 0 while all other ranks idle. The time is stored
+        under the key `names`; a later call with equal `names` returns the stored time and measures
+        nothing."""
         if names not in self.alone:
             with self.ranks.step(f"one rank, {' '.join(map(str, names))}"):
                 found = self.times(step, lambda ms: ms) if self.ranks.rank == 0 else {}
@@ -398,7 +400,8 @@ def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
 
 
 def merged(results: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge results by number of ranks and row; newer rows replace older rows."""
+    """Merge the results of two benchmark runs: for each number of ranks, rows of `other` replace
+    the rows of `results` for the same measurement."""
     found = dict(results)
     for ranks, new in other.items():
         old = found.get(ranks, {"rows": [], "checks": {}})

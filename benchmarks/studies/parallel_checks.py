@@ -33,9 +33,9 @@ Found = dict[str, Any]  # "ok", and measured values
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """A grid of ranks with `data` rows and `vocabulary` columns. Rows of the grid hold different
-    tokens of the same segments; columns of the grid hold different slices of the head. `spread`
-    turns on sequence parallelism."""
+    """A grid of ranks with `data` rows and `vocabulary` columns. Ranks in different rows hold
+    different tokens of the same segments; ranks in different columns hold different vocabulary
+    slices of the head. `spread` turns on sequence parallelism."""
 
     name: str
     data: int = 1

@@ -24,7 +24,8 @@ def ours(hidden: Tensor, shard: Tensor, targets: Tensor, group: Any) -> Tensor:
 
 
 class _Plain(torch.autograd.Function):
-    """Float32 logits of a whole slice, with three all-reduces of [T] numbers and one of dX."""
+    """Cross-entropy from float32 logits of a rank's vocabulary slice, with three all-reduces of
+    one number per token and one all-reduce of dX."""
 
     @staticmethod
     def forward(  # type: ignore[override]

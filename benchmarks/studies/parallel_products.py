@@ -4,10 +4,11 @@ Page: benchmarks/NOTES.md.
 
     torchrun --nproc-per-node 4 benchmarks/studies/parallel_products.py --slice 16032
 
-Each variant starts from the logit gradient of one rank of a vocabulary group. Each variant computes
-dW, and dX [T, H], which is summed over the ranks and rounded. The study prints the slowest rank's
-milliseconds of back-to-back calls, as medians of alternating turns. `--copies` adds a variant that
-copies dX into the memory of other ranks, which needs GPUs with peer access.
+The study times several ways to compute dX and dW from a given logit gradient, on ranks that hold
+slices of one vocabulary. Each variant computes dW, and dX [T, H], which is summed over the ranks
+and rounded. The study prints the slowest rank's milliseconds of back-to-back calls, as medians of
+alternating turns. `--copies` adds a variant that copies dX into the memory of other ranks, which
+needs GPUs with peer access.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ import torch
 from ranks import Ranks
 from torch import distributed
 
-PAUSE = 20_000  # In clock cycles: headloss waits as long before its weight-gradient product.
+# Pause in GPU clock cycles before the weight-gradient product, as in headloss's own calls.
+PAUSE = 20_000
 IN_A_ROW = 4
 
 
@@ -70,8 +72,7 @@ class Products:
             torch.cuda._sleep(PAUSE)
 
     def beside(self) -> Any:
-        """Return a context in which operations run on a second CUDA stream, for the rounding of
-        dX."""
+        """Return a context that queues operations (the rounding of dX) on a second CUDA stream."""
         return torch.cuda.stream(self.aside) if self.aside else contextlib.nullcontext()
 
     def whole(self, part: slice, group: Any) -> Callable[[], None]:
@@ -170,7 +171,8 @@ class Copies:
         return end
 
     def send(self, act: Callable[[int], Any]) -> None:
-        """Run the copy `act(rank)` to every other rank, on one CUDA stream per rank."""
+        """Call `act(rank)`, which copies memory to that rank, for every other rank, each call on a
+        CUDA stream of its own."""
         aside = torch.cuda.current_stream()
         for rank, stream in zip(self.others, self.streams, strict=True):
             stream.wait_stream(aside)

@@ -242,8 +242,9 @@ def crossing(model: Any, batch: Batch, device: torch.device) -> dict[str, Any]:
 
 
 def level(points: list[dict[str, float]], whole: float) -> float | None:
-    """Return the number of ids K at which the loss needs the time `whole`, by linear interpolation
-    between `points`; None if the loss is faster at all points."""
+    """Return the number K of ids per token at which a loss over K ids is as slow as the loss over
+    the whole vocabulary (`whole`, in ms), interpolated between the measured `points`; None if no
+    measured K is as slow."""
     for low, high in itertools.pairwise(points):
         if low["ms"] < whole <= high["ms"]:
             share = (whole - low["ms"]) / (high["ms"] - low["ms"])

@@ -40,7 +40,7 @@ class Size:
     hidden: int = 512
     layers: int = 4
     heads: int = 8
-    vocabulary: int = 4096  # The spelling task uses 15 tokens.
+    vocabulary: int = 4096  # The spelling task uses only 15 of these tokens.
     batch: int = 128
     steps: int = 1500
     learning_rate: float = 5e-4

@@ -15,9 +15,9 @@ share a GPU. A finished run leaves a file; a restarted program makes only the mi
 
 Recorded for each generation: the reward, and the mean over tokens of the sampler's log-prob minus
 the trainer's (an estimate of KL). For each step the study records the gradient's norm, and the
-fraction of tokens (GRPO) or sequences (GSPO) on the wrong side of the clip. The correct side of the
-clip is computed in float64 from the hidden states and weights of the run. Before and after a
-training run, the model solves held-out problems by greedy decoding.
+fraction of tokens (GRPO) or sequences (GSPO) that are wrongly clipped or wrongly not clipped. The
+correct side of the clip is computed in float64 from the hidden states and weights of the run.
+Before and after a training run, the model solves held-out problems by greedy decoding.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def watched(kind: type, run: Run) -> type:
         def _generate(self, *args: Any, **kwargs: Any) -> Any:
             generated = super()._generate(*args, **kwargs)
             if run.stack == "whole":
-                # Without replay the loss ignores the kept ids, and still reads the sampler's
-                # log-probs.
+                # For log-probs over the whole vocabulary, drop the ids that the sampler kept, but
+                # not the sampler's log-probs.
                 self._rows = None
             return generated
 
@@ -274,7 +274,7 @@ def gathered(runs: list[Run], folder: Path) -> list[dict[str, Any]]:
 
 
 def _mean(values: list[float]) -> str:
-    """Format the mean over seeds with its standard error."""
+    """Format the mean over seeds and the standard error of the mean."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return f"{statistics.fmean(values):.4f} ± {error:.4f}"
 

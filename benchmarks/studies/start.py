@@ -8,9 +8,9 @@ Page: benchmarks/NOTES.md.
 Each call begins on an idle GPU and is stopped at the launch of its first product. The study prints
 three CPU times in microseconds, as medians over many calls: from the start of the call to its first
 read of a device tensor, the wait of that read, and from the read to the launch of the product. The
-study also counts the tensor operations (without views) before and after the call's first read of a
-device tensor. Under `torchrun` the head is a slice of the vocabulary, and rank 0 reports. `--tiny`
-uses a size for a CPU.
+program also counts the tensor operations, except views, that a call makes before and after its
+first read of a device tensor. Under `torchrun` the head is a slice of the vocabulary, and rank 0
+reports. `--tiny` uses a size for a CPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Started(Exception):
 
 
 class Marks(TorchDispatchMode):
-    """The times at which a call begins and ends its first read of a device tensor and launches its
-    first product, and the number of tensor operations between these times."""
+    """Measurements of one call: the times at which the call begins and ends its first read of a
+    device tensor and launches its first product, and the number of tensor operations before each
+    of these times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,8 +68,8 @@ class Marks(TorchDispatchMode):
 
 @contextmanager
 def watched(marks: Marks):
-    """Patch `Tensor.tolist` and the logits product to record times in `marks`. The patched product
-    raises `Started`, which ends the call."""
+    """Patch `Tensor.tolist` and the logits product to record times in `marks`. The patched logits
+    product ends the call by raising the exception `Started`."""
     plain, read = products.PLAIN.logits, torch.Tensor.tolist
     product = triton_product.statistics_of
 
@@ -99,7 +100,8 @@ def watched(marks: Marks):
 
 
 def one(call, counted: bool, sync) -> Marks:
-    """Run a call until it launches its first matrix product, and return the recorded times."""
+    """Run `call` until it launches its first matrix product, and return the times and counts of
+    this run."""
     marks = Marks()
     sync()
     with watched(marks):

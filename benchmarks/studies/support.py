@@ -33,10 +33,11 @@ GRADIENTS = 5e-3  # The allowed relative error of a gradient; bfloat16 rounds by
 
 
 def ids_of(kind: str, targets: Tensor, v: int, k: int) -> Tensor:
-    """Return [T, K] distinct ids including the target, with -1 in empty slots.
+    """Return [T, K] distinct ids including the target, with -1 in unused entries.
 
-    Kinds: "uniform": random ids; "skewed": some columns in nearly all supports, like frequent words
-    of a text; "ragged": 1 to 2K ids per token; "half": no support for every second token.
+    The ids depend on `kind`: "uniform": random ids; "skewed": some columns in nearly all supports,
+    like frequent words of a text; "ragged": 1 to 2K ids per token; "half": no ids for every second
+    token.
     """
     n, width = len(targets), 2 * k if kind == "ragged" else k
     at = torch.rand(n, width, device=DEVICE)
@@ -70,9 +71,8 @@ def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[
     advantages = batch.advantages.double()
 
     def slopes(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three [n, K] tensors for the n tokens `rows`: the log-probs of the support's ids,
-        the derivatives of the loss with respect to their logits, and the ids. For tokens without a
-        support the tensors are empty."""
+        """Return, for the n tokens `rows`, the log-probs [n] of the targets, the derivatives [n,
+        K] of the loss with respect to the logits of the support's ids, and these ids [n, K]."""
         own = ids[rows]
         raw = torch.einsum("nkh,nh->nk", w[own.clamp_min(0)].double(), x[rows].double())
         log_p = raw.masked_fill(own < 0, -torch.inf).log_softmax(1)
@@ -102,7 +102,8 @@ def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[
 
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Time each gathering kernel alone: milliseconds, and TB/s of the gathered rows."""
+    """Time alone each kernel that gathers rows by token or by id: return milliseconds, and TB/s of
+    gathered rows."""
     n, v = len(hidden), len(weight)
     backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
     pairs = SupportPairs(ids.reshape(-1), width=ids.shape[1])

@@ -31,7 +31,8 @@ SHAPES = {
     "frozen": replace(WIDE, trains=("hidden",)),
     "scores": replace(WIDE, trains=()),
 }
-GAP = 15.0  # In microseconds: longer idle times of the GPU are listed.
+# The program lists idle times of the GPU that are longer than this number of microseconds.
+GAP = 15.0
 KINDS = {"gemm": ("gemm", "nvjet", "cutlass", "sm90_xmma"), "product": ("product_kernel",)}
 
 

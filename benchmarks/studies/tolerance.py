@@ -8,10 +8,10 @@ Page: docs/concepts.md.
 
 `time` measures GRPO on tokens like a trained model's: 60 % with p(y) > 0.99 (log-uniform 1 - p),
 the remaining tokens with realistic probabilities. Each question has eight answers; the advantages
-of a question with only right or only wrong answers are 0. Calls with tolerance x are timed
-alternately with the three matrix products of a call without a tolerance. The errors of dX and dW
-are differences from the gradients with tolerance 0, and are printed next to their bound and to the
-error of rounding a gradient to bfloat16.
+of a question with only right or only wrong answers are 0. Calls with a gradient tolerance are
+timed in turn with the three matrix products that a call without a tolerance needs. The errors of
+dX and dW are differences from the gradients with tolerance 0, and are printed next to their bound
+and to the error of rounding a gradient to bfloat16.
 
 `curves` trains a small language model on a CPU until the model has memorised a source file and is
 certain of most tokens. The training runs with different tolerances start from equal weights and
@@ -58,8 +58,8 @@ def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
 
 
 def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the number of tokens that the tolerance leaves out, the relative error of each
-    gradient, and the relative error bound."""
+    """Return the number of tokens that the gradient tolerance leaves out (`skipped_rows`), the
+    relative error of each gradient, and the bound of the relative error."""
     out = step(inputs, tolerance)
     measured, found = out.metrics.compute(), {}
     found["skipped_rows"] = measured.get("skipped_rows", 0.0)
@@ -184,8 +184,9 @@ def windows(text: Tensor, starts: Tensor) -> Tensor:
 
 
 def curve(tolerance: float, steps: int, every: int) -> dict[str, Any]:
-    """Return the training loss and the left-out rows of each step, and the held-out loss every
-    `every` steps."""
+    """Train a small language model with the given gradient tolerance. Return each step's training
+    loss and number of tokens left out of the gradient, and the held-out loss every `every`
+    steps."""
     torch.manual_seed(0)
     model, (text, other) = Model(), corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)

@@ -1,5 +1,6 @@
-"""The configurations of the trainer comparison, and functions that build the trainer of headloss,
-of stock TRL, and of two references for a configuration.
+"""Configurations in which headloss's trainers are compared with other trainers, and functions that
+build the four trainers of a configuration: headloss's, stock TRL's, one with full logits and one
+with a float64 head.
 
 Completions are computed from the prompts, so that a run depends neither on the number of processes
 nor on the generator.
@@ -82,7 +83,8 @@ class Case:
 
     @property
     def reference(self) -> str:
-        """Return the reference trainer: "trl" if TRL has an equivalent, else "logits"."""
+        """Return the kind of trainer that headloss's trainer is compared with: "trl" if TRL has an
+        equivalent trainer, else "logits" (a trainer with full logits)."""
         return "logits" if self.trainer in ("PPO", "REINFORCE") or "head" in self.lora else "trl"
 
     @property
@@ -273,7 +275,7 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
     if case.wrapper == "zero3" and processes > 1:
         settings = json.dumps(_deepspeed(case)).encode()
         given |= {
-            "ACCELERATE_USE_CPU": "false",  # accelerate disables DeepSpeed if "true"
+            "ACCELERATE_USE_CPU": "false",  # accelerate ignores DeepSpeed if the value is "true"
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": base64.urlsafe_b64encode(settings).decode(),
             **({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}),
@@ -452,8 +454,9 @@ def _settings(
         "num_iterations": 2,
     }
     if case.trainer == "REINFORCE" and case.lora and case.wrapper.startswith("fsdp2"):
-        # The reference policy needs a forward with frozen adapters. Without a generation before it,
-        # this forward would be the first under FSDP2, which fixes gradient dtypes there.
+        # The reference policy needs a forward with frozen adapters. FSDP2 fixes gradient dtypes at
+        # its first forward, which must not be the reference policy's: with beta = 0 the reference
+        # policy makes no forward.
         shared["beta"] = 0.0
     if kind == "trl" or case.trainer == "GRPOTrainer":
         return trl.GRPOConfig(**shared, **AS_TRL.get(case.trainer, {"loss_type": "dapo"}))

@@ -242,7 +242,9 @@ def compare(case: Case, size: Size, folder: Path) -> dict[str, Any]:
     return row
 
 
-TOLERANCES = {  # For float32 runs; bf16 runs are compared with a run with a float64 head.
+# Allowed differences between float32 runs and their reference run; bf16 runs are judged against a
+# float64 head.
+TOLERANCES = {
     "loss_apart": 1e-3,
     "grad_norm_apart": 1e-3,
     "metrics_apart": 5e-3,

@@ -60,7 +60,8 @@ HEADINGS = {
 
 
 class Results:
-    """Result rows by the name of their configuration. The file is written again after each row."""
+    """Result rows by the name of their configuration. The file `path` is written anew after each
+    new row."""
 
     def __init__(self, path: Path, write: bool) -> None:
         self.path, self.write = path, write

@@ -61,8 +61,8 @@ def of_bridge(place: str, name: str) -> Any:
 
 
 def of_source(place: str, *names: str) -> Any:
-    """Return the last of `names` from the source of a Megatron-Bridge file that cannot be
-    imported."""
+    """Execute only the definitions `names` from the source of a Megatron-Bridge file that cannot
+    be imported, and return the last of them."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     file = Path(bridge() or "", *place.split(".")).with_suffix(".py")
@@ -77,8 +77,8 @@ def of_source(place: str, *names: str) -> Any:
 
 
 def capped_by(model: Any, kind: tuple[str, ...]) -> None:
-    """Add a soft cap like Megatron-Bridge, which changes the class of the layer and keeps its
-    name."""
+    """Add a soft cap to the output layer as Megatron-Bridge does: replace the layer's class by a
+    subclass with a mixin and an equal class name."""
     mixin, before = of_source(*kind), type(model.output_layer)
     model.output_layer.__class__ = type(before.__name__, (mixin, before), {})
 

@@ -96,8 +96,8 @@ def compare_nemo_rl(tree: str) -> dict[str, float]:
 
 
 def compare_skyrl() -> dict[str, float]:
-    """Compare SkyRL's function used as in SkyRL, where the caller sums hidden gradients over
-    ranks."""
+    """Compare headloss's log-prob function with SkyRL's as SkyRL uses it: the caller sums hidden
+    gradients over tensor-parallel ranks."""
     from headloss.integrations.skyrl import logprobs
 
     group, rank, size = ranks()

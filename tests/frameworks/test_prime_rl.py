@@ -14,7 +14,8 @@ from torch import Tensor
 import headloss as hl
 
 FUNCTIONS = ("default_loss_fn", "ipo_loss_fn", "ref_kl_loss_fn", "ce_loss_fn")
-FAR = ("random", "clipped", "one token")  # no "overflow" edge: prime-rl does not clamp ratios
+# The edge case "overflow" (a huge ratio) is left out, since prime-rl does not clamp ratios.
+FAR = ("random", "clipped", "one token")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import headloss as hl
 
 UTILS = "backends/skyrl_train/utils"
 NEAR = 3e-7
-# -1: a row without prompt; the last row has no scored tokens
+# Prompt of each row: -1 marks a row without a prompt, and the last row has no scored tokens.
 PROMPTS = torch.tensor([4, 4, -1, -1, 0])
 BOUNDARIES = [(0, 2), (2, 4), (4, 5)]
 
@@ -42,7 +42,8 @@ def options(**more: Any) -> SimpleNamespace:
 
 
 def scaled(peer: SimpleNamespace, made: Step, over: str) -> torch.Tensor:
-    """Return advantages scaled like SkyRL's trainer, so that a sum gives the reduction."""
+    """Return the advantages after SkyRL's scaling, which turns a plain sum over tokens into the
+    loss reduction `over`."""
     given = made["advantages"], made["mask"].double(), over, B, made["mask"].shape[1], BOUNDARIES
     return peer.apply_loss_reduction_to_advantages_minibatch(*given)
 

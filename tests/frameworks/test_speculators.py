@@ -1,4 +1,5 @@
-"""Draft models of speculators agree with their own losses if headloss's losses replace them."""
+"""Draft models of the library speculators train alike with speculators' own losses and with
+headloss's losses in their place."""
 
 from __future__ import annotations
 
@@ -231,8 +232,8 @@ def test_all_steps_are_one_call_and_share_the_verifiers_rows(
 def test_a_compiled_forward_is_compiled_once(
     installed: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A compiled forward is compiled once for all steps and values, with the uncompiled results, as
-    on a GPU."""
+    """With torch.compile, as on a GPU, a draft model's forward is compiled once for all steps and
+    input values, and gives the results of the uncompiled forward."""
     graphs = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -256,8 +257,8 @@ def test_a_compiled_forward_is_compiled_once(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="speculators compiles on a GPU alone")
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_its_own_compilation_on_a_gpu(installed: Any, kind: str) -> None:
-    """The forward that speculators compiles is compiled once for all steps and values, with the
-    results of speculators' losses."""
+    """The forward that speculators compiles on a GPU is compiled once for all steps and input
+    values, and gives the same results with headloss's losses as with speculators' own."""
     more = {} if kind != "dspark" else MARKOV | {"markov_head_type": "gated"}
     model = draft_model(kind, **more).cuda()
     batch = {name: value.cuda() for name, value in inputs().items()}

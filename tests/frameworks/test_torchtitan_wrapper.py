@@ -117,8 +117,8 @@ class Term:
 
 @pytest.mark.parametrize("layout", ["rows", "flat"])
 def test_multi_token_prediction(layout: str) -> None:
-    """Multi-token prediction with two depths agrees with torchtitan's loss of logits, in both
-    layouts.
+    """Multi-token prediction with two depths agrees with torchtitan's loss of materialised logits,
+    for hidden states in rows [B, L, H] and for flattened hidden states.
 
     torchtitan 0.3 passes a list of [B, L, H] with positions, while later versions pass a tuple of
     flattened tensors with masks.

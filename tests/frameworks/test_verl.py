@@ -226,7 +226,7 @@ def test_sft() -> None:
         packed = torch.nested.nested_tensor_from_jagged(
             logp.flatten(), torch.tensor([0, *lengths]).cumsum(0)
         )
-        # verl rolls a token's mask to the predicting position.
+        # verl rolls the mask back by one position, from a token to the position that predicts it.
         shifted = torch.roll(torch.cat(mask).double(), 1)
         shifted = torch.nested.nested_tensor_from_jagged(
             shifted, torch.tensor([0, *lengths]).cumsum(0)

@@ -159,8 +159,8 @@ def test_engine(engines: Engines, packed: bool, temperature: Any, tied: bool) ->
 
 
 def test_verls_fused_engine(engines: Engines) -> None:
-    """verl's engine with headloss agrees with verl's own fused head where that runs under FSDP2:
-    tied embeddings and one temperature."""
+    """verl's engine with headloss agrees with verl's own fused head in the one setup that verl's
+    fused head supports under FSDP2: tied embeddings and one temperature for all samples."""
     loss = loss_of("gspo", entropy_coeff=0.1)
     kind = LlamaForCausalLM
     own = kind.forward
@@ -299,8 +299,8 @@ def test_kl_of_the_configuration(engines: Engines, kind: str) -> None:
 def test_one_pass_of_other_batches(
     engines: Engines, packed: bool, entropy: bool, scale: int | None
 ) -> None:
-    """The `headloss_` loss modes work for padded rows, for a temperature per sample, without
-    entropy, and without totals."""
+    """Loss modes named `headloss_...` agree with verl's own modes for padded rows, for one
+    temperature per sample, without an entropy term, and without token totals of the step."""
     temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     config = {"entropy_coeff": 0.1, "loss_agg_mode": MODES[-1], "loss_scale_factor": scale}
     found = []

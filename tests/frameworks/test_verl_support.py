@@ -91,8 +91,8 @@ def test_log_probs_are_over_the_sets(path: str, packed: bool, mode: str) -> None
 
 
 def test_both_ways_train_alike(path: str) -> None:
-    """verl's loss and headloss's give the same gradients with `support_ids`, and other gradients
-    than without `support_ids`."""
+    """With `support_ids`, verl's loss and headloss's loss give the same gradients, which differ
+    from the gradients without `support_ids`."""
     found = []
     for mode, sets in (("vanilla", True), ("headloss_vanilla", True), ("vanilla", False)):
         engine, data = engine_of(path, "headloss"), step()

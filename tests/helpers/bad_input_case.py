@@ -1,4 +1,5 @@
-"""Valid arguments of NaN, and a fixture that fails as soon as a call computes or reads logits."""
+"""Arguments of valid shapes whose values are NaN, and a fixture that fails a test as soon as a
+call computes or reads logits."""
 
 from __future__ import annotations
 

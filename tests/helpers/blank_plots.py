@@ -1,7 +1,8 @@
-"""Test helper that writes empty plot files and caches the word list, since plots and the word list
-take most of a small run's time.
+"""Test helper that makes small training runs faster: plots become empty files, and each data set
+of problems is created only once.
 
-Real plots are tested in `test_train.py`, `test_train_reports.py` and `test_shipped_recipe`.
+Plots with content are tested in `test_train.py`, `test_train_reports.py` and
+`test_shipped_recipe`.
 """
 
 from __future__ import annotations

@@ -256,7 +256,8 @@ class Form:
         slopes = some(N, len(several))
         parts = Divergence(self.raw, of_rows, slopes, slopes, some(N))
         yield "several, gradient", lambda: acts.part_gradient_(self.raw, parts, **more)
-        column = some(N, 1)  # one column, like a last block of vocabulary rows with a single row
+        # A logit tile has one column if the last block of vocabulary rows has a single row.
+        column = some(N, 1)
         one = Divergence(column, pair, some(N, 1), some(N, 1))
         last = more | {"extra": self.if_full(column)}
         yield "one column, gradient", lambda: acts.part_gradient_(column, one, **last)
@@ -298,7 +299,8 @@ def calls(full: bool, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 
 
 def compiling(target: GPUTarget, report: Callable[[dict[str, Any]], None]) -> Any:
-    """Return a replacement of `Launcher.send` that compiles the kernel and reports the result."""
+    """Return a function that replaces `Launcher.send`, the launch of a Triton kernel: it compiles
+    the kernel for `target` and passes the result to `report`."""
 
     def compiled(
         launcher: launch.Launcher, programs: int, arguments: list[Any], constants: dict[str, Any]

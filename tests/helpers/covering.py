@@ -34,7 +34,8 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def chosen(points: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
-    """Return indices of points that cover every combination of `strength` coordinates in `points`.
+    """Return the indices of a small subset of `points` in which every combination of values of
+    `strength` coordinates that occurs in `points` occurs too.
 
     Each step of this greedy choice adds the point with the most uncovered combinations; the first
     point wins a tie.

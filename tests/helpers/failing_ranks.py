@@ -16,7 +16,9 @@ import headloss as hl
 
 SECONDS = 3.0  # timeout of the process groups
 T, H, V = 6, 4, 10
-ARMED = 100.0  # a value that the trial run of a term on made-up tokens does not contain
+# With this value in the batch, the term fails; headloss's trial run of a new term uses other
+# values.
+ARMED = 100.0
 
 
 class Met(NamedTuple):
@@ -39,8 +41,8 @@ def fragile(stats: Any, batch: Any, how: str = "raises") -> Tensor:
 
 
 def loss(group: Any, over: str, how: str = "raises", armed: bool = False) -> Tensor:
-    """Return the loss of a call that spans two ranks through vocabulary slices, common segments or
-    sequence parallelism."""
+    """Return the loss of a call on two ranks, which share the vocabulary, the segments or, with
+    sequence parallelism, the tokens, as `over` says."""
     rank = distributed.get_rank()
     torch.manual_seed(0)
     hidden, weight = torch.randn(T, H), torch.randn(V, H)

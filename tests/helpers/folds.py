@@ -1,4 +1,4 @@
-"""Metrics of a single vector that a term observes (`headloss.losses`), computed from the vector."""
+"""Test helper that returns the metrics of one vector that a term observes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ways to make a random call invalid, each with a pattern that the error text must match."""
+"""Changes that make a randomly drawn call of headloss invalid, each with a pattern that the error
+text must match."""
 
 from __future__ import annotations
 

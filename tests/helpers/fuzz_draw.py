@@ -46,7 +46,8 @@ POLICY = (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "cispo", "reinforce"
 POLICY = (*POLICY, "vespo")
 SUPERVISED = ("cross_entropy", "z_loss", "entropy", "unlikelihood", "kl", "blend", "sigmoid")
 PAIRS = ("dpo", "ipo", "simpo")
-LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")  # terms supported by a frozen head
+# Terms whose loss depends on log-probs alone, as the schedule for a frozen head requires.
+LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")
 
 
 def options_of(name: str, rng: random.Random) -> dict[str, Any]:
@@ -127,12 +128,14 @@ def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class Call:
-    """Arguments of a random call, before their objects are built; an invalid call is modified in
-    this form."""
+    """Plain values from which the arguments of a random call (head, batch, objective, options) are
+    built. To make a call invalid, a test changes one of these values."""
 
     seed: int
     verb: str = "head_loss"
-    grad: str = "train"  # "no_grad", "inference", "frozen" (head), "weight" (only)
+    # Gradient mode: "train", "no_grad", "inference", "frozen" (no weight gradient) or "weight" (no
+    # hidden gradient).
+    grad: str = "train"
     dtype: str = "float64"
     hidden: Any = None
     head: dict[str, Any] = field(default_factory=dict)
@@ -265,7 +268,8 @@ def _draw_shape(
 def _draw_head(
     call: Call, rng: random.Random, generator: torch.Generator, shape: tuple[int, ...]
 ) -> int:
-    """Draw hidden states and head; return the size of the scored vocabulary."""
+    """Draw the hidden states and the head of `call`; return the number of vocabulary entries that
+    a target may name."""
     width, rows = rng.choice([8, 16, 24, 32, 7]), rng.randint(17, 300)
     if call.device != "cpu":
         width, rows = width * rng.choice([1, 8, 16]), rows * rng.choice([1, 10])

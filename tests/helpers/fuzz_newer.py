@@ -45,7 +45,8 @@ OPTIONS = {
     "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
-# Terms drawn after all other features, so that older seeds draw the same calls.
+# These newest terms are drawn last, so that a seed's call is otherwise the same as before the
+# terms existed.
 LATEST = ("chord_phi", "sdar")
 POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 
@@ -123,7 +124,8 @@ def _draw_latest(call: Any, rng: random.Random, vocabulary: int, unscored: Tenso
 def _draw_centering(
     call: Any, rng: random.Random, generator: torch.Generator, vocabulary: int, unscored: Tensor
 ) -> None:
-    """Draw score centering over the candidates, or over the ids of a padded support."""
+    """Add the term `score_centering` to a random call, over its `candidate_ids` or, in their
+    absence, over its padded `support_ids` or over newly drawn ids."""
     support = call.batch.get("support_ids")
     if "candidate_ids" not in call.batch and isinstance(support, Tensor):
         call.batch["candidate_ids"] = support

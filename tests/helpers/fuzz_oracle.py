@@ -97,7 +97,8 @@ def _oracle(call: fuzz_draw.Call, built: fuzz.Built, mode: Any, upstream: float)
 
 
 def _off(value: Tensor, oracle: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference over the oracle's norm; infinite for non-finite values."""
+    """Return the relative error of `value`, the norm of `value - oracle` divided by the norm of
+    `oracle`; infinity if only `value` has non-finite entries."""
     value, oracle = value.detach().double(), oracle.double()
     if not value.isfinite().all() and oracle.isfinite().all():
         return float("inf")

@@ -33,8 +33,8 @@ WHOLE = {"clip_cov", "kl_cov", "top_entropy", "second_moment_masked", "fipo"}
 def draw_place(call: Any, rng: random.Random) -> None:
     """Draw how the call is split over ranks, if it can be split.
 
-    A batch-scoped term would see only its rank's tokens, and the order of a segment's tokens is
-    lost across ranks.
+    Tokens of a segment are not split over ranks if a term of batch scope would then see only one
+    rank's tokens, or if a term needs the order of tokens.
     """
     if call.verb not in VERBS:
         return
@@ -51,7 +51,7 @@ def draw_place(call: Any, rng: random.Random) -> None:
 
 
 def cut(call: Any, rank: int) -> dict[str, Any]:
-    """Reduce a random call to the arguments of one rank.
+    """Reduce the arguments of a randomly drawn call to those that one rank passes.
 
     Return this rank's positions of hidden states and its tokens of the batch, or an empty dict if
     the rank holds all tokens.

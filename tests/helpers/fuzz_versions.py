@@ -25,8 +25,8 @@ from torch import Tensor
 HANG = 400.0  # time limit in seconds of one call, including the start of ranks
 
 PLANNED = ("schedule",)  # Result entries that are not compared between versions.
-# Differences are divided by the norm of the values, but at least by this number (0.1 if not
-# listed).
+# Smallest divisors of relative differences, by name of the result (0.1 if not listed): a
+# difference is divided by the norm of the values, or by this number if it is larger.
 FLOORS = {"gradients": 1e-4}
 SHOWN = 10
 GRACE = 180.0  # seconds allowed to a process beyond the time of its calls
@@ -79,7 +79,8 @@ def unknown(record: dict[str, Any]) -> bool:
 
 def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float = 0.0) -> list[str]:
     """Compare the results of the same calls in two versions, and return one text per call whose
-    results differ. Only type and subject of error messages are compared, unless `close` is 0."""
+    results differ. If `close` is larger than 0, only the type of an error and the subject of its
+    message are compared, else the whole message."""
     found = []
     for a, b in zip(old, new, strict=True):
         if what := _compared(a, b, close):
@@ -90,8 +91,8 @@ def compare(old: list[dict[str, Any]], new: list[dict[str, Any]], close: float =
 def _compared(a: dict[str, Any], b: dict[str, Any], close: float) -> str:
     """Compare two records.
 
-    16-bit gradients and their sums may differ by one rounding, unless `close` is 0. A call that
-    hangs in the old version counts as a difference.
+    If `close` is larger than 0, 16-bit gradients and their sums may differ by one rounding. A call
+    that hangs in the old version counts as a difference.
     """
     if "error" in a and a["error"].startswith("hang"):
         return a["error"]
@@ -129,7 +130,8 @@ def save(records: Iterator[dict[str, Any]], path: Path, package: str) -> int:
 
 
 def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the results in a file, by the seed of the call.
+    """Read the file `path` and return a dict from the seed of each random call to the call's
+    results.
 
     Raises:
         ValueError: the file `path` was written by a package outside of `folder`.

@@ -18,9 +18,10 @@ def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
     """Return a call on 2 x 2 ranks: two vocabulary slices times two rows of ranks that hold
     different tokens of common segments.
 
-    Rows of ranks hold different numbers of tokens; on the second row the field `advantages` [S] has
-    as many entries as tokens. On the first row of ranks `advantages` has one value per token if
-    `forms` is 1, else one per segment.
+    The two rows of ranks hold different numbers of tokens. The second row holds as many tokens as
+    there are segments, so that the shape [S] of `advantages` could also mean one value per token.
+    If `forms` is 1, ranks in the first row pass `advantages` with one value per token, otherwise
+    with one value per segment.
     """
     data, vocab = groups(2, 2)
     row, column = divmod(distributed.get_rank(), 2)
@@ -58,7 +59,8 @@ def run_grid(p: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def right_on_a_grid(**changes: Any) -> None:
-    """Check that loss and gradients of a call on the grid equal those of one rank."""
+    """Check that a call on 2 x 2 ranks (`of_grid`) gives the loss and gradients of the same call
+    on one rank."""
     p = of_grid(**changes)
     hidden, weight, ids, own, slices = p["whole"]
     leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -113,8 +115,9 @@ GRID_ERRORS = {
 
 
 def on_a_grid() -> list[str]:
-    """Run valid and invalid calls in turn on 2 x 2 ranks: different head sizes on one rank,
-    per-token fields on one row of ranks, and argument errors on some ranks."""
+    """Run a sequence of valid and invalid calls on 2 x 2 ranks. In some valid calls the ranks
+    differ in the size of their vocabulary slice or in the shape of `advantages`; in invalid calls
+    some ranks pass wrong arguments."""
     rank, found = distributed.get_rank(), []
     other = {"rows": (V, V + 2)}
     for changes in ({}, {}, other, {}, {"forms": 1}, other, {}):
@@ -134,8 +137,9 @@ def on_a_grid() -> list[str]:
 
 
 def records_on_a_grid() -> list[str]:
-    """Return the collectives of a rank in a call on 2 x 2 ranks, if both process groups have
-    compared an equal call before."""
+    """Run a call on 2 x 2 ranks, whose process groups have already compared an equal call, and
+    return the order of this rank's argument comparisons ("record") and logit matmuls
+    ("product")."""
     with gathers() as seen:
         run_grid(of_grid())
     return seen

@@ -1,4 +1,5 @@
-"""Common parts of the matrix, property and distillation tests: objectives, inputs, comparisons.
+"""Helpers of the matrix, property and distillation tests: objectives, inputs, and comparisons with
+float64.
 
 T scored tokens, N positions, S segments, H hidden width, V vocabulary.
 """
@@ -44,7 +45,7 @@ SCHEDULES = {
     "unmeasured": hl.Options(chunk_tokens=9, metrics=False),
     # Few tokens: the logit tiles have few columns.
     "recompute": hl.Options(schedule="recompute", chunk_tokens=2),
-    # Little memory: the logit tiles have few rows.
+    # With a memory budget of 4000 bytes, a logit tile holds only a few tokens.
     "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),
     "frozen": hl.Options(schedule="frozen", chunk_tokens=5),
     "held": hl.Options(schedule="held", chunk_tokens=5),
@@ -74,8 +75,8 @@ Row = tuple[str, ...]  # the chosen value of each axis, in the order of `AXES`
 
 
 def applies(row: Mapping[str, str]) -> bool:
-    """Return True if this combination of axis values is valid: the `frozen` schedule needs an
-    objective of log-probs alone."""
+    """Return True if the axis values in `row` (objective, schedule, ...) can be combined: the
+    `frozen` schedule needs an objective of log-probs alone."""
     return row.get("schedule") != "frozen" or "case" not in row or CASES[row["case"]].logp_only
 
 
@@ -268,8 +269,9 @@ def _fields(
 ) -> dict[str, Tensor]:
     """Make every batch field that an objective in `CASES` may read, [T, ...] or [S].
 
-    With data "far", ratios lie far outside the clip range (one is infinite if the loss is bounded),
-    advantages are per token with zeros, and one sampler log-prob is NaN.
+    If `data` is "far", policy ratios lie far outside the clip range (one is infinite if the loss
+    is bounded), `advantages` has one value per token, some of them 0, and one sampler log-prob is
+    NaN.
     """
     generator = torch.Generator().manual_seed(1)
     segments = hl.Segments.from_lengths(LENGTHS)
@@ -289,7 +291,8 @@ def _fields(
     fields["kept"] = torch.rand(TOKENS, generator=generator) > 0.4
     fields["segment_kept"] = torch.arange(len(LENGTHS)) % 3 != 1
     fields |= others(TOKENS, len(LENGTHS))
-    # teachers of candidates pass log-probs of each candidate instead
+    # A teacher of candidates passes log-probs of all candidates in place of log-probs of the
+    # targets.
     if case.teacher == "candidates":
         del fields["teacher_logps"]
     return fields | teacher_fields(case, targets, vocabulary, dtype)
@@ -359,8 +362,9 @@ def within(
     yardstick: Tensor,
     tightest: float = 1e-10,
 ) -> None:
-    """Check a value's error against the float64 reference: at most three times the error of a plain
-    PyTorch computation plus 1e-6, or `tightest` in float64."""
+    """Check that the error of `value` against the float64 reference is at most 3 times the error
+    of a plain PyTorch computation (`yardstick`) plus 1e-6, or at most `tightest` if `value` is
+    float64."""
     found, theirs = error(value, oracle), error(yardstick, oracle)
     budget = tightest if value.dtype == torch.float64 else 3 * theirs + 1e-6
     assert found <= budget, f"{name}: error {found:.3g}, want at most {budget:.3g}"
@@ -379,8 +383,8 @@ def same_metrics(got: hl.Metrics, want: hl.Metrics, tolerance: float) -> None:
 
 
 def product(axes: Mapping[str, Sequence[str]], fixed: Sequence[str]) -> Iterator[Row]:
-    """Yield every combination of values of the axes in `fixed`; each further axis takes its values
-    in turn, from one combination to the next."""
+    """Yield one row for every combination of values of the axes in `fixed`. An axis that is not in
+    `fixed` cycles through its values from row to row."""
     free = [name for name in axes if name not in fixed]
     turns = [itertools.cycle(axes[name]) for name in free]
     for values in itertools.product(*(axes[name] for name in fixed)):

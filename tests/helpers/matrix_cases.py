@@ -79,8 +79,8 @@ def _read_only(stats, batch):
 
 @hl.term(observe=_read_only)
 def margin(stats, batch):
-    """A term that reads only candidates: the log-prob of the first candidate, against the others
-    weighted by the teacher."""
+    """Test term that reads only candidates: the sum of student times teacher probabilities of all
+    candidates but the first, minus 0.3 times the first candidate's log-prob."""
     first, others = stats.candidate_logps[:, 0], stats.candidate_logps[:, 1:]
     return (others.exp() * batch.teacher_logps[:, 1:].exp()).sum(1) - 0.3 * first
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headloss
 
 PACKAGE = Path(headloss.__file__).parent
-# Not counted: backend code (kernels on a GPU) and the three large matmuls.
+# Operations called from these places are not counted: the kernels of a backend, and the three
+# large matmuls.
 LEFT_OUT = ("kernels/", "head/products.py")
 # Operations without GPU work: empty memory, aliases of a tensor, an asynchronous check.
 NOTHING = "empty new_empty empty_like empty_strided new_empty_strided _unsafe_view detach"
@@ -55,14 +56,15 @@ class Operations(TorchDispatchMode):
 
 
 def is_view(func) -> bool:
-    """Return True if the results alias an argument's memory without changing its values."""
+    """Return True if the operator `func` is a view: its results share an argument's memory, and no
+    values change."""
     aliases = [value.alias_info for value in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def innermost() -> str:
-    """Return "file:line function" of the package's innermost frame, or of a frame in `LEFT_OUT`, if
-    any."""
+    """Return "file:line function" of the innermost stack frame in the package, or only the file if
+    a frame of the stack is in `LEFT_OUT`."""
     frame, place = sys._getframe(2), "autograd"
     while frame is not None:
         path = Path(frame.f_code.co_filename)

@@ -1,4 +1,5 @@
-"""Removal of library overhead that takes longer than a small test."""
+"""Patches that make small tests faster by removing overhead of torch, accelerate, Python's garbage
+collector and Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def spare_interpreter() -> None:
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     patched = ("tl", "interpreter_builder", "_patch_lang", "_get_np_dtype")
     if not all(hasattr(interpreter, name) for name in patched):
-        return  # Triton is not imported or has different internals, so skip this speed-up
+        return  # If Triton's interpreter is missing or has other internals, patch nothing.
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

@@ -19,8 +19,8 @@ from headloss.parallel import agreement
 
 
 def crossed() -> tuple[str, str]:
-    """Check that an error in one vocabulary group also reaches the ranks that share segments with
-    that group."""
+    """Check that an error on one rank is also raised on ranks that are outside the rank's
+    vocabulary group but share segments with the group."""
     data, vocab = groups(2, 2)
     s = setup("vocabulary")
     s.head["vocab_group"] = vocab
@@ -35,8 +35,8 @@ def crossed() -> tuple[str, str]:
 
 
 def resized() -> None:
-    """Check calls with vocabularies of alternating sizes on one process group against calls on one
-    rank; only the last rank's slice changes."""
+    """Check that calls on several ranks agree with calls on one rank while the vocabulary size
+    changes from call to call; only the last rank's slice changes its size."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     _, group = groups(1, world)
     torch.manual_seed(0)
@@ -92,8 +92,8 @@ def nested() -> None:
 
 @contextmanager
 def gathers() -> Iterator[list[str]]:
-    """Record the order of a rank's argument comparisons with other ranks ("record") and logit
-    matmuls ("product")."""
+    """Return a context that lists, in order, this rank's comparisons of arguments with other ranks
+    ("record") and its logit matmuls ("product")."""
     seen: list[str] = []
     record, product = agreement._gathered, LinearLogits.raw
 
@@ -147,8 +147,9 @@ def values_are_compared_when_asked() -> list[str]:
 
 
 def bad_values_of_one() -> list[str]:
-    """Return the errors for an invalid target or a duplicate candidate id on the last rank, in
-    calls after the first, which alone compares targets between ranks."""
+    """Return the errors that are raised if the last rank alone has an invalid target or a
+    duplicate candidate id. A valid call comes first, since only the first call on a process group
+    compares targets between ranks."""
     setup("vocabulary").run()
     found = []
     for spoil in (10**6, -5, None):
@@ -175,8 +176,9 @@ WRONG_VALUES = (
 
 
 def wrong_values_of_one() -> list[str]:
-    """Return the errors for invalid values on the last rank alone, in later calls, which do not
-    compare values between ranks."""
+    """Return the errors that are raised for values that are invalid on the last rank alone. A
+    valid call comes first, since only the first call on a process group compares values between
+    ranks."""
     s = setup("vocabulary")
     s.run()
     own, others = torch.arange(T).unsqueeze(1), torch.full((T, 1), V)
@@ -280,8 +282,8 @@ def static_goes_by_what_was_learned() -> list[list[str]]:
 
 
 def static_error_of_one() -> str:
-    """Check that a rank that raises in a static call runs no collective, if the ranks have compared
-    an equal call before."""
+    """Check that a rank that raises an error in a call with `static=True` runs no collective, if
+    the ranks have compared an equal call before."""
     s = setup("vocabulary")
     for static in (False, True):
         s.options = hl.Options(static=static)

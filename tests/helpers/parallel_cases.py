@@ -148,7 +148,8 @@ def run_inputs(
     data, vocab = groups(cut.data, cut.vocabulary)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
     options = replace(options, sequence_parallel=cut.spread, **changes)
-    # an equal non-static call first: static calls use the facts that the ranks compared in it
+    # First plan an equal call that is not static: only in it ranks compare their arguments, and
+    # the static call uses the result.
     if options.static:
         plain = replace(options, static=False)
         hl.plan(mine.hidden, mine.head, mine.batch, inputs.objective, plain)

@@ -1,5 +1,5 @@
-"""Comparison of calls between ranks that differ only on the last rank, in a place that is easily
-overlooked."""
+"""Test cases in which one argument of the last rank differs from the other ranks' arguments, in a
+place where the difference is easily overlooked."""
 
 from __future__ import annotations
 

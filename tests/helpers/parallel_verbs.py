@@ -27,8 +27,8 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 class Problem:
-    """A float64 call that every rank holds completely, and this rank's slice of the head's
-    vocabulary rows."""
+    """Arguments of a float64 call, which every rank holds as a whole, and this rank's slice of the
+    head's vocabulary rows."""
 
     def __init__(self, seed: int = 0) -> None:
         self.world, self.rank = distributed.get_world_size(), distributed.get_rank()
@@ -211,8 +211,8 @@ def teacher_heads() -> None:
     whole = hl.Head(other, softcap=20.0)
 
     def objective(teacher: hl.Head) -> hl.Objective:
-        """Return a distillation loss that is a sum over vocabulary entries, plus one (`lk_hybrid`)
-        that is not."""
+        """Return the sum of two distillation losses: `distillation`, a sum over vocabulary
+        entries, and `lk_hybrid`, which is not a sum over vocabulary entries."""
         return hl.distillation(teacher_head=teacher) + hl.lk_hybrid(teacher_head=teacher)
 
     options = hl.Options(per_token=("lk_hybrid/acceptance",))
@@ -230,7 +230,8 @@ def teacher_heads() -> None:
 
 
 def top_entropy() -> None:
-    """Check a quantile of entropies over the tokens of all ranks, of which rank 0 has none."""
+    """Check that a quantile of entropies counts the tokens of all ranks, although rank 0 has no
+    tokens."""
     p = Problem()
     tokens = (torch.arange(T) % (p.world - 1) + 1 == p.rank).nonzero().squeeze(1)
     ids = p.batch.segments.ids[tokens]

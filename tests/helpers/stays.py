@@ -3,10 +3,10 @@ the gradient.
 
     PYTHONPATH=.:tests python tests/helpers/stays.py # print the stays of a GRPO call
 
-A *stay* is a call that hands hidden states to a function of another file. A second count
-(`derived`) includes tensors computed from hidden states, such as statistics. A *climb* is a call
-that hands hidden states back to a file that imports the calling file. The call uses the Triton
-backend with empty kernels, and needs no GPU.
+A *stay* is a call that hands hidden states to a function of another file. With `derived=True`,
+tensors that are computed from hidden states, such as statistics, count as hidden states. A *climb*
+is a call that hands hidden states back to a file that imports the calling file. The call uses the
+Triton backend with empty kernels, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Followed(TorchDispatchMode):
         return found
 
     def launched(self, *arguments: Any, **_: Any) -> None:
-        """Treat all memory passed to a kernel as written by the kernel."""
+        """Assume that a kernel writes all memory passed to it, and computes it from all tensors
+        passed to it."""
         leaves = tree_leaves(arguments)
         numbers = {a for a in leaves if isinstance(a, int)}
         by_address = [t for t in self.alive if t.data_ptr() in numbers]

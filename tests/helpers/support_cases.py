@@ -22,8 +22,8 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
     """Make distinct `support_ids` for each position, always with the target.
 
     With "mixed" in `kind`, two of five positions have no ids, so all tokens are allowed. Unscored
-    positions have arbitrary ids. With "flat" in `kind` ids are flat with offsets, else padded with
-    -1.
+    positions have arbitrary ids. If `kind` contains "flat", ids are returned as a flat tensor with
+    the offset of each position, else as rows padded with -1.
     """
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = []

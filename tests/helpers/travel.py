@@ -56,7 +56,8 @@ def weigh(lengths: Tensor, tokens: Tensor, segments: Tensor) -> Tensor:
 
 
 def terms() -> dict[str, hl.Term]:
-    """Return all library terms with defaults, modified terms, and this module's terms."""
+    """Return a dict of terms: every term of the library with default options, terms with
+    modifiers, and terms that this test module defines."""
     generator = torch.Generator().manual_seed(1)
     teacher = hl.Head(torch.randn(V, H, generator=generator))
     simple = "cross_entropy z_loss entropy unlikelihood grpo gspo gspo_token dapo bnpo luspo ppo "
@@ -113,7 +114,8 @@ def problem(temperature: float | Tensor = 1.0) -> tuple[Tensor, hl.Head, hl.Batc
 
 
 def objects() -> dict[str, Any]:
-    """Return an instance of every public class, and objectives."""
+    """Return a dict with an instance of every public class of headloss, and with several
+    objectives."""
     hidden, head, batch = problem()
     out = hl.head_loss(hidden, head, batch, hl.grpo() + 0.1 * hl.kl())
     return {

@@ -109,8 +109,8 @@ def oracle_gradient(raw, targets, first, transform, normalizer, coefficients):
 
 
 def backward_of(raw, targets, first, transform, normalizer, coefficients) -> Backward:
-    """Return the arguments of a backward kernel (`Backward`), with the target log-probs computed
-    from `raw`."""
+    """Return the arguments of a backward kernel (`Backward`); the targets' log-probs are computed
+    in float64 from the raw logits `raw`."""
     given = Forward(targets, first, in_float64(transform), frozenset())
     target = reference.partials(raw.double(), given).target
     logps = target - normalizer.max_logit - normalizer.log_sum

@@ -1,8 +1,8 @@
 """The Triton kernels' operations in plain PyTorch (*twins*), for comparison.
 
-Operations that every backend has are the reference backend's; those that only the kernels have are
-written here in PyTorch. Tests compare each kernel with its PyTorch twin, and run whole calls on a
-CPU with the twins in place of kernels.
+An operation that the reference backend has is taken from the reference backend; an operation that
+exists only as a Triton kernel is written here in PyTorch. Tests compare each kernel with its
+PyTorch twin, and run whole calls on a CPU with the twins in place of kernels.
 
 n tokens or rows, v columns, H hidden width, K chosen columns of a token.
 """
@@ -50,7 +50,8 @@ from headloss.statistics import softmax as stats
 from headloss.statistics.softmax import FLOOR, Slope, SoftmaxCoefficients, SoftmaxState
 
 NOTHING: frozenset[str] = frozenset()
-# smallest |c_target| by which a gradient may be divided; below it, rounding errors matter
+# A gradient is divided by the coefficient `c_target` only if |c_target| is at least this number,
+# since rounding errors matter below it.
 SMALLEST = 2.0**-90
 
 
@@ -288,8 +289,8 @@ def given_rows(walk: Walk) -> SoftmaxState | None:
 def _completed(
     c: SoftmaxCoefficients, found: SoftmaxState, slopes: Tensor | None
 ) -> SoftmaxCoefficients:
-    """Return the gradient coefficients with those of the entropy and of terms with a closed-form
-    derivative added."""
+    """Add to the gradient coefficients `c` the contributions of the entropy and of terms whose
+    derivative has a closed form (`slopes`), and return the sum."""
     log_sum = found.sumexp_m1.log1p()
     target, prob = c.target, torch.zeros_like(log_sum) if c.prob is None else c.prob
     if c.entropy is not None:

@@ -18,7 +18,8 @@ from typing import Any
 
 SECONDS = 60.0
 PRELOADED = ["headloss.testing", "matrix"]
-# Modules that a new rank also imports at its start, if this process has imported them.
+# Modules that a new rank process imports at its start if the process of the tests has imported
+# them.
 OF_TRAINERS = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 OF_TRAINERS += ["transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer"]
 
