@@ -301,8 +301,8 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # With the old log-prob `far` or `-far`, a sequence score divided by tau is 2 (-log 3 -
-        # far) or 2 (-log 3 + far); in the first group, the right answer has the low score.
+        # A sequence score divided by tau is 2 (-log 3 - far) for the old log-prob `far`, and
+        # 2 (-log 3 + far) for `-far`; in the first group, the right answer has the low score.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 
