@@ -71,7 +71,7 @@ def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
     agree(theirs, ours)
     for field in dataclasses.fields(theirs.out):
         got, want = (getattr(step.out, field.name).double() for step in (ours, theirs))
-        assert torch.allclose(got, want, rtol=2e-6, atol=2e-6), field.name
+        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6), field.name
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,22 @@ def test_nothing_scored(installed: Any) -> None:
     assert all(g.count_nonzero() == 0 for g in ours.gradients.values())
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_blocks_without_a_supervised_token(installed: Any, kind: str) -> None:
+    """If the loss mask has every fifth token alone, no block of four has a scored token besides its
+    anchor; loss, counts and metric keys are speculators'."""
+    model, named = draft_model(kind), {"max_anchors": 6} | losses(kind, CE_AND_TV)
+    batch = inputs()
+    batch["loss_mask"] = torch.arange(T)[None] % 5 == 0
+    batch["loss_mask"][0, 20:24] = True  # One block has scored tokens.
+    theirs = train(model, loss_of, **batch, **named)
+    ours = installed(model, loss_of, **batch, **named)
+    agree(theirs, ours)
+    assert list(ours.out[2]) == list(theirs.out[2])
+    for name, metric in theirs.out[2].items():
+        assert abs(float(ours.out[2][name]) - float(metric)) <= 1e-6 * max(1.0, abs(metric)), name
+
+
 def test_a_small_acceptance_has_a_gradient(installed: Any) -> None:
     """A small acceptance probability still has a gradient; speculators clamps it at 1e-5, without
     gradient."""
@@ -268,7 +284,7 @@ def test_its_own_compilation_on_a_gpu(installed: Any, kind: str) -> None:
     for turn in range(3):
         with torch.compiler.set_stance("fail_on_recompile" if turn else "default"):
             ours = train(model, loss_of, **batch, **named)
-        agree(theirs, ours, slack=10)
+        agree(theirs, ours, slack=14)
 
 
 def test_its_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
