@@ -152,14 +152,17 @@ class Recipe:
 
     def head_of(self, head: Head, columns: int) -> Head:
         """Return `head` with the bias, scale, soft cap and columns of the formula."""
+        plain = self.scale == 1 and self.factor is None and self.bias is None
+        if plain and columns == len(head.weight):
+            return head
         bias, scale = head.bias, self.scale * (self.factor or 1)
         if self.bias is None and (scale, self.factor, columns) == (1, None, head.vocabulary):
             return head
         if self.bias is not None:
             added = self.bias.to(head.weight.dtype)
             bias = added if bias is None else bias + added
-        capped = {"softcap": self.factor, "logit_scale": scale}
-        return replace(head, bias=bias, vocab_size=columns, **capped)
+        changes = {"softcap": self.factor, "logit_scale": scale, "vocab_size": columns}
+        return replace(head, bias=bias, **changes)  # type: ignore[arg-type]
 
 
 class Followed(Tensor):
@@ -350,12 +353,6 @@ def _cast(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     return _then(x, lambda t: func(t, *args, **options), dtype=like.dtype, attached=attached)
 
 
-def _rows(
-    x: Followed, step: Callable[[Tensor], Tensor], hidden: Tensor, columns: int | None = None
-) -> Followed:
-    return _then(x, step, (*hidden.shape[:-1], columns or x.shape[-1]), hidden=hidden)
-
-
 def _item(x: Followed, func: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     kinds = (int, slice, Tensor, type(...))
@@ -367,7 +364,10 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
         stop = last.stop if isinstance(last, slice) and last == slice(last.stop) else 0
         columns = min(columns, columns if stop is None else stop)
         parts = (*parts[:-1], slice(None))
-    return None if columns < 1 else _rows(x, lambda t: t[index], x.recipe.hidden[parts], columns)
+    if columns < 1:
+        return None
+    rows = x.recipe.hidden[parts]
+    return _then(x, lambda t: t[index], (*rows.shape[:-1], columns), hidden=rows)
 
 
 def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
@@ -375,7 +375,7 @@ def _view(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     if like.shape[-1:] != x.shape[-1:] or like.dtype != x.dtype:
         return None
     rows = x.recipe.hidden.reshape(*like.shape[:-1], x.recipe.hidden.shape[-1])
-    return _rows(x, lambda t: func(t, *args, **options), rows)
+    return _then(x, lambda t: func(t, *args, **options), like.shape, hidden=rows)
 
 
 def _cross_entropy(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
@@ -383,7 +383,7 @@ def _cross_entropy(x: Followed, func: Any, *args: Any, **options: Any) -> Any:
     return None if take is None else take(x, *args, **options)
 
 
-def _refused(x: Followed, func: Any, *args: Any) -> Any:
+def _refused(*_: Any) -> Any:
     raise RuntimeError("logits: retain_grad() has no gradient to keep, as the loss bypasses them")
 
 
