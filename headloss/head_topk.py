@@ -102,8 +102,8 @@ def head_topk(
 
 
 def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor, Tensor]:
-    """Return ids [n, k] and log-probs [n, k] of the k likeliest tokens of some rows, from one tile
-    of columns after the next."""
+    """Return ids [n, k] and log-probs [n, k] of the k likeliest tokens of n hidden states. The
+    logits are computed one tile of vocabulary columns at a time."""
     forward = source.context.forward(rows)
     shard = source.context.shard
     partials: SoftmaxState | None = None

@@ -1,4 +1,5 @@
-"""Losses of draft models per row, computed from hidden states that the heads return as "logits".
+"""Losses of draft models for each row, computed from hidden states. The draft model's heads return
+the hidden states in place of logits.
 
 n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
 """
@@ -104,7 +105,7 @@ class DraftHeads:
         acceptance: bool = False,
         **fields: Any,
     ) -> Output:
-        """Return the sum over rows and losses of weight times loss, `slopes` being the weights.
+        """Return the weighted sum of all losses over all rows; `slopes` are the weights.
 
         The output's `per_token` has "ce/value" (and likewise for each loss), "top1", and with
         `acceptance` the first loss's acceptance, for example "ce/acceptance".
@@ -126,7 +127,8 @@ class DraftHeads:
 
 @functools.cache
 def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
-    """Return a forward that pads its input with zeros, in the dtype that a head would multiply in.
+    """Return a forward that pads its input with zeros, in the dtype of a linear head's matrix
+    product.
 
     Calls with equal `before` and `after` return the same function, so that torch.compile does not
     recompile.

@@ -106,7 +106,7 @@ class HeadCall:
             return inside(self.seam.module, self._unchanged, self.hidden)
 
     def _unchanged(self, hidden: Tensor) -> Tensor:
-        gathered = self.seam.external or self.seam.unit  # A gathered weight is a new tensor.
+        gathered = self.seam.external or self.seam.unit  # Gathering makes a new weight tensor.
         if not gathered and self.state != self._state(Head.of(self.seam.module)):
             what = "the head's weight, its adapters or the hidden states have changed"
             raise RuntimeError(STALE.format(what))

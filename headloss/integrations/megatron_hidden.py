@@ -59,7 +59,8 @@ def hand_on(model: Any, options: Options | None = None) -> Door | None:
         options: memory and schedule; `hand_on` sets `sequence_parallel` and `main_grad` itself.
 
     Returns:
-        the model's `Door`; None if the model has no output layer, as on all stages but the last.
+        the model's `Door`; None if the model has no output layer, as on every pipeline stage but
+        the last.
 
     Raises:
         RuntimeError: Megatron-Core's output layer or loss accepts other arguments.
@@ -193,7 +194,8 @@ class Door:
         gathered: bool = False,
         **measured: Any,
     ) -> HeadStats:
-        # `Float16Module` cast the states to float32: casting back is exact.
+        # Megatron's `Float16Module` has cast the hidden states from 16 bits to float32, so casting
+        # back loses nothing.
         hidden = hidden.to(self._dtype)
         check_layer(self.layer, None, self.config, hidden, self._tied, handed_on=True)
         head, options = head_of(

@@ -123,7 +123,7 @@ def _ranks(group: Any) -> int:
 def _here(value: Tensor, length: int, group: Any, fill: float) -> Tensor:
     """Return this rank's part [B, S, ..] of a value [B, L, ..], under context parallelism.
 
-    First pad the value by `fill` to `length` positions on each of the group's ranks.
+    First pad `value` with `fill` to `length` positions on each rank of the group.
     """
     ranks = _ranks(group)
     missing = length * ranks - value.shape[1]

@@ -242,7 +242,7 @@ def _config(loss_config: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _loss(rows: Rows, forward: Forward, slopes: dict[str, Tensor], acceptance: bool) -> Output:
-    """Return the sum over losses and rows of weight times loss, `slopes` being the weights."""
+    """Return the weighted sum of all losses over all rows; `slopes` are the weights."""
     targets = rows.targets.masked_fill(~rows.read, -100)
     fields = {} if rows.index is None else {"teacher_index": rows.index}
     return forward.losses(rows.hidden, targets, slopes, rows.verifier, acceptance, **fields)

@@ -53,7 +53,7 @@ def _first(order: Tensor, share: float, count: Tensor) -> Tensor:
     """Return [T] bool, True at the smallest values: a share `share` of all tokens, at least one
     token.
 
-    All shapes are independent of the values, so that the host need not wait for the device.
+    No shape depends on values, so that the CPU does not wait for the GPU.
     """
     rank = order.argsort(stable=True).argsort()
     return rank < (share * count).floor().clamp_min(1)

@@ -177,8 +177,8 @@ def sdar(*, beta: float = 5.0) -> Term:
         g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
 
     Lu et al. 2026 (SDAR), arXiv:2605.15155; added to a policy term with a factor of 0.1 or 0.01.
-    The gradient of sdar's loss is that of -g log p_y with the gate g held constant. The loss g (log
-    q_y - log p_y) is not a divergence and may be negative.
+    The gradient of the loss equals the gradient of -g log p_y, with the gate g held constant. The
+    loss g (log q_y - log p_y) is not a divergence and may be negative.
 
     Args:
         beta: steepness of the sigmoid gate as a function of log q_y - log p_y, > 0.

@@ -15,7 +15,8 @@ P = ParamSpec("P")
 
 
 def factory(function: Callable[P, Term]) -> Callable[P, Term]:
-    """Wrap a term factory: set the term's name and options from the signature, name it in errors.
+    """Wrap a term factory: set the term's name and options from the signature, and name the term in
+    errors.
 
     `function` may return a term with an empty name; the wrapped factory sets the term's name.
     """

@@ -113,11 +113,11 @@ def fipo(
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); weight f_t = clip(exp(F_t), lo, 1 + weight_clip); future KL F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k; log-ratio d_k = logp_k - old_k; m_k = 0 where r_k > delta, else 1; lo = 1 if high_only, else 1 - weight_clip
 
     Where the advantage is negative and the policy ratio above the option safety, the influence
-    weight f_t is further clipped to [0.8, 1]. The loss is that of ms-swift, from Ma et al. 2026,
-    arXiv:2603.19835. The distance k - t counts the scored tokens of a segment; other frameworks
-    count all positions, unscored ones included. The future KL F_t is clamped to [-20, 20], but the
-    log-ratios that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and every
-    influence weight f_t is 1.
+    weight f_t is further clipped to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in the version of
+    ms-swift. The distance k - t counts the scored tokens of a segment; other frameworks count all
+    positions, unscored ones included. The future KL F_t is clamped to [-20, 20], but the log-ratios
+    that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and every influence weight
+    f_t is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

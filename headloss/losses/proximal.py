@@ -144,8 +144,8 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
         -sg(r [alpha <= r <= beta]) A log p_y
 
-    Ling Team 2025, arXiv:2510.18855, where r is the trainer's probability over the sampler's. For
-    the paper's loss give the sampler's log-probs as old_logps, or mask another term by
+    Ling Team 2025, arXiv:2510.18855; their r is the trainer's probability divided by the sampler's.
+    For the paper's loss, pass the sampler's log-probs as old_logps, or mask another policy term by
     `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is clamped to [-20,
     20].
 

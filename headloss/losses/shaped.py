@@ -178,9 +178,9 @@ def rlsd_shaped(
 
         A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
 
-    Yang et al. 2026 (RLSD), arXiv:2604.03128, where the teacher is the policy with the answer in
-    the prompt. The factor that multiplies an advantage is positive. The log of the weight w is
-    clamped to [-20, 20].
+    Yang et al. 2026 (RLSD), arXiv:2604.03128; their teacher is the policy with the answer in the
+    prompt. The factor that multiplies an advantage is positive. The log of the weight w is clamped
+    to [-20, 20].
 
     Args:
         term: a term that reads advantages.

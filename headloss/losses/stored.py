@@ -1,4 +1,5 @@
-"""Divergences from a teacher's stored top-k outcomes and the mass outside of them.
+"""Divergences from a teacher's stored top-k log-probs and the probability mass outside of the top
+k.
 
 T scored tokens, K stored outcomes.
 """

@@ -152,7 +152,7 @@ class Term(_Arithmetic):
 
     def where(self, field: str) -> Term:
         """Keep the tokens (or segments) where a boolean batch field is True; the denominator counts
-        the kept tokens alone."""
+        only the kept tokens."""
         if self.kept_field is not None:
             raise ValueError(
                 f"where: {self.name} is already restricted to {self.kept_field!r}; combine the two "

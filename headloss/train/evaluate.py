@@ -25,8 +25,8 @@ def held_out(trainer: Any, tokenizer: Any, task: Task, longest: int) -> dict[str
         "accuracy", the share of greedy completions of score 1; "score", their mean score;
         "sampled_accuracy" and "sampled_score", the share and mean score of one completion per
         problem sampled at the training temperature; "problems", the number of problems; "samples",
-        some prompts with greedy completion, answer and score. A model scores the same in every run
-        of the same seed.
+        some prompts with greedy completion, answer and score. Runs with equal seeds give a model
+        equal scores.
     """
     accelerator = trainer.accelerator
     rank, ranks = accelerator.process_index, accelerator.num_processes

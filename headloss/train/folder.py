@@ -111,7 +111,8 @@ def locked(output: Path, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_trace(output: Path) -> Iterator[None]:
-    """Make the folder for checkpoints; remove the new folders if the `with` block raises."""
+    """Make the folder for checkpoints; remove the folders that were made if the `with` block raises
+    an error."""
     paths = [output / "checkpoints", output, *output.parents]
     made = [path for path in paths if not path.exists()]
     try:
@@ -163,7 +164,7 @@ def _check_vacant(recipe: Recipe, output: Path) -> None:
 
 
 def _is_nothing(path: Path) -> bool:
-    """Return whether a path is a lock or a partial file, as a run without a checkpoint leaves
+    """Return whether a path is a lock or a partial file, which an interrupted run may leave
     behind."""
     if path.name == "checkpoints" and path.is_dir():
         return all(inner.name.startswith(files.PARTIAL) for inner in path.iterdir())

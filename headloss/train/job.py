@@ -38,7 +38,8 @@ def run(recipe: Recipe) -> Result:
         with folder.without_trace(Path(recipe.output)):
             trainer = trainers.build(recipe, work, language_model, tokenizer)
             if recipe.algorithm != "sft" and not work.held_out:
-                # without held-out problems, no evaluation calls the reward before training begins
+                # without held-out problems, no evaluation runs the reward function before the
+                # training
                 work.rehearse()
         checkpoint = _claim(trainer, recipe, work.split, held)
         score = functools.partial(_score, trainer, tokenizer, work)

@@ -103,7 +103,8 @@ class Task:
         return found
 
     def rehearse(self) -> None:
-        """Try the reward on a few right answers; RecipeError if the reward fails."""
+        """Call the reward function on a few right answers; raise RecipeError if the function
+        fails."""
         rows = self.train[:8]
         self.scores(rows, [self._turn(row) for row in rows])
 

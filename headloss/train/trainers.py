@@ -157,7 +157,7 @@ class _Run:
         self.accelerator.wait_for_everyone()
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no model card, because the run writes a report."""
+        """Do nothing: `headloss train` writes a report in place of TRL's model card."""
 
 
 class _Supervised(_Run, SFTTrainer):

@@ -1,7 +1,7 @@
 """Subclasses of a model's class, with an equal name and headloss's forward.
 
 headloss's forward stays innermost when wrappers are set on the instance's forward or removed. FSDP2
-also changes a model's class to a subclass.
+changes a model's class to a subclass in the same way.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _compute_dtype(hidden: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Paths:
-    """The ways to compute the loss, and the log-probs of passes without gradient (old and
+    """Settings (`Path`) for the loss, and for log-probs of passes without gradient (old and
     reference log-probs)."""
 
     loss: Path

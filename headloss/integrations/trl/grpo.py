@@ -55,7 +55,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     # True if the reference's KL shapes the advantages and is not a term of the loss.
     kl_in_reward = False
     sampling_support: bool | None = None
-    # Reason why the engine that generates completions does not return the ids its sampler kept.
+    # The reason for which the generation engine does not return the ids that its sampler kept.
     without_sets: str | None = None
     _rows: list[Row] | None = None  # Ids that the sampler kept in the current generation.
     # Whether the ids that the sampler kept are known; None: this trainer did not draw the tokens.
@@ -67,7 +67,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
         self.warned_of: set[str] = set()  # Options of which `replay` has already warned.
-        self.paths: list[Paths] = []  # How to compute log-probs of each model with headloss's head.
+        # For each model, the settings by which headloss computes log-probs.
+        self.paths: list[Paths] = []
         with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
             super().__init__(*args, **kwargs)
         check_settings(self)
@@ -87,7 +88,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         return make_objective(self, inputs)
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor | float:
-        """Return a loss to add that does not depend on log-probs, scaled for gradient
+        """Return an additional loss that does not depend on log-probs, scaled for gradient
         accumulation."""
         if not self.aux_loss_enabled:
             return 0.0

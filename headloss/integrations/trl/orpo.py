@@ -44,8 +44,8 @@ class LogProbs(Request):
 def mean_logits(hidden: Tensor, head: Head) -> Tensor:
     """Return the mean logit of each row, [B] from hidden states [B, L, H].
 
-    The mean over [L, V] is the product of the mean hidden state and the head's mean row. The mean
-    logit ignores the soft cap and the adapters' dropout.
+    The mean logit over positions and vocabulary is the dot product of the mean hidden state and the
+    mean row of the head's weight. The mean logit ignores the soft cap and the adapters' dropout.
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 

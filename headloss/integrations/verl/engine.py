@@ -220,7 +220,7 @@ class Request:
         if isinstance(head.temperature, Tensor):
             head = replace(head, temperature=scored(head.temperature))
         batch = Batch(scored(labels).to(torch.int64), self.segments, **self.fields)
-        options = replace(options, metrics=True)  # verl's policy metrics need the entropy.
+        options = replace(options, metrics=True)  # verl's policy metrics read the entropy metric.
         out = head_loss(scored(hidden), head, batch, self.objective, options)
         parts = list(zip(self.objective.parts, out.terms.values(), strict=True))[: self.count]
         policy: Any = sum(c * value.detach() for (c, _), value in parts)
