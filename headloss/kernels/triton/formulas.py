@@ -203,10 +203,11 @@ def gradient_from_logp(log_p, slope, at, c):
 
 
 @triton.jit
-def coefficients(c, row):
-    """Return the gradient coefficients (c_prob, c_entropy, c_uniform) of a token, as `grad_z` reads
-    them."""
-    return coefficient(c.prob, row), coefficient(c.entropy, row), coefficient(c.uniform, row)
+def coefficients(c, row, inside=None):
+    """Return the gradient coefficients (c_prob, c_entropy, c_uniform) of one or several tokens, as
+    `grad_z` reads them; `inside` masks the tokens below n."""
+    prob, entropy = coefficient(c.prob, row, inside), coefficient(c.entropy, row, inside)
+    return prob, entropy, coefficient(c.uniform, row, inside)
 
 
 @triton.jit

@@ -225,7 +225,7 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     rows, inside = rows_of(first, n, PART)
     place = block.to(gl.int64) * of.pitch + rows
-    z = biased(z, of.z, block * WIDTH + columns, v)
+    z = biased(z, of.z, (block * WIDTH + columns)[None, :], v)
     if of.z.inner is not None:
         z, _ = tanh_and_slope(z * of.z.inner)
     if logit_sums is not None:  # Logits of columns beyond v are 0 and do not change the sum.
@@ -298,7 +298,7 @@ def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
     targets."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
-    z = biased(z, a.z, block * WIDTH + columns, v)
+    z = biased(z, a.z, (block * WIDTH + columns)[None, :], v)
     left, right = halves(z)
     parts = halves(left) + halves(right)
     for i in gl.static_range(4):

@@ -113,7 +113,7 @@ def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
                 b = tl.load(w + at, mask=at < h, other=0.0)
                 z = tl.dot(a.T, b, z, input_precision="ieee")
             inside = (columns < v)[:, None]
-            z = transformed(biased(z, scaling, columns, v).T, scaling, outer)
+            z = transformed(biased(z, scaling, columns[None, :], v).T, scaling, outer)
             z = tl.where(inside, z, float("-inf"))
             if sweep == 0:
                 sums = merged(sums, block_partials(z, inside, of.epilogue.flags.entropy))

@@ -87,7 +87,7 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     inside = rows < n
     width = v - block * BN
     columns = tl.arange(0, BN)
-    z = biased(z, of.z, block * BN + columns, v)
+    z = biased(z, of.z, (block * BN + columns)[None, :], v)
     if of.z.same is None:
         z = transformed(z, of.z, per_row(of.z.outer, of.z, rows[:, None], inside[:, None]))
     place = block.to(tl.int64) * of.pitch + rows
@@ -257,7 +257,7 @@ def gradient_tile(z, m, block, out, a, n, v):
     inside = rows < n
     outer = per_row(a.z.outer, a.z, rows[:, None], inside[:, None])
     factor = per_row(tl.zeros(rows.shape, tl.float32) + a.z.factor, a.z, rows, inside)
-    z = biased(z, a.z, block * BN + tl.arange(0, BN), v)
+    z = biased(z, a.z, (block * BN + tl.arange(0, BN))[None, :], v)
     max_logit, log_sum = normalizer_of(a.normalizer, rows, inside)
     lse = max_logit + log_sum
     at = (

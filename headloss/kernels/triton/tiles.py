@@ -51,7 +51,7 @@ def biased(z, of, columns, v):
     if of.restore is not None:
         z *= of.restore
     if of.bias is not None:
-        z += tl.load(of.bias + columns, mask=columns < v, other=0.0).to(tl.float32)[None, :]
+        z += tl.load(of.bias + columns, mask=columns < v, other=0.0).to(tl.float32)
     return z
 
 
