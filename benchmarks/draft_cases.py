@@ -30,7 +30,7 @@ class Setting:
     steps: int = 7
     width: int = 4096
     heads: int = 32
-    groups: int = 8  # Heads of keys and values.
+    groups: int = 8  # Number of attention heads for keys and values.
     inner: int = 14336
     vocabulary: int = 32000
     dtype: torch.dtype = torch.bfloat16

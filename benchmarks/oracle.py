@@ -25,7 +25,7 @@ class Oracle:
     """Float64 reference values, and reference gradients: of sampled tokens, of sampled columns of
     the logits, and of the whole down projection of an adapter."""
 
-    values: dict[str, Tensor]  # By name: loss, nll, logps, entropies.
+    values: dict[str, Tensor]  # Float64 loss, nll, logps and entropies, by name.
     rows: Tensor  # Indices of the compared tokens.
     # Indices of the compared rows of the weight, the bias and an adapter's up projection.
     columns: Tensor

@@ -44,7 +44,7 @@ from step_cases import (
 from torch import Tensor
 
 ROUNDS = 5
-# Messages of PyTorch and Triton, and of cuBLAS.
+# Parts of error messages of PyTorch and Triton, and of cuBLAS.
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 BACKBONE = 0.03  # The backbone rounds gradients to bfloat16: allowed relative error.
 

@@ -184,8 +184,8 @@ def support() -> str:
         f"{sizes['ids']} ids each (H = {sizes['hidden']}, V = {sizes['vocabulary']}, bfloat16)\n"
         f"need {row['ms']:.1f} ms and {row['peak MiB']:.0f} MiB, compared with {dense['ms']:.1f} "
         f"ms and {dense['peak MiB']:.0f} MiB over the whole vocabulary.\nIf each call has a new "
-        f"batch, a call over 64 ids per token needs {row['ms with a new batch']:.1f} ms. The error "
-        f"of the log-probs over the kept ids is at most {row['errors']['logp']:.0e}."
+        f"batch, forward and backward over 64 ids per token need {row['ms with a new batch']:.1f} "
+        f"ms. The error of the log-probs over the kept ids is at most {row['errors']['logp']:.0e}."
     )
 
 

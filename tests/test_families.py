@@ -1,8 +1,9 @@
 """312 models of Transformers under `apply` take the steps of stock models, without a table of
 families.
 
-Three steps each, the last with a token count: loss and gradient to 2e-5, one fused loss a step, and
-no real logits. Vision models with an image token also see images.
+Each model takes three steps, the last with a token count. Loss and gradients agree to 2e-5; a step
+calls `head_loss` once and materialises no logits. Vision models with an image token also see
+images.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ REAL = {
     "seq2seq:prophetnet": "a loss of its own over several predicted streams",
     "vision:chameleon": "image tokens written to -inf in its logits",
 }
-# Forwards that do not reach the objective, as a warning says; MobileBERT multiplies by itself.
+# Models whose forward does not use the objective but warns: MobileBERT, for example, multiplies
+# hidden states with its head in code of its own.
 UNREACHED = {"causal:prophetnet", "seq2seq:prophetnet", "masked:mobilebert"}
 
 
 class Counts:
-    """Numbers of fused losses and of real logits."""
+    """Numbers of calls of `head_loss`, and of calls that materialise logits."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.losses, self.real = 0, 0
@@ -60,8 +62,8 @@ class Counts:
 
 
 def steps(model: Any, family: str, counts: Counts | None = None) -> list[tuple[Any, ...]]:
-    """Return loss, logits and the gradient by parameter of three steps; count before logits are
-    read."""
+    """Return loss, logits and gradients (by parameter) of three steps. `counts` is read before the
+    logits, since reading logits materialises them."""
     optimizer, outcomes = torch.optim.SGD(model.parameters(), 1e-3), []
     kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
     for index in range(3):
@@ -127,7 +129,7 @@ def test_the_list() -> None:
 
 
 def test_z_loss_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bamba's z-loss of its own needs real logits, once a call."""
+    """Bamba's own z-loss needs materialised logits once per call."""
     changes = {**families.CHANGES["bamba"], "z_loss_coefficient": 0.1}
     monkeypatch.setitem(families.CHANGES, "bamba", changes)
     model = families.tiny_of("causal", "bamba")

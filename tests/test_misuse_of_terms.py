@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[type, Any, str]] = {
     "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
     "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
     "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
-    # right length for the two made-up tokens on which a term is tried, wrong for the batch
+    # Two values: as many as made-up tokens on which a term is tried, but too few for the batch.
     "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
     "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
 }

@@ -51,8 +51,8 @@ def test_partials_writes_only_what_is_needed():
 
 
 def test_partials_onto_earlier_tiles():
-    """Online-softmax states merged tile by tile equal that of the whole row, whether the target is
-    in a given tile or not."""
+    """Merging the online-softmax states of tiles gives the state of the whole row, whether or not a
+    tile contains the target."""
     n, v, tile_width = 5, 600, 256
     raw, transform = tile(n, v, torch.float32), transforms(n)["rows"]
     targets = torch.tensor([0, 255, 256, 599, 300], device=DEVICE)
@@ -171,7 +171,7 @@ def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
         rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
-        if len(kept) > 4:  # skipping so few rows is not worth moving the others
+        if len(kept) > 4:  # more kept rows than the limit of 4: no row moves
             assert int(count) == 6 and rows.tolist() == list(range(6))
             continue
         assert int(count) == len(kept)

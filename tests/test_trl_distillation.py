@@ -46,7 +46,7 @@ class Step:
     def check(
         self, term: hl.Term | hl.Objective, want: Tensor, form: str = "logits", tolerance=1e-10
     ) -> None:
-        """Check the loss and the gradients of hidden states and head, padded and packed."""
+        """Check the loss and the gradients of hidden states and head, in padded and packed rows."""
         gradients = torch.autograd.grad(want, (self.hidden, self.weight), retain_graph=True)
         for packed in (False, True):
             keep = self.mask if packed else ...

@@ -1,4 +1,4 @@
-"""Replaying kept ids works with colocated vLLM: TRL's own code runs around a stand-in for vLLM's
+"""Replaying kept ids works with colocated vLLM: TRL's own code runs around a replacement of vLLM's
 engine."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 
 def colocated(monkeypatch: pytest.MonkeyPatch, engine: Any = None, **options: Any) -> Any:
-    """Return a GRPO trainer with a colocated stand-in for vLLM, and the list of vLLM engines that
+    """Return a GRPO trainer with a colocated replacement of vLLM, and the list of vLLM engines that
     it has built."""
     built = vllm_engine.install(monkeypatch, load(llama()), **(engine or {}))
     return make(rl.GRPO, use_vllm=True, **options), built

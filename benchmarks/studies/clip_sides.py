@@ -257,7 +257,7 @@ def measured(
 
 
 def percent(value: float | None) -> str:
-    """Format a share in percent; None means that no gradient exists."""
+    """Format a fraction in percent; None means that no gradient exists."""
     return "-" if value is None else f"{100 * value:.2g} %"
 
 

@@ -58,7 +58,7 @@ OBJECTIVES = ("grpo", "gspo")
 KINDS = ("vocabulary", "slice of 8", "peers", "grid", "segments", "fsdp", "timeline")
 AGAINST, SHAPES = ("ce", *OBJECTIVES), ((1024, 4096, 128256), (4096, 4096, 128256))
 # With --against, the smallest accepted speed of the new version relative to the old version, for
-# calls of fewer than 4096 tokens and for larger calls. %.
+# calls of fewer than 4096 tokens and for larger calls.
 LEAST_OF_FEW, LEAST_OF_MANY = 0.97, 0.95
 SLICES = 8
 IN_A_ROW = 8

@@ -183,8 +183,8 @@ class Copies:
 
 
 def ways(products: Products, copies: bool) -> dict[str, Callable[[], None]]:
-    """Return the variants by name. The name of a variant says how dX is summed over ranks, and in
-    how many blocks dX and dW are computed."""
+    """Return the ways to compute dX and dW, by name. A name says how dX is summed over ranks, and
+    in how many blocks dX and dW are computed."""
     group, first = distributed.group.WORLD, distributed.group.WORLD
     if products.ranks.on_gpu:
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)

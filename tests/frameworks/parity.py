@@ -119,7 +119,7 @@ def compare(
     totals: hl.Totals | None = None,
     **more: Tensor,
 ) -> None:
-    """Compare value and gradient, padded and packed."""
+    """Compare loss values and gradients of padded and of packed rows."""
     want = theirs(made, loss)
     for layout in LAYOUTS:
         assert_same(ours(objective, made, layout, totals, **more), want, tolerance)

@@ -36,7 +36,7 @@ class Pairs:
         return of_rows[::2], of_rows[1::2]
 
     def check(self, objective: hl.Term | hl.Objective, want: Tensor, tolerance=1e-12) -> None:
-        """Check value and gradient, padded and packed."""
+        """Check the loss value and gradient of padded and of packed rows."""
         (gradient,) = torch.autograd.grad(want, self.leaf)
         chosen = torch.arange(B) % 2 == 0
         for keep in (..., self.mask):

@@ -53,7 +53,7 @@ def of(peer: SimpleNamespace, name: str, made: Step, **config: float):
 
 
 def drift(tau: float) -> hl.Objective:
-    """Return the objective tau (log r)^2."""
+    """Return the objective tau (log r)^2 with the policy ratio r."""
     return 2 * tau * hl.kl(estimator="k2", against="old_logps")
 
 

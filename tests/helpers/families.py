@@ -72,7 +72,7 @@ FAMILIES = {
         canary cohere_asr moonshine pop2piano speech_to_text whisper
     """,
 }
-# The other families of these auto classes in Transformers 5.23, and the reason.
+# Families of these auto classes in Transformers 5.23 that are not tested, each with the reason.
 MISSING = {
     "blip perceiver pi0": "no output embeddings: apply() refuses the model",
     "idefics": "two weights in one head: apply() refuses the model",
@@ -137,7 +137,7 @@ STAGES = {
 PROJECTED = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 16)
 CODES = {"base_channels": 32, "resolution": 16, "num_embeddings": 8}
 CERTAIN = {"hidden_dropout_prob": 0.0, "local_attention_probs_dropout_prob": 0.0}
-# Arguments of a family's configuration beside `SIZES`; None leaves an argument out.
+# Arguments of a family's configuration in addition to `SIZES`; None leaves an argument out.
 CHANGES: dict[str, dict[str, Any]] = {
     **SPECIAL,
     **dict.fromkeys(WITH_MROPE.split(), MROPE),
@@ -161,7 +161,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 1},
     "neomme": BY_TYPE,
     "recurrent_gemma": {"layer_types": None},
-    # Its layers draw their own seeds, so that dropout would differ between two models.
+    # Reformer's layers draw their own seeds, so that dropout would differ between two models.
     "reformer": {"is_decoder": True, "attn_layers": ["local"], "axial_pos_embds": False, **CERTAIN},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
     "step3p7": {"text_config": {"sliding_window": 4}},
@@ -172,7 +172,7 @@ PIXELS = {"pixel_values": (2, 3, 16, 16)}
 TILES = {"pixel_values": (2, 1, 3, 16, 16)}
 SIZED = {**PIXELS, "image_sizes": torch.full((2, 2), 16)}
 GRID = {"pixel_values": (8, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor([[1, 2, 2]] * 2)}
-# Families by input, with one token for an image unless in `FOUR`.
+# Families by kind of image input. An image is one token, or four tokens in the families `FOUR`.
 SEEING = {
     "aya_vision blip-2 cohere2_vision git got_ocr2 internvl qianfan_ocr step3p7": PIXELS,
     "deepseek_vl llava ovis2 paligemma": PIXELS,
@@ -180,7 +180,7 @@ SEEING = {
     "lighton_ocr mistral3 mistral_large4": SIZED,
     "exaone4_5 hyperclovax_vision_v2 lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl": GRID,
 }
-FOUR = {"deepseek_vl", "llava", "ovis2", "paligemma"}  # four tokens for an image
+FOUR = {"deepseek_vl", "llava", "ovis2", "paligemma"}  # Four tokens for an image.
 # Further inputs of a family: tensors, or shapes of random tensors.
 INPUTS: dict[str, dict[str, Any]] = {
     **{name: inputs for names, inputs in SEEING.items() for name in names.split()},

@@ -153,7 +153,7 @@ class Call:
     objective: Any = None  # replaces the terms
     device: str = "cpu"
     place: str | None = None  # How `fuzz_ranks` splits the call over two ranks; None is one rank.
-    captured: bool = False  # Whether the call runs in a replayed CUDA graph.
+    captured: bool = False  # True if the call runs in a replayed CUDA graph.
 
     @property
     def kinds(self) -> list[str]:

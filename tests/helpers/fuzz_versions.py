@@ -150,7 +150,7 @@ def load(path: Path, folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def kinds(records: Iterator[dict[str, Any]]) -> Counter[str]:
-    """Count the calls of each category."""
+    """Count the random calls by kind of error and by features."""
     count: Counter[str] = Counter()
     for record in records:
         error = record.get("error", "").split(":")[0]

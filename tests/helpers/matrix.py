@@ -43,7 +43,7 @@ SCHEDULES = {
     "one_pass": hl.Options(schedule="one_pass"),
     "small_chunks": hl.Options(chunk_tokens=4),
     "unmeasured": hl.Options(chunk_tokens=9, metrics=False),
-    # Few tokens: the logit tiles have few columns.
+    # Logit tiles have few columns if the chunk size is only 2 tokens.
     "recompute": hl.Options(schedule="recompute", chunk_tokens=2),
     # With a memory budget of 4000 bytes, a logit tile holds only a few tokens.
     "recompute_rows": hl.Options(schedule="recompute", memory_budget=4000),

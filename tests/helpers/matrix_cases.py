@@ -25,13 +25,14 @@ class Case:
     """An objective, and what its batch must hold.
 
     Attributes:
-        make: function that makes the objective from the teacher's head (None without one).
-        logp_only: True if the loss depends on log-probs alone, so that the `frozen` schedule works.
-        teacher: "logits", "hidden", "topk" (a stored top k) or "candidates" (their log-probs).
-        temperature: the temperature of the stored top k.
-        current: True if the batch has old_logps=hl.CURRENT.
-        bounded: True if the loss is finite in 16 bits at a ratio of exp(20).
-        tightest: the largest error allowed in float64.
+        make: function that makes the objective; its argument is the teacher's head or None.
+        logp_only: True if the loss depends on log-probs alone, as the `frozen` schedule requires.
+        teacher: form of the teacher: "logits", "hidden" (states), "topk" (stored top-k log-probs)
+            or "candidates" (log-probs of candidates); None without a teacher.
+        temperature: temperature of the stored top-k log-probs.
+        current: True if the batch passes `old_logps=hl.CURRENT`, the current log-probs.
+        bounded: True if a policy ratio of exp(20) gives a loss that is finite in 16 bits.
+        tightest: largest allowed error of float64 results.
     """
 
     make: Callable[[hl.Head | None], hl.Term | hl.Objective]
@@ -99,7 +100,7 @@ SUPERVISED = {
     "cross_entropy_smoothed": _other(lambda: hl.cross_entropy(label_smoothing=0.1)),
     "z_loss": _other(hl.z_loss),
     "entropy": _other(hl.entropy),
-    # Looser: where 1 - p is about 1e-13, even the float64 reference has few correct digits.
+    # If 1 - p is about 1e-13, even the float64 reference has few correct digits.
     "unlikelihood": _policy(hl.unlikelihood, tightest=1e-4),
     "dft": _policy(hl.dft),
     "chord_phi": _policy(hl.chord_phi),
