@@ -263,7 +263,7 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
 
 
 def run_calls(arguments: argparse.Namespace, seconds: float) -> Row:
-    """Compare random calls of both versions, on the device and on two ranks."""
+    """Compare random calls of the old and the new version, on the device and on two ranks."""
     workers = max(1, min(6, (os.cpu_count() or 2) // 2)) if arguments.device == "cuda" else 1
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "calls.json"

@@ -58,8 +58,8 @@ class Results:
         self._write()
 
     def add(self, rows: list[dict]) -> None:
-        """Add `rows` to the results file and write the file. A new row replaces the old row with
-        equal case, loss and implementation."""
+        """Add `rows` to the file of results, and write the file. A new row replaces the old row
+        with equal case, loss and implementation."""
         new = {_key(row) for row in rows}
         kept = [row for row in self.content["rows"] if _key(row) not in new]
         self.content["rows"] = kept + [row | {"run": self.number} for row in rows]

@@ -1,11 +1,11 @@
 """GSPO on packed completions of any length, with a KL penalty and an entropy bonus.
 
-The example makes four updates on the same samples. In the first update the policy is the sampler's
-policy: every ratio is 1, and the GSPO term is minus the mean advantage, which is 0. In later
-updates the ratio of the shortest completion differs most from 1, because its mean log-ratio is over
-the fewest tokens. If a sequence's ratio moves out of [1 - 3e-4, 1 + 4e-4], the sequence is clipped
-and gets no further gradient from GSPO, so that the GSPO term improves less with each update. The
-loss is the GSPO term, plus 0.05 times the KL, minus 0.01 times the entropy.
+The example makes four updates on one set of samples. In the first update the policy is the
+sampler's policy: every ratio is 1, and the GSPO term is minus the mean advantage, which is 0. In
+later updates the ratio of the shortest completion differs most from 1, because its mean log-ratio
+is over the fewest tokens. If a sequence's ratio moves out of [1 - 3e-4, 1 + 4e-4], the sequence is
+clipped and gets no further gradient from GSPO, so that the GSPO term improves less with each
+update. The loss is the GSPO term, plus 0.05 times the KL, minus 0.01 times the entropy.
 
 Chunks of logits end where sequences end, so that one pass is enough. The printed plan gives the
 memory of headloss (`total`) and the memory with plain logits (`plain`).

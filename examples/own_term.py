@@ -40,7 +40,7 @@ def main() -> None:
     ours = torch.autograd.grad(out.loss, weight)[0]
     print({name: round(value.item(), 4) for name, value in out.terms.items()})
 
-    # The reference: the same loss in plain PyTorch, through the logits.
+    # For comparison, compute the loss in plain PyTorch from materialised logits.
     logps = (hidden @ weight.T).log_softmax(-1)[torch.arange(40), batch.targets]
     ratio = (logps - logps.detach()).exp()
     advantages = batch.segments.expand(batch.advantages)

@@ -49,7 +49,7 @@ def test_gradients_against_float64(tmp_path: Path, capsys: pytest.CaptureFixture
             # GSPO has one ratio per sequence, so possibly none is clipped
             if not work.startswith("gspo"):
                 assert row["clipped"] > 0.01
-    # rounded logits put ratios on the wrong side of the clip bound
+    # With rounded logits, some ratios lie on the wrong side of the clip bound.
     large = rows["grpo", sizes[-1], "eager"]
     assert large["wrong_side"] > 0 and large["error"] > 0.02
     text = tables.read_text()

@@ -23,7 +23,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", "DESIGN.md", "CHANGELOG.md", "benchmark
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 EXPECTED = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
-# Pages whose code blocks do not run as one program.
+# Documentation pages whose code blocks do not run as one program.
 NOT_RUN = {"CONTRIBUTING.md": "a fragment of headloss/losses, with the names of its file"}
 RANKS = "docs/across-devices.md"  # a script for two ranks
 WITH_CODE = [page for page in PAGES if BLOCK.search((ROOT / page).read_text())]

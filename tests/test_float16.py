@@ -291,8 +291,8 @@ def test_the_weight_gradient_is_summed_in_any_dtype(dtype, sums, chunk_tokens):
 
 @pytest.mark.parametrize("verb", ["head_loss", "head_stats"])
 def test_nothing_scored_in_float16(verb):
-    """A float16 call without scored tokens gives zero gradients, although there is no coefficient
-    to choose a scale from."""
+    """A float16 call without scored tokens gives zero gradients, although no gradient coefficient
+    exists from which a scale could be chosen."""
     hidden, weight, _ = (tensor.to(DEVICE) for tensor in trained_looking(12, 32, 75, torch.float16))
     targets = torch.full((12,), -100, device=DEVICE)
     hidden, head = hidden.requires_grad_(), hl.Head(weight.requires_grad_())

@@ -61,7 +61,7 @@ def products(monkeypatch, given, needs, *, hold: bool):
 @pytest.mark.parametrize(
     ("n", "h", "v", "dtype"),
     [
-        (5, 72, 300, torch.bfloat16),  # smaller than one tile in both dimensions
+        (5, 72, 300, torch.bfloat16),  # both dimensions are smaller than one tile
         (300, 512, 1000, torch.float16),
         # Each program of the Gluon kernel computes about twelve tiles.
         (2500, 1024, 20000, torch.bfloat16),

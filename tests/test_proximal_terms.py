@@ -165,7 +165,7 @@ def test_paper(name: str, per_token: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
     """Terms are finite far from the old policy, where ratios overflow, also for sequences of one
-    token and none."""
+    token or no token."""
     term, _ = PAPERS[name]
     case = make(dtype=dtype, lengths=(1, 0, 3))
     for by in (-90.0, 90.0):

@@ -278,7 +278,7 @@ def test_poison_in_unscored_logits_with_static_shapes(
 
 # ---------------------------------------------------------------------- the clamp of log-ratios
 
-FAR = 60.0  # log-prob difference between one token and the old policy
+FAR = 60.0  # Log-prob of one token minus its log-prob under the old policy.
 
 
 def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, hl.Batch]:

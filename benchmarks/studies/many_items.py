@@ -35,7 +35,7 @@ MILLION = 1_000_000
 # Number of tokens in a chunk of logits, in the runs with torch.compile and with PyTorch 2.15's
 # loss.
 CHUNK = 2048
-BETA = 0.75  # The exponent beta of gBCE.
+BETA = 0.75  # The exponent beta of the gBCE loss.
 
 
 class Case(NamedTuple):
@@ -192,7 +192,7 @@ def inputs_of(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Oracle:
-    """Float64 reference of some rows of both gradients."""
+    """Float64 reference for some rows of the hidden gradient and of the weight gradient."""
 
     def __init__(self, case: Case, x: Tensor, w: Tensor, ids: Tensor) -> None:
         device, n = x.device, len(x)

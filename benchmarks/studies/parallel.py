@@ -6,10 +6,10 @@ Page: docs/across-devices.md, benchmarks/README.md.
     python benchmarks/studies/parallel.py --merge OTHER.json --out parallel.json
 
 Checks against a float64 oracle come first (`--check` runs only the checks); no time is taken if a
-check fails. Times are the slowest rank's. For comparison, each run also measures one rank's time on
-rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the results into a file, by
-number of ranks, and writes a Markdown table next to the file. `--quick` runs everything on the CPU,
-at tiny sizes.
+check fails. All reported times are those of the slowest rank. For comparison, each run also
+measures one rank's time on rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the
+results into a file, by number of ranks, and writes a Markdown table next to the file. `--quick`
+runs everything on the CPU, at tiny sizes.
 
 The part "slice of 8" gives each rank an eighth of the vocabulary, whatever the number of ranks: a
 rank computes as much as one of 8 ranks, but collectives run over fewer ranks. The part "peers"
@@ -393,8 +393,8 @@ def measure(ranks: Ranks, sizes: Sizes, kinds: list[str], repeats: int) -> Itera
 
 def efficiency(row: Row, ranks: int, key: str = "ms") -> float:
     """Return the ideal time over the measured time. With slices of the vocabulary, more ranks
-    divide the computation of a fixed batch. With other kinds of parallelism, each rank brings its
-    own tokens."""
+    divide the computation of a fixed batch. In runs without vocabulary shards, each rank has
+    different tokens."""
     shares = {"vocabulary": ranks, "grid": ranks, "slice of 8": SLICES}
     return row["alone"][key] / shares.get(row["work"].partition(",")[0], 1) / row[key]
 

@@ -40,7 +40,8 @@ class Size:
     hidden: int = 512
     layers: int = 4
     heads: int = 8
-    vocabulary: int = 4096  # The spelling task uses only 15 of these tokens.
+    # The vocabulary is larger than the 15 tokens that the spelling task uses.
+    vocabulary: int = 4096
     batch: int = 128
     steps: int = 1500
     learning_rate: float = 5e-4

@@ -23,7 +23,7 @@ from torch import Tensor
 
 # Number of top-k ids per token; padded and true lengths of the two sequences.
 K, PADDED, LENGTHS = 5, (8, 4), (7, 4)
-WIDTHS = 12  # Width of the teachers' hidden states.
+WIDTHS = 12  # Hidden width of the teacher models.
 # Folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation.
 OPD = "nemo_rl_opd"
 LossInputType = enum.Enum("LossInputType", ["DISTILLATION", "OPD_FULL"])

@@ -240,7 +240,8 @@ def tiny_of(auto: str, family: str) -> Any:
     with torch.no_grad():
         model.get_output_embeddings().weight.normal_()
         for name, parameter in model.named_parameters():
-            if name.endswith("query_tokens"):  # zeros, whose normalisation has a huge gradient
+            # Query tokens start at 0, where the gradient of their normalisation is huge.
+            if name.endswith("query_tokens"):
                 parameter.normal_()
     return model
 

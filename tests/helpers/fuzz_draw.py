@@ -129,7 +129,7 @@ def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
 @dataclass(kw_only=True)
 class Call:
     """Plain values from which the arguments of a random call (head, batch, objective, options) are
-    built. To make a call invalid, a test changes one of these values."""
+    built. To make a call invalid, a test changes one of the fields of `Call`."""
 
     seed: int
     verb: str = "head_loss"

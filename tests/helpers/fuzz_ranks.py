@@ -2,8 +2,8 @@
 results.
 
 A call is split in one of three ways: by vocabulary rows, by vocabulary rows with sequence
-parallelism, or by tokens of segments that span ranks. Each rank draws the call from its seed and
-takes its own part.
+parallelism, or by tokens of segments that span ranks. Each rank draws the same random call from
+its seed, and runs the part that belongs to the rank.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Cosmic Ray makes the mutants and keeps the results in a session, so that an inte
 continue. For each mutant of a seeded sample, a few fast test files run until the first failure,
 starting with tests of the mutated part. With `--rest` all remaining tests of `make test` run on the
 surviving mutants. Tests run in forks of a process with torch already imported, since the import
-takes longer than most tests. The file `report.md` next to the session database lists each surviving
-mutant.
+takes longer than most tests. The file `report.md`, next to the session database, lists the mutants
+that no test detected.
 
     Usage: mutants.py SESSION [--count 300] [--seed 0] [--minutes 600] [--rest] [arguments of
         pytest]
