@@ -183,8 +183,8 @@ class Copies:
 
 
 def ways(products: Products, copies: bool) -> dict[str, Callable[[], None]]:
-    """Return the ways to compute dX and dW, by name. A name says how dX is summed over ranks, and
-    in how many blocks dX and dW are computed."""
+    """Return the timed ways to compute dX and dW, by name: "all-reduce, dX 2, dW 1" sums dX over
+    ranks by all-reduces, with dX computed in 2 blocks and dW in 1 block."""
     group, first = distributed.group.WORLD, distributed.group.WORLD
     if products.ranks.on_gpu:
         options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
