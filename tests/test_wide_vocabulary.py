@@ -36,7 +36,7 @@ def test_targets_and_candidates_at_the_end() -> None:
     assert torch.allclose(got[1][last], want[1][last], atol=1e-6)
 
 
-def test_a_support_and_the_likeliest_at_the_end() -> None:
+def test_a_support_padding_and_the_likeliest_at_the_end() -> None:
     hidden, weight = inputs()
     support = torch.cat([TARGETS[:, None], CHOSEN], 1)
     support[1, 1:2] = 7  # keeps ids distinct
@@ -47,5 +47,8 @@ def test_a_support_and_the_likeliest_at_the_end() -> None:
         logp = hl.head_stats(hidden, hl.Head(weight), batch).logp
         want = logits.gather(1, support).log_softmax(-1)[:, 0]
         assert torch.allclose(logp.double(), want, atol=1e-5, rtol=0)
+        head = hl.Head(torch.cat([weight, torch.full((3, H), 50.0)]), vocab_size=V)
+        want = logits.log_softmax(-1).gather(1, TARGETS[:, None])[:, 0]
+        assert torch.allclose(hl.head_stats(hidden, head, TARGETS).logp.double(), want, atol=1e-5)
         found = hl.head_topk(hidden, hl.Head(weight), 3)
         assert torch.equal(found.ids, logits.topk(3).indices)
