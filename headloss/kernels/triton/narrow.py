@@ -24,6 +24,7 @@ d); tokens with c_prob < 0 come before all tokens with c_prob >= 0.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -101,8 +102,9 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def differentiated(z, tokens, columns, inside, marked, a, v):
-    """Return a tile's logits z, log2 p, p and the gradient of its raw logits. The indices `tokens`
-    run along one dimension of the tile, and the indices `columns` run along the other dimension."""
+    """Return a tile's logits z, log2 p, the terms of row sums (p for statistics, else the gradient)
+    and the gradient of its raw logits. The indices `tokens` run along one dimension of the tile,
+    and the indices `columns` run along the other dimension."""
     z = biased(z, a.z, columns, v)
     slope = 1.0
     if a.z.inner is not None:
@@ -123,6 +125,7 @@ def differentiated(z, tokens, columns, inside, marked, a, v):
         if marked != 0:
             apart = columns == tl.load(a.column + tokens, inside)
             g = tl.where(apart, tl.load(a.target + tokens, inside), tl.where(columns < v, g, 0.0))
+        p = g
     return z * outer, log2_p, p, g
 
 
@@ -167,10 +170,11 @@ def narrow_kernel(
             right = lines(streamed, tile * WIDTH, length, WIDTH, cut)
             raw = tl.dot(left, right.T, input_precision="ieee")
             at = (tile * WIDTH + tl.arange(0, WIDTH))[None, :]
-            v = count if cut.weight else length
             tokens, columns = (at, mine[:, None]) if cut.weight else (mine[:, None], at)
-            z, log2_p, p, g = differentiated(raw, tokens, columns, inside, marked, a, v)
-            mass += tl.sum(tl.reshape(p if a.target is None else g, FOLDED), 1)
+            z, log2_p, p, g = differentiated(
+                raw, tokens, columns, inside, marked, a, count if cut.weight else length
+            )
+            mass += tl.sum(tl.reshape(p, FOLDED), 1)
             if a.target is None:
                 if of.flags.entropy:
                     entropy_sum += tl.sum(tl.reshape(p * log2_p, FOLDED), 1)
@@ -201,8 +205,8 @@ def narrow_kernel(
         if of.flags.mean:
             tl.store(logit_sums + place, tl.sum(logit_sum, 1), written)
         if of.flags.top1:
-            max_logit = (tl.max(highest, 1) + tl.load(a.log2_sumexp + mine, written)) * LN2
-            tl.store(max_logits + place, max_logit, written)
+            log2_max = tl.max(highest, 1) + tl.load(a.log2_sumexp + mine, written)
+            tl.store(max_logits + place, log2_max * LN2, written)
 
 
 # ---------------------------------------------------------------------- launches
@@ -269,7 +273,7 @@ def narrow_partials(
     if parts is None:
         return state, None
     before, column, after = swept
-    return state, ShiftedSums(sum(parts), before, column, after != before)
+    return state, ShiftedSums(reduce(Tensor.add_, parts).clone(), before, column, after != before)
 
 
 def _tokens(x: Tensor, w: Tensor, backward: Backward) -> Tokens:
@@ -292,7 +296,7 @@ def narrow_hidden(
         parts = x.new_empty(PARTS, *x.shape, dtype=torch.float32)
         if len(x):
             _sweep(x, w, a, PARTS, parts)
-        return sum(parts)
+        return reduce(Tensor.add_, parts).clone()
     # `sums` leave out one column per token: the target, or an arbitrary column if another slice of
     # the vocabulary holds the target.
     p = (sums.shift - sum(backward.normalizer)).exp()
@@ -315,18 +319,31 @@ def narrow_weight_(
     a = _tokens(x, w, backward)
     place, c = torch.arange(len(x), device=x.device), a.c
     if c.prob is not None and c.entropy is c.uniform is None:
-        negative, log2_sumexp = c.prob < 0, a.log2_sumexp - c.prob.abs().log2()
+        negative = c.prob < 0
         before, border = negative.cumsum(0), -(-negative.sum() // BLOCK) * BLOCK
         place = torch.where(negative, before - 1, border + place - before)
-        target = torch.where(negative, -a.target, a.target)
-        a = Tokens(a.column, target, log2_sumexp, SoftmaxCoefficients(), a.z, border)
+        a = Tokens(
+            a.column,
+            torch.where(negative, -a.target, a.target),
+            a.log2_sumexp - c.prob.abs().log2(),
+            SoftmaxCoefficients(),
+            a.z,
+            border,
+        )
 
     def padded(values: Tensor, fill: float = 0) -> Tensor:
         more = values.new_full(((cdiv(len(x), BLOCK) + 1) * BLOCK, *values.shape[1:]), fill)
         return more.index_copy_(0, place, values)
 
-    z, log2_sumexp = a.z, padded(a.log2_sumexp, NOTHING)
+    z = a.z
     if z.temperature is not None:
         z = z._replace(temperature=padded(z.temperature, 1))
-    a = Tokens(padded(a.column), padded(a.target), log2_sumexp, a.c.map(padded), z, a.border)
+    a = Tokens(
+        padded(a.column),
+        padded(a.target),
+        padded(a.log2_sumexp, NOTHING),
+        a.c.map(padded),
+        z,
+        a.border,
+    )
     _sweep(w, padded(x), a, 1, out, bias, factor, place=place)
