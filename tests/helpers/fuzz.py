@@ -29,7 +29,8 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 import fuzz_ranks
 from fuzz_bad import SPOILS
-from fuzz_draw import DTYPES, Call, draw, make_term
+from fuzz_draw import DTYPES, Call, draw
+from fuzz_terms import make_term
 from fuzz_versions import against, kinds, save, watched
 from torch import Tensor
 

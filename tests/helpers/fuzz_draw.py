@@ -15,7 +15,8 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 import fuzz_ranks
 from fuzz_bad import SPOILS
-from fuzz_newer import chosen, draw_newer
+from fuzz_newer import draw_newer
+from fuzz_terms import LOGP_ONLY, PAIRS, POLICY, SUPERVISED, draw_term
 from torch import Tensor
 
 import headloss as hl
@@ -23,107 +24,6 @@ import headloss as hl
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 SHARE_OF_BAD = 0.2
 RANKS_EVERY = 10  # every tenth call runs on two ranks
-
-# ---------------------------------------------------------------------- terms
-
-
-@hl.term
-def blend(stats, batch, a=0.3):
-    """A user-defined term that reads every statistic."""
-    return a * stats.mean_logit - stats.logp * stats.entropy + 0.1 * stats.lse
-
-
-@hl.term(scope="segment", per="segment")
-def sigmoid_of_segments(stats, batch):
-    mean = batch.segments.mean
-    return -torch.sigmoid(mean(stats.logp) + 0.1 * mean(stats.entropy)) * mean(batch.advantages)
-
-
-LEVELS = ("token", "sequence", "sequence_token")
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-CLIPPED = ("grpo", "dapo", "bnpo", "luspo")
-POLICY = (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
-POLICY = (*POLICY, "vespo")
-SUPERVISED = ("cross_entropy", "z_loss", "entropy", "unlikelihood", "kl", "blend", "sigmoid")
-PAIRS = ("dpo", "ipo", "simpo")
-# Terms whose loss depends on log-probs alone, as the schedule for a frozen head requires.
-LOGP_ONLY = (*POLICY, *PAIRS, "kl", "unlikelihood")
-
-
-def options_of(name: str, rng: random.Random) -> dict[str, Any]:
-    """Draw random options of a term, often none."""
-    if rng.random() < 0.4:
-        return {"max_completion_length": rng.choice([3, 16.5])} if name == "dr_grpo" else {}
-    low, high = rng.choice([0.1, 0.2, 0.5]), rng.choice([0.1, 0.28, 0.7])
-    found: dict[str, Any] = {}
-    if name in (*CLIPPED, "gspo", "gspo_token", "dr_grpo", "ppo", "gmpo"):
-        found = {"epsilon_low": low, "epsilon_high": high}
-    if name in (*CLIPPED, "dr_grpo"):
-        found["delta"] = rng.choice([None, 1.5])
-    if name in (*CLIPPED, "dr_grpo", "cispo", "sapo"):
-        found["importance_sampling_level"] = rng.choice(LEVELS)
-    if name == "dr_grpo":
-        found["max_completion_length"] = 16
-    if name == "ppo":
-        found["dual_clip"] = rng.choice([None, 1.5])
-    if name == "cispo":
-        found |= {"epsilon_low": rng.choice([None, low]), "epsilon_high": high}
-    if name == "sapo":
-        found |= {"temperature_pos": 0.7, "temperature_neg": 1.3}
-    if name == "vespo":
-        found = {"k_pos": 1.5, "lambda_neg": 1.2}
-    if name == "cross_entropy":
-        found = {"label_smoothing": rng.choice([0.0, 0.1, 1.0])}
-    if name == "kl":
-        found = {"estimator": rng.choice(["k1", "k2", "k3"])}
-        found |= {"bias_corrected": rng.random() < 0.5}
-        found |= {"importance_sampling_level": rng.choice(LEVELS)}
-    if name in PAIRS:
-        found = {"beta": rng.choice([0.1, 0.5]), "label_smoothing": rng.choice([0.0, 0.2])}
-    return found
-
-
-def make_term(recipe: dict[str, Any]) -> hl.Term:
-    """Make a term from its description: function, options, modifiers, reduction, token weights and
-    restriction to a subset of tokens."""
-    own = {"blend": blend, "sigmoid": sigmoid_of_segments, "chosen": chosen}
-    name = recipe["name"]
-    found = (own[name] if name in own else getattr(hl, name))(**recipe["options"])
-    if recipe.get("shaped") is not None:
-        found = hl.rlsd_shaped(found, **recipe["shaped"])
-    for modifier, arguments in recipe["modifiers"]:
-        found = getattr(found, modifier)(**arguments)
-    if recipe["over"] is not None:
-        over = recipe["over"]
-        found = found.over(hl.fixed_length(over) if isinstance(over, float) else over)
-    if recipe["weighted"]:
-        found = found.weighted("share")
-    if recipe["where"]:
-        found = found.where("kept")
-    return found
-
-
-def draw_term(name: str, rng: random.Random) -> dict[str, Any]:
-    modifiers: list[tuple[str, dict[str, Any]]] = []
-    if name in POLICY and name != "vespo" and rng.random() < 0.3:
-        given: dict[str, Any] = {"mode": rng.choice(MODES), "max": rng.choice([None, 1.5, 3.0])}
-        modifiers.append(("corrected", given | {"min": rng.choice([None, 0.5])}))
-    if name in POLICY and rng.random() < 0.15:
-        modifiers.append(("off_policy_masked", {"threshold": rng.choice([0.0, 0.2])}))
-    if rng.random() < 0.12:
-        modifiers.append(("top_entropy", rng.choice([{"quantile": 0.4}, {"threshold": 1.0}])))
-    over: Any = rng.choice(["token_mean", "sequence_mean", "sequence_sum", 7.5])
-    return {
-        "name": name,
-        "options": options_of(name, rng),
-        "modifiers": modifiers,
-        "over": over if rng.random() < 0.3 else None,
-        "weighted": rng.random() < 0.15,
-        "where": rng.random() < 0.15 and name not in PAIRS,
-    }
-
-
-# ---------------------------------------------------------------------- calls
 
 
 @dataclass(kw_only=True)
@@ -159,9 +59,9 @@ class Call:
     def kinds(self) -> list[str]:
         """Return the names of properties of this call, by which statistics over many calls are
         counted."""
-        found = {f"on {self.device}": True, f"ranks, {self.place}": self.place is not None}
-        found |= {"static": "static" in self.options, "captured": self.captured}
-        return [kind for kind, holds in found.items() if holds]
+        properties = {f"on {self.device}": True, f"ranks, {self.place}": self.place is not None}
+        properties |= {"static": "static" in self.options, "captured": self.captured}
+        return [kind for kind, holds in properties.items() if holds]
 
     def __str__(self) -> str:
         terms = [f"{c:g}*{r['name']}({r['options']})" for c, r in self.terms]
