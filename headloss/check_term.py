@@ -91,7 +91,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     kinds = batch.kinds()
     device = batch.targets.device
     stats = sample_statistics(torch.float64, device, kinds, term.teacher, len(batch))
-    # The extra statistics create a teacher's divergence when the divergence is first read.
+    # Read each divergence once, because `stats.extras` creates an entry on the first read.
     for measure in traced.measures:
         _ = stats.extras[term.teacher, measure]
     shares = {"generator": torch.Generator().manual_seed(1), "device": device}
@@ -159,8 +159,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """Return the batch divided at segment borders and into single tokens, as far as the term's
-    scope allows, and the batch with its segments permuted."""
+    """Return lists of pieces of the batch: cut at segment borders and cut into single tokens (both
+    if the term's scope allows), and the whole batch with permuted segments."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:

@@ -58,13 +58,13 @@ def head_function(
             - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
             - "sequence": a sum over segments; each summand is a function of one segment's tokens.
 
-            With "token" and "sequence" the call runs in one pass (the work of three matmuls), in
-            chunks. loss_fn is called for each
-            chunk on tensors of the full shape, with 0 outside of the chunk; only the gradient at
-            the chunk's positions is used. A final call of loss_fn on all positions gives the loss.
-            loss_fn must be pure, and no tensor in loss_fn's closure may require a gradient. float16
-            inputs run as with separable=None, since the largest derivative over all tokens decides
-            the gradients' scale.
+            With `separable` "token" or "sequence" the call runs in one pass (the work of three
+            matmuls), in chunks. loss_fn is called once per chunk. Each call gets tensors of the
+            full shape, with 0 outside of the chunk, and headloss uses only the gradient at the
+            chunk's positions. A final call of loss_fn on all positions gives the loss. loss_fn must
+            be pure, and no tensor in loss_fn's closure may require a gradient. float16 inputs run
+            as with separable=None, since the largest derivative over all tokens decides the
+            gradients' scale.
 
     Returns:
         The loss, 0-dim, which supports one backward pass.

@@ -337,7 +337,7 @@ def _metrics(
     tolerance: Tolerance | None,
 ) -> Metrics:
     """Return the metrics of all terms (reported values, reduced over tokens or segments), and the
-    number of rows that the gradient tolerance skipped."""
+    number of tokens that `Options.gradient_tolerance` left out of the backward matmuls."""
     group = batch.segments.group
     share = 1.0 if group is None else 1 / torch.distributed.get_world_size(group)
     one = torch.ones((), dtype=torch.float64, device=batch.targets.device)

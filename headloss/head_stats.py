@@ -164,8 +164,9 @@ def _named(
     measures: Mapping[str, Measure],
     plan: Plan | None = None,
 ) -> HeadStats:
-    """Return `HeadStats` from the outputs of autograd: logp, lse, entropy; with candidates a tensor
-    [.., K + 1] of log-probs and tail; divergences in the sorted order of their measures."""
+    """Return `HeadStats` from the list `outputs` of an autograd function: logp, lse, entropy; with
+    candidates a tensor [.., K + 1] of log-probs and tail; one divergence for each of the sorted
+    `measures`."""
     logp, lse, entropy, *divergences = outputs
     stats = HeadStats(logp, lse, entropy, plan=plan)
     if candidates:

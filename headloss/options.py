@@ -47,16 +47,16 @@ class Options:
             matmuls are large enough to gain. With `skip_rows`, the host reads the number of tokens
             with a gradient from the device once per chunk.
         gradient_tolerance: a number x >= 0; tokens with almost no gradient are left out of the two
-            backward matmuls. In each chunk (under "held" and "recompute": in the whole call) the
-            tokens with the smallest |dL/dz| are skipped, as many as have a total |dL/dz| of at most
-            x times the total of all tokens of the chunk. The metrics `skipped_rows` and
-            `skipped_mass` report the skipped rows. In the Frobenius norm, `skipped_mass.sum` times
-            the largest norm of a weight row bounds the error of the hidden gradient;
-            `skipped_mass.sum` times the largest norm of a hidden state bounds the error of the
-            weight gradient. No row is skipped under "frozen", or in a block of tokens so small that
-            a GPU's wait for the number of rows costs more than skipping saves. A teacher with
-            logits over the whole vocabulary, `logits_loss`, and static shapes do not support
-            `gradient_tolerance` and raise an error.
+            backward matmuls. In each chunk (under "held" and "recompute": in the whole call) tokens
+            are skipped in increasing order of |dL/dz|, the norm of the gradient of a token's
+            logits, while the sum of the skipped |dL/dz| stays at most x times the sum over all
+            tokens of the chunk. The metrics `skipped_rows` and `skipped_mass` report the skipped
+            rows. In the Frobenius norm, `skipped_mass.sum` times the largest norm of a weight row
+            bounds the error of the hidden gradient; `skipped_mass.sum` times the largest norm of a
+            hidden state bounds the error of the weight gradient. No row is skipped under "frozen",
+            or in a block of tokens so small that a GPU's wait for the number of rows costs more
+            than skipping saves. A teacher with logits over the whole vocabulary, `logits_loss`, and
+            static shapes do not support `gradient_tolerance` and raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
             on a GPU without this option. `batch_invariant` makes float16 and float32 heads, and

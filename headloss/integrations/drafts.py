@@ -84,9 +84,9 @@ class DraftHeads:
         """Make the heads return their inputs inside the context.
 
         The draft's head, called on h, returns h followed by r zeros; a Markov head, called on u,
-        returns H zeros followed by u. Both outputs are [.., H + r], and the framework's sum of both
-        outputs is h followed by u. The verifier's head returns [.., H], or its input followed by r
-        zeros if draft and verifier share one head.
+        returns H zeros followed by u. The outputs of the draft's head and of the Markov head are
+        [.., H + r], and the framework's sum of the two outputs is h followed by u. The verifier's
+        head returns [.., H], or its input followed by r zeros if draft and verifier share one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -160,9 +160,9 @@ class Parts(torch.autograd.Function):
     alone.
 
     `total` is the sum of the values weighted by `shares`, and has the gradient from headloss's pass
-    over the head. A framework that adds up the values with weights of its own gets the gradient of
-    `total` without a second pass. The backward pass raises RuntimeError if the framework's weights
-    are not proportional to `shares`.
+    over the head. If a framework sums `values` with weights proportional to `shares`, the sum's
+    gradient is a multiple of the gradient of `total`, without a second pass over the head. The
+    backward pass raises RuntimeError for weights that are not proportional to `shares`.
     """
 
     @staticmethod

@@ -151,7 +151,7 @@ class Recipe:
         return self.real
 
     def head_of(self, head: Head, columns: int) -> Head:
-        """Return `head` with the bias, scale, soft cap and columns of the formula."""
+        """Return `head` with this recipe's bias, scale, soft cap and `columns` vocabulary ids."""
         plain = self.scale == 1 and self.factor is None and self.bias is None
         if plain and columns == len(head.weight):
             return head
@@ -189,9 +189,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Call `act(hidden, head)` with the hidden states and the head of these logits, and return
-        the tensors that `act` returns, with a gradient. `act` runs under the autocast of the head's
-        call; the head's weights are gathered in forward and backward."""
+        """Return the tensors of `act(hidden, head)`, called with these logits' hidden states and
+        head, with a gradient. `act` runs under the autocast in which the model called the head; the
+        head's weights are gathered in forward and backward."""
         node = self.node  # Each read of a tensor attribute takes ten microseconds.
         recipe = getattr(node, "recipe", self.own)
         seam, exact = recipe.call.seam, list[Tensor]()
@@ -360,7 +360,7 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
         return None
     masks = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts]
     last, columns = parts[-1], x.shape[-1]
-    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last part selects columns.
+    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last index selects logits.
         stop = last.stop if isinstance(last, slice) and last == slice(last.stop) else 0
         columns = min(columns, columns if stop is None else stop)
         parts = (*parts[:-1], slice(None))

@@ -59,7 +59,8 @@ class FollowedHead:
 
     @eager(reason=BREAKS)
     def at_head(self, hidden: Tensor, **more: Any) -> Tensor:
-        """Return `Followed` logits; replaces the head's forward.
+        """Replace the head's forward: return logits without storage (`Followed`), which remember
+        how to compute their values.
 
         With extra arguments, such as PEFT's `adapter_names`, the head returns usual logits.
         """

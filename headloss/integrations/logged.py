@@ -48,8 +48,8 @@ class Logged:
             terms: each a [] tensor; a metric with the name of a term is left out.
             metrics: metrics of the call; empty if nothing was measured.
             parts: number of micro-batches in a step.
-            ranks: number of ranks whose values of a term add up to the term's value; None: given to
-                `take` instead.
+            ranks: number of ranks whose values of a term add up to the term's value; with None, the
+                caller passes `ranks` to the method `take`.
         """
         values = {name: Sum(v.detach()) for name, v in terms.items() if name != PROBE}
         measured = {**metrics, **values}

@@ -164,8 +164,8 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
         )
 
 
-# Layers are compared by forward, because a Megatron-Bridge class with Megatron's name adds a soft
-# cap.
+# Identify an output layer by its `forward` function, not by its class name: a Megatron-Bridge class
+# with the name of Megatron's class adds a soft cap.
 BRIDGE = "megatron.bridge"
 MXFP8 = "megatron.core.extensions.transformer_engine.TELMHeadColumnParallelLinear.forward"
 CAPPED = (

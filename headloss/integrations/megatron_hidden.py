@@ -59,8 +59,8 @@ def hand_on(model: Any, options: Options | None = None) -> Door | None:
         options: memory and schedule; `hand_on` sets `sequence_parallel` and `main_grad` itself.
 
     Returns:
-        the model's `Door`; None if the model has no output layer, as on every pipeline stage but
-        the last.
+        the `Door` object that stands in the model's output layer; None if the model has no output
+        layer, as on every pipeline stage but the last.
 
     Raises:
         RuntimeError: Megatron-Core's output layer or loss accepts other arguments.
@@ -155,7 +155,8 @@ class Door:
             gathered: True if `hidden` was gathered over the ranks of sequence parallelism, or is a
                 subset of the hidden states that the model returned.
             teacher, divergences: as in `head_stats`.
-            fields: fields of the batch, [b, s, ..]; `support_ids` as pairs run over [s, b].
+            fields: fields of the batch, [b, s, ..]. For `support_ids` given as two tensors (all
+                ids, and the number of ids per token), the tokens are in the order of [s, b].
 
         Returns:
             statistics and divergences [b, s]; log-probs of candidates [b, s, K].

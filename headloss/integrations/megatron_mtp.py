@@ -276,9 +276,9 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return the totals of the main prediction, also entered under the mask field of each block
-    (main prediction or MTP depth), where `Term.where` looks totals up. The terms of the MTP depths
-    need no totals."""
+    """Return a copy of `totals` in which `kept` has, under the mask name of each block (main
+    prediction or MTP depth), the totals of the main prediction. `Term.where` reads its totals from
+    `kept`. The terms of the MTP depths need no totals."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})

@@ -37,7 +37,8 @@ def register(
     Raises:
         ValueError: a term is over sequences or over a part of the tokens. ms-swift weights the loss
             of a micro-batch by its share of the step's tokens.
-        RuntimeError: ms-swift lacks such callbacks, or its loss accepts other arguments.
+        RuntimeError: the installed ms-swift has no registry of callbacks, or its loss function has
+            arguments that headloss does not know.
     """
     objective = Objective.of(cross_entropy() if terms is None else terms)
     if needs_segments(objective) or any(term.kept_field for _, term in objective.parts):

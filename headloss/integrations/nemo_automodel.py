@@ -38,7 +38,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
         metrics: headloss's metrics of the last call; None before the first call.
 
     Raises:
-        RuntimeError: Automodel's own losses accept other arguments.
+        RuntimeError: Automodel's own losses have arguments that headloss does not know.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
     ) -> None:
         announce(PACKAGE, check())
         super().__init__()
-        # Automodel silently uses Automodel's loss if a model's forward does not accept the
-        # arguments.
+        # Automodel silently uses its own loss instead of headloss's if a model's forward cannot
+        # return hidden states without logits.
         watch_of(PACKAGE).start()
         self.ignore_index, self.softcap = ignore_index, logit_softcapping or None
         self.objective = Objective.of(cross_entropy() if terms is None else terms)

@@ -73,8 +73,8 @@ def over_count(
 
     A `count` of 0, or of None (unknown number of tokens), is treated as 1. A reduction that is not
     a mean of all tokens reads its weights from the batch if the batch is the whole step (has
-    `count` tokens). A reduction with a constant denominator, and a batch that has totals, keep
-    their denominators.
+    `count` tokens). `count` replaces neither the constant denominator of a reduction nor the totals
+    of a batch (`Batch.totals`).
 
     Args:
         name: name of the count, for the error.

@@ -102,8 +102,8 @@ def _seams(package: str) -> Seams:
 
     @functools.wraps(responses)
     def get_responses(logits: Tensor, **settings: Any) -> Any:
-        """Return the framework's responses for a critic's values; refuse hidden states, which are
-        no logits."""
+        """Call the framework's `get_responses` for a critic's values (last dimension 1); raise
+        ValueError for hidden states, from which the function would read logits."""
         if logits.shape[-1] > 1:
             raise ValueError("get_responses: reads logits, of which there are none under headloss")
         return responses(logits, **settings)

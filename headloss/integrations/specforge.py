@@ -270,7 +270,8 @@ def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     count = len(steps)
 
     def by_row(name: str) -> Tensor:
-        """Return a mask [B, T, S] of all steps, aligned with the verifier's rows."""
+        """Return the mask `name` of all S unrolled steps, [B, T, S]. The mask of step i is shifted
+        right by i tokens, since token t of step i predicts the verifier's output at token t + i."""
         parts = [s[name][:, : length - i, 0] for i, s in enumerate(steps)]
         return torch.stack([F.pad(p.float(), (i, 0)) for i, p in enumerate(parts)], 2)
 

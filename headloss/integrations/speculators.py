@@ -169,7 +169,7 @@ def _unrolled(steps: list[dict[str, Any]], forward: Forward) -> Rows:
         hidden.append(F.pad(arguments["logits"][:, :kept], (0, 0, step, 0)))
         mask, before = arguments["loss_mask"], arguments["prev_correct"]
         alive = torch.ones(1, kept, dtype=torch.bool, device=states.device)
-        # `prev_correct` is 0 where the draft of a step before was wrong.
+        # `prev_correct` is 0 where the draft model's token of an earlier step was wrong.
         if mask is not None:
             alive = (mask[:, step:] > 0) | (False if before is None else before[:, :kept] > 0)
         read.append(F.pad(alive, (step, 0)))

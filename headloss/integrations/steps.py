@@ -119,7 +119,8 @@ class CountsSteps:
     def divides(self, count: int | Tensor | None) -> bool:
         """Return whether `Trainer` will divide a loss by the number of micro-batches in a step.
 
-        `Trainer` divides a loss that is not scaled by a count of tokens.
+        `Trainer` divides a loss by the number of micro-batches unless the loss is already divided
+        by the step's count of tokens.
         """
         trainer: Any = self
         # `loss_is_scaled_for_ga` is False in Transformers releases that ignore the attribute.

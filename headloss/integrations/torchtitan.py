@@ -196,7 +196,8 @@ class _Held:
 def _releasing(held: WeakSet[_Held]) -> Any:
     """Return a backward hook that removes a new `_Held` marker from the weak set `held`.
 
-    The `_Held` marker also leaves the weak set `held` when autograd frees the loss's graph.
+    If no backward runs, the weak set `held` loses the `_Held` marker when autograd frees the loss's
+    graph.
     """
     gradient = _Held()
     held.add(gradient)

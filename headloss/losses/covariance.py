@@ -104,7 +104,7 @@ def clip_cov(
 ) -> Term:
     """Clipped surrogate that drops a few drawn tokens of high covariance, which lower the entropy.
 
-        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token drawn to be dropped
+        -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token that is dropped at random
 
     A token can be dropped if the clip does not remove its gradient and its covariance c = (A - mean
     A) (logp - mean logp) is between low and high. Of all T tokens at most max(1, share * T) are

@@ -53,20 +53,21 @@ def distillation(
         tail: treatment of the mass outside a top-k teacher's K stored outcomes, 1 - sum of the K
             probabilities. The tail "bucket" makes the mass outside the K outcomes one more outcome.
             The tail "renormalized" divides the K probabilities of the teacher, and the K
-            probabilities of the student, by their sum. The tail "truncated" sums over the K
-            outcomes alone, which is not a divergence and may be negative. The tail "clamped" is the
-            sum over the K outcomes where that sum is above 0, else 0 without a gradient, as in
-            verl. The tail "generalized" is a divergence of K student probabilities p_k and K
-            teacher probabilities q_k whose sums may be below 1: sum_k p_k (log p_k - log q_k) - p_k
-            + q_k for "reverse_kl", the same with p and q exchanged for "forward_kl", and for "js"
-            the sum over the K outcomes. The generalized divergence is never negative, and is 0 with
-            gradient 0 where p = q on the K outcomes: Ma et al. 2026 (MOPD), arXiv:2606.30406,
-            equation 5. The tail "sampled", for "reverse_kl" alone, is the sum over the K outcomes,
-            plus sg(1 + log p_y - log q_y) log p_y at a token whose target y, sampled by the
-            student, is not among the K outcomes. The gradient of the summand sg(1 + log p_y - log
-            q_y) log p_y is an unbiased estimate of the gradient of the outcomes outside the K. The
-            value of that summand has no meaning; NeMo-RL's pull requests 3584 and 3608 define only
-            the gradient.
+            probabilities of the student, by their sum. The tail "truncated" sums over the teacher's
+            K stored ids alone, which is not a divergence and may be negative. The tail "clamped" is
+            max(s, 0) for the sum s over the teacher's K stored ids, without a gradient where s is
+            below 0, as in verl. The tail "generalized" is a divergence of K student probabilities
+            p_k and K teacher probabilities q_k, with sums that may be below 1: sum_k p_k (log p_k -
+            log q_k) - p_k + q_k for "reverse_kl", the same with p and q exchanged for "forward_kl",
+            and for "js" the sum over the K outcomes. The generalized divergence is never negative,
+            and is 0 with gradient 0 where p = q on the K outcomes: Ma et al. 2026 (MOPD),
+            arXiv:2606.30406, equation 5. The tail "sampled", for "reverse_kl" alone, is the sum
+            over the teacher's K stored ids, plus sg(1 + log p_y - log q_y) log p_y at a token whose
+            target y, sampled by the student, is not among the K ids. The gradient of the summand
+            sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of the gradient of the part of
+            the divergence outside the teacher's K stored ids. The value of sg(1 + log p_y - log
+            q_y) log p_y has no meaning; NeMo-RL's pull requests 3584 and 3608 define only its
+            gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -79,10 +80,11 @@ def distillation(
     by (1 - m) / 2. With tail="sampled" the term also reads teacher_logps [..], the teacher's
     log-prob log q_y of the target y at the term's temperature.
 
-    Default reduction: token_mean. Metrics: the divergence by its name. The tail "sampled" has four
-    more metrics: stored (the sum over the K outcomes), sampled (the summand of targets that are not
-    stored), mass (the student's probability of the K outcomes) and outside (the fraction of tokens
-    whose target is not stored).
+    Default reduction: token_mean. Metrics: the divergence by its name. With tail="sampled" and a
+    top-k teacher that stores K ids per token there are four more metrics: stored (the divergence's
+    sum over the K ids), sampled (the summand of targets that are not among the K ids), mass (the
+    student's total probability of the K ids) and outside (the fraction of tokens whose target is
+    not among the K ids).
     """  # noqa: E501 (an equation is one line)
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)

@@ -75,9 +75,9 @@ def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> T
 
         -log sum_j min(p_j, q_j)
 
-    Samarin et al. 2026 (LK losses), arXiv:2602.23881; the loss equals that of `nla`. A token whose
-    draft and verifier distributions share no mass has a finite loss of 10000, where SpecForge and
-    NeMo Automodel count 0.
+    Samarin et al. 2026 (LK losses), arXiv:2602.23881. `lk_alpha` and `nla` are the same loss. A
+    token whose draft and verifier distributions share no mass has a finite loss of 10000, where
+    SpecForge and NeMo Automodel count 0.
 
     Args:
         teacher_head, temperature: as in `nla`.
@@ -230,12 +230,12 @@ def dspark(
         teacher_head, temperature: as in `nla`.
 
     Inputs: the inputs of `distillation`; slots [..], the place k of a token among its block's
-    drafted tokens, from 0. With gamma=None, only the metrics accept_len and eal read slots. Each
-    block of drafted tokens is a segment. Default reduction: token_mean. Metrics: acceptance, top1;
-    per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i the acceptance probability at place i)
-    and eal (1 + the number of leading targets that are the draft's likeliest token). The metrics
-    accept_len and eal end at a block's first unscored token, and are not reported for segments that
-    run across ranks.
+    drafted tokens, from 0. With gamma=None, the field slots is read only for the metrics accept_len
+    and eal. Each block of drafted tokens is a segment. Default reduction: token_mean. Metrics:
+    acceptance, top1; per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i the acceptance
+    probability at place i) and eal (1 + the number of leading targets that are the draft's
+    likeliest token). The metrics accept_len and eal end at a block's first unscored token, and are
+    not reported for segments that run across ranks.
 
     Also called: speculators DSpark.
     """  # noqa: E501 (an equation is one line)

@@ -18,7 +18,8 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """Wrap a term factory: set the term's name and options from the signature, and name the term in
     errors.
 
-    `function` may return a term with an empty name; the wrapped factory sets the term's name.
+    `function` may return a term with an empty name, which the wrapper replaces by the name of
+    `function`.
     """
     signature = inspect.signature(function)
     name = function.__name__

@@ -122,8 +122,8 @@ def fipo(
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
         delta: upper bound of the ratio for either sign of the advantage, > 0; None for no bound.
-        half_life: distance in tokens at which a change of the policy counts half, > 0; the authors'
-            decay rate.
+        half_life: number of tokens, > 0; a change of the policy that many tokens later counts half
+            (the authors' code calls the half-life a decay rate).
         weight_clip: largest distance of the weight f from 1, >= 0; None or 0: no clip, f = exp(F)
             for the future KL F.
         high_only: clip the weight f to values of at least 1.

@@ -65,8 +65,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a key of a term's part, for comparisons. Two parts have equal keys if they differ in
-    nothing but the values of tensors.
+    """Return a key of `value` (a term, or one of its functions or arguments), for comparisons. Two
+    values have equal keys if they differ only in the contents of tensors.
 
     Every tensor found is appended to `tensors`. The returned key keeps no tensor, function or
     process group alive.

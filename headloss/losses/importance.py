@@ -74,7 +74,7 @@ def importance_ratio(stats: Statistics, batch: PackedBatch, level: str) -> Tenso
     ratio = bounded_exp(pool(d))
     if level != "sequence_token":
         return ratio
-    # clamp: a log-prob of -inf less itself would be NaN
+    # clamp: for logp = -inf, logp - logp.detach() would be NaN
     logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)
     return batch.segments.expand(ratio.detach()) * (logp - logp.detach()).exp()
 

@@ -91,10 +91,11 @@ def kl(
         k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times r when bias_corrected
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556; the gradient of r times the estimate flows through both
-    factors. Tang and Munos 2025, arXiv:2506.09477, derive which of the estimators have an unbiased
-    gradient. The log of the policy ratio r, at any level, is clamped to [-20, 20]; the log-prob
-    difference d = ref - logp is clamped only by the option clamp_difference.
+    (DeepSeek-V3.2), arXiv:2512.02556: the estimate is multiplied by the policy ratio r, and the
+    gradient flows through r and through the estimate. Tang and Munos 2025, arXiv:2506.09477, derive
+    which of the estimators have an unbiased gradient. The log of the policy ratio r, at any level,
+    is clamped to [-20, 20]; the log-prob difference d = ref - logp is clamped only by the option
+    clamp_difference.
 
     Args:
         estimator: "k1", "k2", "k3" or "abs". As the whole loss, k1 has an expected gradient of 0

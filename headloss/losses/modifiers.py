@@ -229,7 +229,7 @@ def _among_top(
 
 def _quantile(
     values: Tensor,  # [N]
-    count: Tensor,  # [], the number of finite entries of `values`; all other entries are inf
+    count: Tensor,  # [], number of finite `values`; all others are inf
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.

@@ -168,8 +168,9 @@ def simpo(
     Args:
         beta: scale of the reward, > 0.
         gamma: target margin between the rewards of chosen and rejected answer, >= 0.
-        label_smoothing: assumed fraction e of pairs with exchanged labels: with x = beta h - gamma,
-            the loss is -(1 - e) log sigmoid(x) - e log sigmoid(-x).
+        label_smoothing: assumed fraction e of pairs with exchanged labels; the loss is -(1 - e) log
+            sigmoid(x) - e log sigmoid(-x), where x is beta (mean log-prob of the chosen answer -
+            mean log-prob of the rejected answer) - gamma.
         alpha: shape of AlphaPO's reward (1 - exp(-alpha m)) / alpha, which replaces an answer's
             mean log-prob m.
         rejected: number of rejected answers after each chosen one, as in `dpo`.

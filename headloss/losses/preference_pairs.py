@@ -2,11 +2,11 @@
 against rejected answers.
 
 S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n segments after it are
-the rejected answers. c and r are rewards: scores times beta. The loss of a group is repeated at
-each nonempty segment, times (1 + n) over the number of nonempty segments, so that the mean over
-segments equals the mean over groups. A group without a scored token has loss 0 and still counts in
-the mean. The sum over an empty answer is 0. An empty rejected answer is left out if the group has a
-nonempty rejected answer.
+the rejected answers. c and r are rewards: scores times beta. Each nonempty segment of a group has
+the group's loss, multiplied by (1 + n) / (number of nonempty segments of the group), so that the
+mean over segments equals the mean over groups. A group without a scored token has loss 0 and still
+counts in the mean. The sum over an empty answer is 0. An empty rejected answer is left out if the
+group has a nonempty rejected answer.
 """
 
 from __future__ import annotations

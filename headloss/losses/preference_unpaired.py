@@ -172,7 +172,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
     before the sorting.
 
     Args:
-        beta: scale of the difference, > 0.
+        beta: factor, > 0, of the difference between the i-th smallest scores of the two compared
+            sets.
         label_smoothing: as in `dpo`.
         paired: compare the margins of the policy's pairs with the reference's margins; False:
             compare chosen answers with rejected answers.

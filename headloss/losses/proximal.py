@@ -145,9 +145,9 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
         -sg(r [alpha <= r <= beta]) A log p_y
 
     Ling Team 2025, arXiv:2510.18855; their r is the trainer's probability divided by the sampler's.
-    For the paper's loss, pass the sampler's log-probs as old_logps, or mask another policy term by
-    `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is clamped to [-20,
-    20].
+    To get the loss of the Ling Team's paper, pass the sampler's log-probs as old_logps, or mask
+    another policy term by `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio
+    r is clamped to [-20, 20].
 
     Args:
         alpha, beta: lower and upper bound of the ratio, 0 <= alpha <= beta.
@@ -180,7 +180,8 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
 
     Args:
         delta: largest mean_t |r - 1| of a sequence, twice its total variation, >= 0.
-        surrogate: "ratio" as above, or "log_prob": the same gradient with the value -sg(r) A log p.
+        surrogate: the form of the loss of a token with ratio r: "ratio" is -r A, "log_prob" is
+            -sg(r) A log p; the gradients are equal.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """

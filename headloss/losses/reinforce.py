@@ -90,13 +90,13 @@ def cispo(
 
         -sg(clip(r, 1 - epsilon_low, 1 + epsilon_high)) A log p_y
 
-    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. In TRL and headloss.rl.CISPOConfig, epsilon_high
-    is the cap 1 + epsilon_high of this term: 1.28 in TRL is 0.28 in headloss. The log of the policy
-    ratio r, at any level, is clamped to [-20, 20].
+    MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. The option epsilon_high of TRL and of
+    headloss.rl.CISPOConfig is the cap itself: epsilon_high = 1.28 in TRL is epsilon_high = 0.28 in
+    `hl.cispo`. The log of the policy ratio r, at any level, is clamped to [-20, 20].
 
     Args:
         epsilon_high: distance of the cap from 1, >= 0. An epsilon_high above 1 and up to 1.5 gets a
-            warning, because such a value is more likely meant as the cap.
+            warning, because the caller has probably passed the cap 1 + epsilon_high.
         epsilon_low: distance of the lower bound from 1, >= 0; None for no lower bound.
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
@@ -142,8 +142,8 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # The exponent k in phi(w), for advantages >= 0 and for < 0.
-    rate: tuple[float, float],  # The lambda in phi(w), for advantages >= 0 and for < 0.
+    k: tuple[float, float],  # Exponent k of the weight function phi(w), for A >= 0, A < 0.
+    rate: tuple[float, float],  # The lambda of phi(w), for A >= 0, A < 0.
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
@@ -171,9 +171,10 @@ def vespo(
     Shen et al. 2026, arXiv:2602.10693. The log of the sequence weight w_i is clamped to [log 1e-8,
     20]. If the batch has sampling_logps, sum_t (old_t - sampling_t) is added to the log of the
     sequence weight w_i before the clamp; do not add `.corrected`, which would multiply by the ratio
-    of old policy to sampler again. If the batch has importance_sampling_ratio (old over sampling,
-    truncated or masked by the caller), the sum of the log of importance_sampling_ratio is added in
-    place of sum_t (old_t - sampling_t). A ratio below 1e-8, such as a masked 0, counts as 1e-8.
+    of old policy to sampler again. If the batch has importance_sampling_ratio (ratio of old policy
+    to sampler per token, truncated or masked by the caller), headloss adds sum_t log
+    importance_sampling_ratio_t to log w_i, and does not add sum_t (old_t - sampling_t). A ratio
+    below 1e-8, such as a masked 0, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: k and lambda in phi(w) = w^k exp(lambda (1 - w)) where A >= 0, each > 0.
@@ -222,9 +223,10 @@ def topr(
 
         -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; the weight w is exp(sum_t d_t), exp(mean_t d_t) or exp(d_t), with d_t = logp_t - old_t
 
-    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t d_t). ROLL has w =
-    exp(d_t), and tests the sign of the episode's score, where `hl.topr` tests the sign of the
-    advantage. The log of the weight w is clamped to [-20, 20].
+    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t d_t). ROLL has the
+    weight w = exp(logp_t - old_t) of a single token, and tests the sign of the episode's score,
+    where `hl.topr` tests the sign of the advantage. The log of the weight w is clamped to [-20,
+    20].
 
     Args:
         importance_sampling_level: w is "sequence_product" (exp of the sum), "sequence" (exp of the

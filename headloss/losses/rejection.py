@@ -39,8 +39,8 @@ class _Rejection:
     live: bool
 
     def statistic(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return the `measure` of the mismatch per token [T] or per sequence [S]; for the measure
-        "ratio" its logarithm."""
+        """Return the `measure` of the mismatch per token [T] or per sequence [S]; if `measure` is
+        "ratio", return the logarithm of the ratio."""
         values = self._of_tokens(stats, batch)
         if self.level == "token":
             return values

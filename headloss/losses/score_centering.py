@@ -34,7 +34,7 @@ class _Centre(NamedTuple):
     c: Tensor  # Coefficients of log p_k, [T, K].
     sampler_mass: Tensor  # sum_k q_k, the sampler's mass of the candidates, [T].
     trainer_mass: Tensor  # sum_k p_k, the trainer's mass of the candidates, [T].
-    rho: Tensor  # Sampler's over trainer's mass outside the candidates, [T].
+    rho: Tensor  # (1 - sampler_mass) / (1 - trainer_mass), [T].
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +101,22 @@ def score_centering(
 
         A sum_k sg(c_k) log p_k over candidates k; c_k = q_k f(p_k / q_k) - alpha p_k, with the weight function f that the option mode selects; alpha = rho f(1 / rho); rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
-    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. Numerator and denominator of
-    rho are at least 1e-6 (the paper's appendix A.3; NeMo-RL bounds the denominator alone). Add
-    score centering to a policy term, with that policy term's reduction and correction bounds, e.g.
-    hl.reinforce() + hl.score_centering(), or hl.reinforce().corrected("token_truncate", min=a,
-    max=b, live=True) + hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's
-    probability of a token outside the candidates is modelled as rho p. If the candidates cover the
-    whole vocabulary or all of `support_ids`, the summand -alpha p_k has no gradient and the loss is
-    exact. prime-rl has the exact sum over the ids that the sampler kept, and weighs tokens by a
-    mask of |p - q|. The term also applies to tokens that another part of the objective clips or
-    masks.
+    Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. In rho = (1 - sum_k q_k) / (1
+    - sum_k p_k), numerator and denominator are raised to at least 1e-6 (the paper's appendix A.3;
+    NeMo-RL bounds the denominator alone). Add score centering to a policy term, with that policy
+    term's reduction and correction bounds, e.g. hl.reinforce() + hl.score_centering(), or
+    hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
+    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's probability of a token
+    outside the candidates is modelled as rho p. If the candidates cover the whole vocabulary or all
+    of `support_ids`, the summand -alpha p_k of the coefficient c_k contributes no gradient, and the
+    loss is exact. prime-rl has the exact sum over the ids that the sampler kept, and weighs tokens
+    by a mask of |p - q|. The term also applies to tokens that another part of the objective clips
+    or masks.
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
-            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). Before f, the
-            log of the ratio w = p / q is clamped to [-20, 20].
+            ("token_truncate"), or w within [min, max] and 0 outside ("token_mask"). The log of the
+            ratio w = p / q is clamped to [-20, 20] before the weight function f(w) is applied.
         min, max: bounds of the ratio p / q, each > 0 or None; both None if mode is None.
 
     Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where unused entries

@@ -65,14 +65,14 @@ class _SecondMoment:
 def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modifier:
     """Mask that drops the tokens of largest trainer-sampler mismatch until the mean is low enough.
 
-        0 for the n largest m, else 1; m = (old - sampling)^2, n the smallest number for which the mean of the remaining m is below threshold
+        0 for the n tokens of largest m = (old - sampling)^2, else 1; n is the smallest number for which the mean m of the other tokens is below threshold
 
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
-    ratio; the authors' code derives clip bounds from the threshold instead. If no n gives a mean
-    below threshold, all tokens but the one with the smallest m are dropped. The means run over the
-    tokens of one call on one rank. A NaN log-prob of the sampler counts as no mismatch.
-    `second_moment_masked` leaves the denominator of the reduction unchanged; `second_moment_mask`
-    counts only the kept tokens in the denominator.
+    ratio; the authors' code derives clip bounds from the threshold instead. If even the smallest
+    squared mismatch (old - sampling)^2 is not below threshold, all tokens but the token of smallest
+    mismatch are dropped. The means run over the tokens of one call on one rank. A NaN log-prob of
+    the sampler counts as no mismatch. `second_moment_masked` leaves the denominator of the
+    reduction unchanged; `second_moment_mask` counts only the kept tokens in the denominator.
 
     Args:
         threshold: upper bound of the mean of (old - sampling)^2 over the kept tokens, > 0.

@@ -57,7 +57,8 @@ def _called(
     name: str | None = None,
     **how: Any,
 ) -> Any:
-    """Return a term's loss or metrics, computed from the shaped advantages.
+    """Call `of` (a term's loss or metrics) on a view of the batch whose advantages are the result
+    of the function `by`.
 
     Raise ValueError when the term reads no advantages; the message begins with `name`, if given.
     """

@@ -31,17 +31,17 @@ def divergence_of_stored(
 
     Args:
         logps: the student's log-probs [T, K + 1]: K columns for the stored outcomes, and one for
-            the log of the mass outside the K outcomes. With the tail "sampled", `logps` is [T, K +
-            2], and the last column but one is the target's log-prob.
+            the log of the mass outside the K outcomes. If `tail` is "sampled", `logps` is [T, K +
+            2], and the last column but one is the student's log-prob of the target.
     """
     empty = batch.teacher_topk_ids < 0
     log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
     log_p = logps.double()
     if tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # The teacher's mass outside its K stored outcomes is 1 - sum of K probabilities. If the
-        # result is below the rounding error, the logs of the teacher's and the student's mass are
-        # raised to at least log(epsilon) of the dtype `wide`.
+        # A mass outside the K stored outcomes is 1 - sum of K probabilities, and is only rounding
+        # error below the epsilon of the dtype `wide`; the logs of the teacher's and the student's
+        # mass are therefore raised to at least log(epsilon).
         dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
         noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
@@ -53,7 +53,8 @@ def divergence_of_stored(
         log_q, log_p = log_q.log_softmax(1), log_p.log_softmax(1)
     log_q, log_p = log_q.clamp_min(least), log_p.clamp_min(least)
     value, _ = phi(log_q, log_p, measure)
-    # For "js", the correction sum(q) - sum(p) for probabilities that do not sum to 1 cancels out.
+    # "js" needs no correction by sum(q) - sum(p): the corrections of its two KL divergences cancel
+    # out.
     if tail == "generalized" and measure.kind != "js":
         more = log_q.exp().sum(1) - log_p.exp().sum(1)
         value = value + (more if measure.kind == "reverse_kl" else -more)

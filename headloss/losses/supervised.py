@@ -213,8 +213,8 @@ def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
 
     Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of the
     entropy of the 20 likeliest tokens (at most log 20 = 3.0). To weigh by the entropy of the 20
-    likeliest tokens as the paper does, put the entropy of hl.head_topk's log-probs in a field:
-    hl.cross_entropy().weighted("uncertainty").
+    likeliest tokens as the paper does, compute that entropy from hl.head_topk's log-probs, pass the
+    weights as the batch field uncertainty, and use hl.cross_entropy().weighted("uncertainty").
 
     Args:
         alpha: power of the entropy, > 0.

@@ -166,15 +166,15 @@ def ce_gppo(
 ) -> Term:
     """Gradient-preserving clipping: a clipped token keeps a bounded gradient.
 
-        -w p_y / sg(p_y) A, weight w = r; below the clip beta_low (1 - epsilon_low), above the clip beta_high (1 + epsilon_high)
+        -w p_y / sg(p_y) A; the weight w is r, or beta_low (1 - epsilon_low) for a token clipped below, or beta_high (1 + epsilon_high) for a token clipped above
 
     Su et al. 2025 (CE-GPPO), arXiv:2509.20712. With beta_low = beta_high = 1 the loss is GPPO
     (Klear-Reasoner), arXiv:2508.07629. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
-        beta_low, beta_high: share of the gradient at the clip bound that a token clipped below or
-            above keeps, each >= 0.
+        beta_low, beta_high: factor of the gradient of a token whose ratio is below the lower or
+            above the upper clip bound, relative to the gradient at the bound, each >= 0.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     """  # noqa: E501 (an equation is one line)

@@ -152,7 +152,8 @@ class SharedRows(NamedTuple):
         """Group neighbouring tokens with an equal row; raise ValueError for a row outside [0,
         count).
 
-        With static shapes every token gets a run of its own, because grouping reads the device.
+        With static shapes every token is a group of its own, because grouping would read the
+        device.
         """
         if static:
             return cls(index, None, index, index)
@@ -228,7 +229,7 @@ class BesideTeacher:
     def divergence(self, kind: str, beta: float = 0.5) -> Tensor:
         """Return the divergence [T] of teacher and student, with a gradient.
 
-        The kinds and `beta` are those of hl.distillation.
+        The arguments `kind` and `beta` are those of hl.distillation.
         """
         return self._measured(measure_of(kind, beta))
 

@@ -137,7 +137,7 @@ def _trial(term: Term, stats: Any, batch: Any, observe: bool) -> tuple[Tensor, s
     with torch.enable_grad():
         values = term(stats, batch)
     if observe:
-        own = batch._target  # metrics may sum over the segments, also for a term of token scope
+        own = batch._target  # even a token-scoped term's metrics may sum over segments
         segments = Segments(own.segments.ids, own.segments.count, counts=own.segments.lengths)
         batch = Recorder(replace(own, segments=segments), batch._seen)
         with torch.no_grad():
@@ -181,8 +181,9 @@ def check_pieces(
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """Raise ValueError for a user's term whose values change if its batch is split into tokens.
 
-    For example, the values change if the term's function takes a mean over the batch's tokens. The
-    check runs the term on single-token segments and reads the device.
+    For example, a term whose function takes a mean over the batch's tokens gives other values on
+    single tokens, and is refused. The check runs the term on single-token segments and reads the
+    device.
     """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1

@@ -77,8 +77,8 @@ def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tenso
 def leave_one_out(rewards: Tensor, group: int) -> Tensor:
     """Return the factor [N] that turns group-mean advantages into leave-one-out advantages.
 
-    The factor is n / (n - 1), where n counts the rewards of a group of consecutive rows that are
-    not NaN. Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
+    The factor of a row is n / (n - 1), where n is the number of rewards in the row's group (`group`
+    consecutive rows) that are not NaN. Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
     """
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group: got {group} of {len(rewards)} rewards, want rows of whole groups")

@@ -68,7 +68,8 @@ def run(
 
 
 class Case(NamedTuple):
-    """One test case of the correctness gate."""
+    """One test case of `headloss gate`, which compares losses and gradients with a float64
+    oracle."""
 
     objective: str
     schedule: str

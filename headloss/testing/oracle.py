@@ -187,7 +187,8 @@ def plain_divergence(
 ) -> Tensor:
     """Return the [T] divergences of a student's raw, soft-capped logits [T, V] from a teacher.
 
-    The teacher's tail is "bucket", "truncated", "generalized" or "sampled".
+    The field `tail` of the teacher names the treatment of the mass outside its stored top-k ids:
+    "bucket", "truncated", "generalized" or "sampled".
     """
     log_p = (student / teacher.temperature).log_softmax(-1)
     log_of_target = log_p.gather(1, batch.targets.unsqueeze(1)).squeeze(1)

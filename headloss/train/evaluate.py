@@ -116,7 +116,7 @@ def generate(
 def _inference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, cache = model.training, model.config.use_cache
-    home = model.device  # the CPU until the first training step, if FSDP shards the model
+    home = model.device  # before the first training step under FSDP: the CPU
     moves = home.type == "cpu" and not is_fsdp2(model)
     model.eval()
     model.config.use_cache = True

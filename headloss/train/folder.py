@@ -210,7 +210,8 @@ def checkpoint(recipe: Recipe, whole: bool) -> str:
     """Return the path of the newest checkpoint; if `whole`, verify the checksums of all its files.
 
     Raises:
-        RecipeError: without a checkpoint, for a damaged checkpoint or another stored recipe.
+        RecipeError: the output folder has no checkpoint, the checkpoint is damaged, or the recipe
+            stored in the folder differs from `recipe`.
     """
     output = Path(recipe.output)
     found = checkpoints(output)

@@ -46,10 +46,10 @@ class Recipe:
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
         task_options: options of the reasoning_gym generator; an override of the task drops them.
-        reward: "module:function", with the arguments of TRL's reward functions. None: for a
-            reasoning_gym task the reward is the score of the generator; for a file the reward is 1
-            if the completion equals the line's answer, else 0. "solved" gives 1 for a full score of
-            the generator and 0 for partial credit.
+        reward: "module:function", with the arguments of TRL's reward functions; "solved" gives 1
+            for a full score of the reasoning_gym generator, else 0. With None the reward is the
+            generator's score for a reasoning_gym task; for a file the reward is 1 if the completion
+            equals the line's answer, else 0.
         prompt: text of a prompt, with {question} and further fields of a line or of the generator's
             metadata in braces; an override of `task` on the command line drops the recipe's
             `prompt`.
@@ -67,7 +67,8 @@ class Recipe:
         split_seed: seed by which problems are generated and held-out problems chosen. The held-out
             problems do not depend on `seed`, so that a run that continues another run's model can
             have the same held-out problems.
-        seed: seed of the weights of "tiny", the order of problems and the sampling.
+        seed: seed of the first weights of the model "tiny", of the order of problems and of the
+            sampling.
         output: folder of every file that the run writes.
         resume: continue from the last checkpoint in `output`.
         overwrite: replace the files of an earlier run in `output`.

@@ -9,9 +9,9 @@
 
 `apply` keeps the forward of the model. In a call with labels, the model's head returns *followed
 logits*, a tensor subclass without memory that remembers its formula. The model's loss function, or
-a cross-entropy of the followed logits, is replaced by the objective. Operations that the tensor
-subclass does not support run on the logits' values. Calls without labels, such as generation, are
-unchanged.
+a call of `cross_entropy` on the followed logits, returns headloss's objective instead. Operations
+that the tensor subclass does not support run on the logits' values. Calls without labels, such as
+generation, are unchanged.
 """
 
 from .apply import Applied, apply, remove

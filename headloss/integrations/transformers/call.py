@@ -210,8 +210,8 @@ class Call(FollowedHead):
         """Return `labels` and `shift_labels` of a loss function, if the targets are the call's
         labels.
 
-        Accepted targets are the labels as they are, shifted [B, L], or, for terms of tokens only,
-        [B, L - 1].
+        Accepted targets are the unshifted labels [B, L], the labels shifted by one and padded [B,
+        L], or, for terms of tokens only, the labels without the first column [B, L - 1].
         """
         labels = self.labels
         if target.numel() == labels.numel():

@@ -1,6 +1,7 @@
-"""Recording of the ids that each token of `generate` was drawn from, and of its log-prob.
+"""Recorder of the ids from which `generate` draws each token, and of the drawn token's log-prob.
 
-B rows, C generated columns, K the most ids of a token, P pairs of a token and an id, V vocabulary.
+Shapes: B rows, C generated columns, K the largest number of ids from which a token was drawn, P
+(token, id) pairs of all tokens, V vocabulary.
 """
 
 from __future__ import annotations

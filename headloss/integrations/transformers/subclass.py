@@ -1,7 +1,7 @@
 """Subclasses of a model's class, with an equal name and headloss's forward.
 
-headloss's forward stays innermost when wrappers are set on the instance's forward or removed. FSDP2
-changes a model's class to a subclass in the same way.
+headloss's forward stays innermost when wrappers are set on the instance's forward or removed.
+FSDP2, too, assigns a subclass to the model's `__class__`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..followed_head import eager
 
-STATE = "_headloss"  # Name of the model's attribute that holds its `Applied`.
+STATE = "_headloss"  # Name of the model's attribute with the result of `apply(model)`.
 BASE = "_headloss_base"  # Name of the subclass's attribute that holds the model's original class.
 
 
@@ -49,8 +49,9 @@ def enter(model: Any) -> Any:
     """Change the model's class to `applied_class(type(model))`, and let wrappers that have stored
     the old class's forward call the new class's forward.
 
-    A forward set on the instance is removed and returned, except a wrapper's forward (the wrapper
-    calls the stored forward).
+    If the instance has a `forward` attribute of its own, the attribute is removed and returned. A
+    `forward` attribute that accelerate's hooks have set stays, because the hooks call headloss's
+    forward.
 
     Raises:
         ValueError: accelerate has wrapped the forward, and would later restore the old forward.

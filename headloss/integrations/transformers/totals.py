@@ -21,8 +21,9 @@ class TotalsMixin(CountsSteps):
         class MyTrainer(TotalsMixin, transformers.Trainer): ...
 
     Loss, gradient and logged loss then equal those of one large batch, for every reduction and with
-    `.where`, however the batch is split into micro-batches and ranks. The tokens and segments of a
-    step, also as kept by boolean fields, are counted before the step's first forward.
+    `.where`, however the batch is split into micro-batches and ranks. Before the step's first
+    forward, the tokens and segments of the step are counted: all of them, and those that each
+    boolean field of a `.where` keeps.
 
     A user's own denominators (a `headloss.Reduction` with a constant, `totals` among a call's
     fields) are kept. Losses that a model adds, such as a router's loss, are averaged over

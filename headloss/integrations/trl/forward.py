@@ -48,13 +48,13 @@ require(utils, "FusedCausalLMOutput", "add_fused_lm_head")
 
 class Request:
     """A request to a model's forward to compute a loss or log-probs of the last C tokens of each
-    row. The forward stores the results on the request. A `Request` must not become a dataclass or a
-    container: wrappers would cast the batch's fields.
+    row. The forward stores the results as attributes of the `Request`. A `Request` must not become
+    a dataclass or a container: wrappers would cast the batch's fields.
 
     Args:
-        batch: targets [B, C]; column c of a row is predicted at position L - C - 1 + c, or for
-            shifted labels (C = L) at c. None: the targets are the forward's labels [B, C + 1]
-            without the first column.
+        batch: targets [B, C] of L positions; column c is predicted at position L - C - 1 + c, or at
+            position c if the labels are already shifted (C = L). None: the targets are the
+            forward's labels [B, C + 1] without the first column.
         objective: the loss; None: the entropy, which serves passes without gradient.
         options: options of `head_loss`.
 
@@ -329,7 +329,7 @@ def installed(
     switches: Switches | None = None,
     resolved: list[Paths] | None = None,
 ) -> Iterator[None]:
-    """Let trainers of TRL's `module` be built with `add_head`, inside the context.
+    """Replace `add_fused_lm_head` of TRL's `module` by headloss's `add_head` inside the context.
 
     TRL's own fused head ignores adapters on the head, so TRL refuses such adapters; headloss
     allows adapters on the head.
@@ -388,8 +388,8 @@ class Measured:
 
 
 class Asked(Measured):
-    """Callable passed to TRL's loss method as the model: runs the model with a `Request`, on inputs
-    that TRL's method prepares. Gradients are on if they were on when `Asked` was built."""
+    """Callable passed to TRL's loss method as the model: runs the model with a `Request` on inputs
+    of TRL's method, with gradients if gradients were on when `Asked(...)` was created."""
 
     def __init__(self, model: Any, request: Request) -> None:
         self.model, self.request, self.gradient = model, request, torch.is_grad_enabled()

@@ -87,8 +87,8 @@ class Regathered(torch.autograd.Function):
     """Apply the function `act` to hidden states, weight and bias of a head sharded by ZeRO-3, which
     TRL has gathered for the forward.
 
-    The backward pass gathers the head again by TRL's own function, and runs the function `act` once
-    more.
+    The backward pass gathers the head again by TRL's own function, and runs the argument `act` (the
+    function applied to hidden states, weight and bias) once more.
     """
 
     @staticmethod

@@ -74,7 +74,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # False: log-probs are unavailable; True: log-probs differ.
+    replayed: bool = False  # True: log-probs exist, but differ.
 
 
 def wanted(trainer: Any) -> bool:

@@ -118,7 +118,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
         self, objective: Objective, batch: Batch, count: int | Tensor | None, totals: Totals | None
     ) -> Objective:
         """Return the objective with the totals of the optimizer step as denominators. In an
-        evaluation each batch of a rank stands alone, as in TRL."""
+        evaluation each batch of a rank is averaged over its own tokens, as in TRL."""
         in_step = self.over_the_step(objective, batch, totals)
         if in_step is not None or count is None:
             return objective if in_step is None else in_step

@@ -2,8 +2,9 @@
 
 B rows, C completion columns, K the most ids of a token, P pairs of a token and an id. In TRL's
 batch the ids that the sampler kept are a list with one entry per row, so TRL shuffles and splits
-the list with the rows. An entry of the list holds a row's kept ids [P] and the number of kept ids
-of each token [C], int32. For a token without kept ids, log-probs are over the whole vocabulary.
+the list with the rows. The entry of a row is two int32 tensors: the ids that the sampler kept for
+all of the row's tokens [P], and the number of kept ids of each token [C]. For a token without kept
+ids, log-probs are over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ ENGINE = "trl.generation.vllm_generation"
 class Drawn(float):
     """The log-prob of a token, and its index in a generation's `SampledSets`.
 
-    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` number keeps the
-    reference to the ids from which the token was drawn.
+    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` object (a
+    `float`) survives the cutting and joining with its index, which finds the ids from which the
+    token was drawn.
     """
 
     __slots__ = ("at", "sets")
@@ -46,7 +48,8 @@ class Drawn(float):
 def drawn_logps(
     sets: SampledSets, logps: Tensor, completion_ids: Sequence[Sequence[int]]
 ) -> list[list[Drawn]]:
-    """Return the recorded log-probs of the completions' tokens as `Drawn` numbers."""
+    """Return the recorded log-probs of the completions' tokens as `Drawn` objects (`float` with an
+    index into `sets`)."""
     columns = logps.shape[1]
     return [
         [Drawn(x, sets, b * columns + c) for c, x in enumerate(row[: len(ids)])]

@@ -37,7 +37,7 @@ __all__ = ["install", "register", "register_teacher", "uninstall"]
 
 def install() -> None:
     """Register headloss in verl as the backend `impl_backend: headloss` of this process, until
-    `uninstall()`. Models with another backend keep verl's code.
+    `uninstall()`. Models whose `impl_backend` is not headloss keep verl's code.
 
     Raises:
         RuntimeError: a replaced function of verl is missing, or accepts other arguments.
