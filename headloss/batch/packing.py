@@ -92,7 +92,8 @@ class PackedBatch:
         value = self.as_given(name)
         if name in self._per_segment:
             ids = self.segments.ids
-            # Segments that static shapes add hold unscored tokens, whose fields get the value 0.
+            # With static shapes (no device reads), unscored tokens lie in extra segments at the
+            # end, and get the value 0 in every per-segment field.
             if live is not None:
                 value, ids = pad(value, (0, 1)), ids.clamp_max(len(value))
             value = value[ids]
@@ -167,8 +168,9 @@ class Packing:
         batch: the batch to pack. Unless shapes are static, `Batch._survey` must have counted the
             batch's targets and ids.
         unit: None, or for static shapes (no device reads) the number of extra segments appended to
-            the batch's segments. Positions without a target or with an invalid segment id are
-            assigned to the appended segments, so that packing need not read the device.
+            the batch's segments. Positions without a target, or with an invalid segment id, are
+            assigned to the extra segments appended for static shapes, so that packing need not read
+            the device.
     """
 
     shape: torch.Size  # Shape of the targets as given.

@@ -135,7 +135,7 @@ class Totals:
 
         DDP and FSDP2 average gradients over ranks. With gradients="mean", the totals are divided by
         the number of ranks, so that the averaged gradient equals the gradient of the whole batch.
-        Use "sum" if gradients are summed over ranks.
+        Set gradients="sum" if the training framework sums gradients over ranks.
         """
         if not (isinstance(gradients, str) and gradients in ("mean", "sum")):
             raise ValueError(f'gradients: got {gradients!r}, want "mean" or "sum"')
@@ -203,16 +203,17 @@ class Reduction:
 
 @dataclass(frozen=True)
 class StandardWeight:
-    """The weight rule of the library's own reductions. Without `by_length`, a token's weight is 1 /
-    (total number of tokens, of segments or of prompts, times `length`). With `by_length`, the
-    weight is 1 / (n m) for n tokens in the token's segment or prompt, and m segments or prompts in
-    all. Totals may be plain numbers. The argument `lengths` may be None without `by_length`."""
+    """The function by which the library's own reductions (such as a mean over tokens) compute each
+    token's weight in the loss. Without `by_length`, a token's weight is 1 / (total number of
+    tokens, of segments or of prompts, times `length`). With `by_length`, the weight is 1 / (n m)
+    for n tokens in the token's segment or prompt, and m segments or prompts in all. Totals may be
+    plain numbers. The argument `lengths` may be None without `by_length`."""
 
     # Total (of tokens, segments or prompts) by which the weight is divided; with "none", the weight
     # is 1 / `length`, a constant.
     of: Literal["tokens", "segments", "prompts", "none"]
     by_length: bool = False  # Divide the weight by the length of the token's segment or prompt.
-    length: Number = 1  # A constant that divides the weight.
+    length: Number = 1  # A constant by which each token's weight is divided.
 
     def __call__(self, lengths: Any, tokens: Any, segments: Any) -> Any:
         if self.by_length:

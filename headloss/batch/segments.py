@@ -63,7 +63,8 @@ class Segments:
         # The common length of all segments, or 0 if the lengths differ. None if the segment ids are
         # not known to be 0, 1, 2 .. in ascending order.
         self._row = row
-        # Ids are sorted, and the tokens of this rank per segment are known.
+        # True if the segment ids are sorted, and the number of tokens per segment on this rank is
+        # known.
         self._packed = counts is not None
         self._lengths: Tensor | None = None
         if counts is not None:
@@ -114,9 +115,9 @@ class Segments:
         """Return segments from the id of each token, in any order; `count` defaults to the largest
         id + 1.
 
-        An id below `count` without tokens is an empty segment, which counts in S. Padding has a
-        negative id and is in no segment. With `group`, whose ranks hold tokens of common segments,
-        `count` is required.
+        An id from 0 to `count` - 1 that no token has is an empty segment, which counts in the
+        number S of segments. Padding has a negative id and is in no segment. With `group`, whose
+        ranks hold tokens of common segments, `count` is required.
         """
         check_integers("ids", ids, "an integer tensor")
         if count is None:

@@ -119,7 +119,9 @@ class SupportIds:
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
-        if live is not None:  # Give every unscored token one arbitrary column.
+        # Give every unscored token one allowed id (the arbitrary id 0), so that its softmax is not
+        # empty.
+        if live is not None:
             ids = pairs.ids.view(len(live), self.width or 0).masked_fill(~live.unsqueeze(1), -1)
             ids[:, 0] = torch.where(live, ids[:, 0], 0)
             pairs = SupportPairs(ids.reshape(-1), width=self.width)

@@ -1,8 +1,8 @@
 """Conversions of the token ids that a sampler kept (by top-k or top-p), from the formats of
 samplers to a batch's `support_ids`.
 
-B completions of C tokens, N tokens in all, V vocabulary, P pairs of a token and an id, K the most
-ids of a token.
+Symbols: B completions, C tokens per completion, N tokens in all, V vocabulary size, P pairs (token,
+kept id), K largest number of kept ids of a token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def support_from_scores(scores: Tensor) -> Tensor:
     """Return the ids whose scores a sampler kept, [.., K] int64 in ascending order, padded with -1,
     for `support_ids`.
 
-    A row that keeps all ids or no id is all -1, which means the whole vocabulary. K is the largest
-    number of kept ids of a row (rows of -1 not counted), at least 1.
+    A row that keeps all ids or no id is all -1, which means the whole vocabulary. K is at least 1;
+    it is the largest number of kept ids in a row, not counting rows that keep all ids.
 
     >>> inf = float("inf")
     >>> support_from_scores(torch.tensor([[0.5, -inf, 1.0], [0.1, 0.2, 0.3]]))

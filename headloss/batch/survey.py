@@ -16,8 +16,9 @@ from .segments import Segments, count_in
 
 # Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
-# Larger than every vocabulary id; replaces the largest id of a field with repeated ids or with
-# impossible probabilities.
+# Number larger than every vocabulary id. If a field of ids contains repeated ids or impossible
+# probabilities, BAD is stored in place of the field's largest id, so that the comparison with the
+# vocabulary size finds the error.
 BAD = (1 << 63) - 1
 NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
 
@@ -127,8 +128,8 @@ class Survey:
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count
         # Segment ids that ascend by construction never decrease and leave no position outside of
-        # all segments: insert 0 for each of the two counts, and then the number of unscored
-        # positions.
+        # all segments, so that two of the counts are 0. The number of unscored positions is the
+        # number of all positions minus the number of scored positions.
         if self.bins is None:
             numbers.insert(0, 0)
             numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])

@@ -160,9 +160,11 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. The
-        coefficients are 1; in float16, where dlogp/dz is small for a probability p near 1, they are
-        powers of two of about 1 / (dz/draw (1 - p))."""
+        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. Each
+        token's coefficient is 1, except in float16. In float16, the coefficient is a power of two
+        of about 1 / ((1 - p) dz/draw), where p is the target's probability and dz/draw the
+        derivative of a transformed logit z with respect to the raw logit, so that the small
+        gradient of a likely target keeps its digits."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
@@ -251,7 +253,8 @@ def call_of(a: Arguments) -> Call:
         fields = per_segment(forms)
     packed = required.scored.view(required.batch, required.wide, fields)
     tolerance = None
-    # Set the tolerance to 0 in a plan that skips no rows: dropping small gradients saves no matmul.
+    # If the `Plan` skips no rows without a gradient, set the gradient tolerance to 0: dropping
+    # small gradients would save no matmul.
     if share := required.options.gradient_tolerance:
         share = share if plan.skip_rows else 0.0
         zero = packed.targets.new_zeros((), dtype=torch.float64)

@@ -182,7 +182,8 @@ def check_objective(objective: Objective, batch: Batch, options: Options) -> Non
     """Check the loss terms together with the batch and the options."""
     if not objective.parts:
         raise ValueError("objective: got no terms, want at least one")
-    # `batch` may be an exception from the check of targets; all ranks must learn of that exception.
+    # If the check of targets failed on this rank, `batch` holds the exception; raise the exception
+    # here, where errors reach all ranks.
     if isinstance(batch, Exception):
         raise batch
     if not isinstance(batch, Batch):
@@ -272,7 +273,8 @@ MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
 def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtype) -> None:
     """Raise ValueError for a batch field that looks like an unused mask: the field has a mask's
     name, has the mask's value for excluded tokens at a scored token, and is read by no term of this
-    call or of an earlier call. Each field with a mask's name costs one device read."""
+    call or of an earlier call. Each batch field whose name is that of a mask, such as `loss_mask`,
+    costs one device read."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:

@@ -115,9 +115,9 @@ def shard_of_positions(
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
     """Return the `Facts` that ranks compare before a call with segments that run across ranks,
-    where each rank holds some of the tokens. The `Facts` include, for each field, whether its shape
-    fits one value per token, one value per segment, or both. Schedule and chunks may differ between
-    ranks."""
+    where each rank holds some of the tokens. The returned `Facts` (values that ranks compare or
+    exchange) include, for each batch field, whether the field's shape fits one value per token, one
+    value per segment, or both. Schedule and chunks may differ between ranks."""
     batch = a.batch
     if (count := len(batch.fields)) > MOST_NUMBERS:
         raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
@@ -278,8 +278,8 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _spelt(value: Any) -> str:
-    """Return equal text for equal fingerprints on all ranks, unlike `repr`, which shows a
-    function's address and a rank's device."""
+    """Return a text for `value`, a fingerprint of a call's objective, that is equal on all ranks if
+    the fingerprints are equal; `repr` would show a function's address and a rank's device."""
     if isinstance(value, weakref.ref):
         value = value()
     if isinstance(value, tuple):

@@ -13,7 +13,8 @@ operands:
         gradient_tolerance;
     spelt: all other options, as text of Python literals.
 
-The operators construct head and batch from the operands.
+Each custom operator constructs a `Head` and a `Batch` from its arguments, which are plain tensors,
+numbers and text.
 """
 
 from __future__ import annotations
@@ -133,8 +134,10 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
 
 @operator("headloss::head_stats", schema=f"({OPERANDS}) -> Tensor[]")
 def _head_stats(*operands: Any) -> list[Tensor]:
-    """Return logp, lse, entropy, maximum and log-sum of the softmax, [N] each. With candidates,
-    also return log-probs of candidates and tail [N, K + 1], and the tail's normalizer [N, 2]."""
+    """Return logp, lse, entropy, maximum and log-sum of the softmax, [N] each. If `candidate_ids`
+    are given, return two more tensors as well: the log-probs [N, K + 1] of each token's K
+    candidates and of the tail (all other columns together), and the two numbers [N, 2] of the
+    normalizer of the tail's softmax."""
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in HEAD_STATISTICS), *measured.normalizer]
@@ -156,7 +159,8 @@ def _(factors, constants, *_):
 
 @operator("headloss::head_stats_backward", schema=f"({OPERANDS}, {MORE}) -> Tensor[]")
 def _head_stats_backward(*operands: Any) -> list[Tensor]:
-    """Return the gradients of the factors whose flag in `wanted` is True, in the factors' order."""
+    """Return the gradients of those `factors` (feature and weight matrices of the head, and the
+    bias) whose flag in `wanted` is True, in the order of `factors`."""
     *of_call, measured, upstream, wanted = operands
     call, of_logits = _open(of_call, wanted)
     scored = call.scored

@@ -52,16 +52,16 @@ class Plan:
         sweep_rows: rows of a step that computes statistics over all columns; 0 if statistics are
             computed by tiles.
         exp_tiles: True if the matmul of logits writes exp(logits) in 16 bits in place of logits.
-        on_chip: True if statistics come from the kernels for heads of a width of at most 256. Tiles
-            of logits then never leave the chip.
+        on_chip: True if statistics come from the kernels for heads of a width of at most 256. The
+            kernels for heads of a width of at most 256 write no logits to GPU memory.
         keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
         in_place: True if kernels overwrite or read the caller's logits without a copy.
         bytes: bytes of working memory, by part. Inputs and returned gradients are not included.
         peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
             implementation.
-        budget: bytes for a chunk, or for the tensors that the `held` schedule keeps. A text says
-            where the number comes from.
+        budget: bytes for a chunk, or for the tensors that the `held` schedule keeps. The field
+            `budget` includes a text that names the source of this number.
         reason: the reason for the schedule.
         skip_rows: True if the two backward matmuls skip rows without a gradient.
         single_block: True if one block holds all tokens, so that matmuls write the returned
@@ -302,8 +302,9 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     elements = rows * p.vocabulary
     explicit = options.chunk_tokens is not None
     if options.batch_invariant:
-        # The width must not depend on the number of tokens, so that the hidden gradient is summed
-        # over blocks of columns in a fixed order. Without `exp_tiles`, a tile has all columns.
+        # The number of columns of a tile must not depend on the number of tokens, so that the
+        # hidden gradient is summed over blocks of columns in a fixed order. Without `exp_tiles`, a
+        # tile has all columns.
         columns = min(p.vocabulary, FIXED_COLUMNS) if p.exp_tiles or p.teachers else p.vocabulary
         return Tile(max(1, min(p.tokens, elements // columns)), columns)
     if (p.exp_tiles or (p.teachers and p.on_gpu)) and not explicit:

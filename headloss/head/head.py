@@ -208,10 +208,10 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The first pair is hidden states and the head's weight. A pair for each LoRA adapter follows,
-        in the adapter's dtype, and then the pairs of the attribute `beside` (extra low-rank
-        columns). An adapter's features are computed from LoRA's matrix A by autograd operations, so
-        that A receives its gradient. The rows include padding beyond `vocab_size`.
+        The first (features, rows) pair holds the hidden states and the head's weight. The next
+        (features, rows) pairs are those of LoRA adapters, in the adapters' dtypes, and the last are
+        those of the attribute `beside` (extra low-rank columns). An adapter's features are made
+        from LoRA's matrix A by autograd, so that A receives its gradient. The rows include padding.
         """
         return [
             (hidden, self.weight),

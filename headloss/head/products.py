@@ -55,7 +55,8 @@ class Products:
                 return torch.nn.functional.linear(features, weight)
             return out.addmm_(features.to(out.dtype), weight.to(out.dtype).t())
         dtypes = features.dtype, weight.dtype
-        # A product of three bfloat16 factors is faster only above 2^28 output elements.
+        # Splitting a float32 matrix into three bfloat16 matrices makes a product faster only above
+        # 2^28 output elements.
         narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28
         if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
             # Three bfloat16 numbers of 8 bits hold all 24 bits of a float32 number.

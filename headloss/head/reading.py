@@ -107,8 +107,8 @@ def _check_unpatched(module: nn.Module) -> None:
     hooks += [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
     for hook in hooks:
         home = getattr(hook, "__module__", None) or type(hook).__module__
-        # Hooks of sharding are harmless: a sharded weight is detected as a DTensor or a ZeRO-3
-        # parameter.
+        # Ignore hooks that shard the weight (FSDP, DeepSpeed): a sharded weight is detected
+        # elsewhere, as a DTensor or a ZeRO-3 parameter.
         if not home.startswith(("torch.distributed.", "deepspeed.")):
             name = f"{home}.{getattr(hook, '__qualname__', type(hook).__name__)}"
             raise _unknown(module, f"its backward or forward hook {name} would not run; remove it")
@@ -172,8 +172,8 @@ def _read_embedding_lora(layer: Any, name: str) -> Fields:
     return {"a": a, "b": b, "scaling": layer.scaling[name]}
 
 
-# For each PEFT layer, by the name of its forward: the attribute that holds the layer's adapters,
-# and the function that reads one adapter.
+# Supported PEFT layers: the key is the qualified name of a layer's forward, and the value is the
+# attribute that holds the layer's adapters, with the function that reads one adapter.
 LORA_KINDS = {
     "peft.tuners.lora.layer.Linear.forward": ("lora_A", _read_lora),
     "peft.tuners.lora.layer.Embedding.forward": ("lora_embedding_A", _read_embedding_lora),

@@ -31,9 +31,9 @@ class Forward(NamedTuple):
     """Inputs of the kernels for the statistics, in addition to the logits."""
 
     targets: Tensor | None  # Target ids [n] int64, which may lie outside of the tile.
-    # Only `partials` accepts None in place of target ids.
+    # Target ids may be None only for the function `partials`.
     first: int
-    transform: Transform  # The temperature is a number or [n].
+    transform: Transform  # The temperature is one number, or one number per token, [n].
     needs: frozenset[str]  # Names of statistics.
 
 
@@ -42,7 +42,7 @@ class Backward(NamedTuple):
 
     Logits recomputed for the gradient may be rounded differently from the logits of the statistics.
     At a target, the gradient is computed from the log-prob in `logps`, so that 1 - p keeps all
-    digits. A column with p near 1 is given the largest logit in `normalizer` as its logit.
+    digits. If p of a column is near 1, the largest logit in `normalizer` replaces the logit z.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -53,7 +53,7 @@ class Backward(NamedTuple):
     logps: Tensor | None  # Log-probs [n] of the targets; None if c_target is absent.
     # Dtype of the gradient, at most as wide as the tile's dtype; None: the tile's dtype.
     dtype: torch.dtype | None = None
-    all_columns: bool = False  # True: the tile of logits has all columns, and is not recomputed.
+    all_columns: bool = False  # True: the tile has all columns, as in the forward pass.
 
     def rows(self, rows: slice | Tensor) -> Backward:
         """Return the inputs restricted to the tokens `rows`, without the field `dtype`."""
@@ -119,7 +119,7 @@ class LogitRows(NamedTuple):
     """Rows of packed tokens within a logits tensor, of any layout with unit stride along a row."""
 
     tensor: Tensor  # Shape [.., V].
-    offsets: Tensor  # Start of each row in elements, [n] int64.
+    offsets: Tensor  # Start of each row in the tensor's memory, in elements, [n] int64.
     aligned: bool  # True if every row's offset is a multiple of 16 elements.
 
 
@@ -132,9 +132,9 @@ class Walk(NamedTuple):
     targets: Tensor  # Shape [n], int64.
     first: int
     transform: Transform
-    needs: frozenset[str] | None  # Names of statistics to compute; None: use `normalizer`.
+    needs: frozenset[str] | None  # Statistics to compute; None if `normalizer` is given.
     coefficients: SoftmaxCoefficients | None = None  # Gradient coefficients, [n] each.
-    slopes: Tensor | None = None  # The 5 fields of P closed-form `Slope`s, [P, 5, n].
+    slopes: Tensor | None = None  # P closed-form derivatives of 5 fields (`Slope`), [P, 5, n].
     normalizer: Normalizer | None = None  # Shape [n].
 
 
@@ -149,8 +149,8 @@ class Support(NamedTuple):
 
 
 class Order(NamedTuple):
-    """Row permutation: `rows[i]` is the source of output row i; from i = `count` on, rows are
-    arbitrary."""
+    """Permutation of rows: output row i is made from input row rows[i]; output rows from index
+    `count` on are arbitrary."""
 
     rows: Tensor  # Shape [n], int64.
     count: Tensor  # Shape [1], int64.
@@ -186,7 +186,7 @@ class Acts(Protocol):
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
         """Return the gradient of the raw logits [n, v], written into the memory of `raw`. A
-        gradient in a narrower dtype fills the first part of each row."""
+        gradient in fewer bits than `raw` fills the first part of each row of `raw`."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Return statistics over the whole vocabulary from the partial sums of W slices, merged in
@@ -202,9 +202,9 @@ class Acts(Protocol):
         None: the first n rows. `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Return each gradient sum times its row factors (the same number in all sums) and the
-        scalar `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that
-        already has the gradient's dtype is overwritten."""
+        """Return each gradient sum times its row factors (equally many in all sums) and the scalar
+        `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that already
+        has the gradient's dtype is overwritten."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -236,10 +236,10 @@ class Acts(Protocol):
     ) -> None:
         """Write to `out` [n, H], or `add` to `out`, each token's sum of values[pair] * rows[id -
         first] over the token's pairs (token, id) with ids in [first, first + size). A token's sum
-        runs over its pairs in order, in float32 or wider, and is rounded once. For a pair with a
-        value of 0, no row of `rows` is read. `support_sums` computes the gradient of hidden states
-        or, with tokens and columns exchanged, the gradient of the weight. Set `uneven` if a few
-        rows of `out` have most of the pairs; `first` must then be 0, and every id below `size`."""
+        runs over its pairs in order, in float32 or wider, and is rounded once. A pair whose value
+        is 0 reads no row of `rows`. `support_sums` computes the gradient of hidden states or, with
+        tokens and columns exchanged, of the weight. Set `uneven` if a few rows of `out` have most
+        of the (token, id) pairs; `uneven` requires `first` = 0 and ids below `support.size`."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
@@ -274,8 +274,7 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ matmuls with an epilogue
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Return True if the functions with the prefix `product_` accept x and w; otherwise such a
-        function raises ValueError."""
+        """Return True if the `product_` functions accept x and w; else they raise ValueError."""
 
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
@@ -311,15 +310,16 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
-        With `sums`, also return a `ShiftedSums`, for n > 0 and a dtype that is not float16."""
+        With `sums`, also return a `ShiftedSums` (sums from which the hidden gradient follows), if n
+        > 0 and the dtype is not float16."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
     ) -> Tensor:
         """Return the gradient of the hidden states, dL/draw @ w [n, H] in float32, where dL/draw
         (the gradient of the raw logits) is rounded to the dtype of w. If c_target and c_prob are
-        the only gradient coefficients, a `ShiftedSums` in `sums` makes a recomputation of the
-        logits unnecessary; the normalizer must then be of the whole vocabulary."""
+        the only gradient coefficients, the gradient can be computed from `sums`, without the
+        logits; the normalizer must then be of the whole vocabulary."""
 
     def narrow_weight_(
         self,
@@ -330,9 +330,9 @@ class Kernels(Acts, Protocol):
         bias: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
-        """Write the weight's gradient, dL/draw.T @ x * factor, to `out` [v, H], rounded once, and
-        the sums of dL/draw over tokens to bias[:v] in float32, if given; dL/draw (the gradient of
-        the raw logits) is rounded to the dtype of x."""
+        """Write the weight's gradient, dL/draw.T @ x * factor, to `out` [v, H], rounded once. If
+        `bias` is given, write the sums of dL/draw over tokens to bias[:v], in float32. The gradient
+        dL/draw of the raw logits is rounded to the dtype of x."""
 
     # ------------------------------------------------------------------ exp logits
 
@@ -354,13 +354,13 @@ class Kernels(Acts, Protocol):
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return factors s [n] such that s * e is the gradient of the raw logits, where `exp_tile`
-        holds e = exp(z - shift). At the target, the call overwrites e with the gradient divided by
-        s. Of the gradient coefficients, only c_target and c_prob may be present, and there must be
-        no soft cap. The factor's size |s| is kept from falling far below `least` [n], the size of
-        the values that `chosen_gradient_` later adds to the row. The second result is x [n, H] with
-        row i multiplied by s[i], in float32 or wider and rounded once. With `order`, row i of every
-        result is computed from row order.rows[i] of the inputs; rows from order.count on are
-        arbitrary."""
+        holds e = exp(z - shift). In the target's column, the call replaces e by the gradient of the
+        target's raw logit, divided by the token's factor s. Of the gradient coefficients, only
+        c_target and c_prob may be present, and there must be no soft cap. With `least` [n], each
+        |s| is at least a small fraction of `least`, the size of the values that `chosen_gradient_`
+        later adds to the token's row. The second result is x [n, H] with row i multiplied by s[i],
+        in float32 or wider and rounded once. With `order`, row i of every result is computed from
+        row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 
@@ -377,23 +377,23 @@ class Kernels(Acts, Protocol):
         multiples: Tensor | None = None,
         order: Order | None = None,
     ) -> None:
-        """Overwrite the gradient of the raw logits in `tile` [n, v], at chosen columns, with the
-        whole loss's gradient, which is computed from log-probs and therefore accurate to the digits
-        of 1 - p. With `multiples` [n], the gradient in row i is multiples[i] times row i of `tile`.
-        With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
+        """At chosen columns, overwrite the gradient of the raw logits in `tile` [n, v] with the
+        gradient of the whole loss, computed from log-probs so that 1 - p keeps all digits. With
+        `multiples` [n], the gradient in row i is multiples[i] times row i of `tile`. With `order`,
+        row i of `tile` belongs to row order.rows[i] of the inputs."""
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
         """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are
-        kept, the kept rows among the first c stay in place, and each other kept row replaces a row
-        among the first c that is not kept, so that GPU programs in any order never read a row that
-        is already overwritten. If more than `most` rows are kept, no row moves, and the `count` of
-        the returned `Order` is n."""
+        kept, a kept row with an index below c stays in place, and a kept row with an index of at
+        least c moves to the place of a row that is not kept, so that GPU programs in any order
+        never read a row that is already overwritten. If more than `most` rows are kept, no row
+        moves, and the `count` of the returned `Order` is n."""
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
         row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
-        both given, `coefficients` must be computed as if the entropy were 0: the call adds the
-        terms of the entropy, and the derivatives `slopes`, before it writes the gradient."""
+        both given, the caller computes `coefficients` with an entropy of 0; the call itself then
+        adds the terms that depend on the entropy, and the derivatives `slopes`, to the gradient."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded

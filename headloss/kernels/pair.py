@@ -1,11 +1,13 @@
-"""Inputs of full-distribution distillation, in every backend.
+"""Argument types of the kernels for full-distribution distillation (divergences between student and
+teacher over the whole vocabulary), for every backend.
 
 n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
 temperature. Every divergence is a sum over the vocabulary, to which tiles of logits and ranks
 contribute summands. The log-acceptances of tiles or ranks are merged by log-sum-exp.
 
-Measures with the mixture m = b q + (1-b) p, with the gradient d/dz_j with respect to the student's
-logit z_j or with the derivative s_j of the divergence with respect to p_j:
+Name and value of each divergence, with the mixture m = b q + (1-b) p for a number b, and the
+derivative s_j of the value with respect to p_j (for forward_kl, the gradient d/dz_j with respect to
+the student's logit z_j):
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
     js                b KL(q || m) + (1-b) KL(p || m)    s_j = (1-b) log p_j/m_j
@@ -29,7 +31,7 @@ gradient of the log-acceptance log a is bounded, however small the acceptance a 
 The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
 part of the teacher's vocabulary. If the teacher's probabilities sum to w < 1, the total variation
 grows by (1 - w) / 2, and the gradient of forward_kl with respect to the student's logit z_j is w
-p_j - q_j, that is, the mean slope is w - 1.
+p_j - q_j. The kernels store w - 1 as the mean slope (sum_k p_k s_k) of forward_kl.
 """
 
 from __future__ import annotations

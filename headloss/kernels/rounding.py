@@ -14,7 +14,7 @@ def accumulator_bias(device: torch.device, h: int) -> float:
     A tensor core's accumulator rounds toward zero. On a Hopper GPU, a logit that is a sum of h
     products comes out too small by a fraction of 0.8e-9 h to 1.1e-9 h (measured with h = 512 to
     8192 and logits up to 60, of random and of trained heads; see benchmarks/NOTES.md). For a device
-    without measurements, the rounding loss is assumed to be 0.
+    that is not a Hopper GPU, the function returns 0, for lack of measurements.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0.0

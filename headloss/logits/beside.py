@@ -112,14 +112,17 @@ def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """Return the inputs of the gradient, [n] each, that a measurement stored under (key, "vjp")."""
+    """Return the vectors [n] that a measurement in the forward pass stored for its gradient, in
+    `measured.stats.extras[key, "vjp"]`."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
-    transform: Transform  # The head's transform, with half of the head's temperature.
+    # Transform from raw logits to logits (scale, soft cap, temperature), at half of the head's
+    # temperature.
+    transform: Transform
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     key = COLLISION
     own_logits = False
@@ -154,10 +157,10 @@ class Candidates(NamedTuple):
     key: object
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.
-    # True for the head's own softmax: its gradient coefficient `c_prob` already includes minus the
-    # sum of the loss's derivatives with respect to the K + 1 log-probs. The log-probs of any other
-    # softmax (at a teacher's temperature) are in float64, so that derivatives that cancel keep
-    # their digits.
+    # True if the softmax is the head's own, not one at a teacher's temperature. The gradient
+    # coefficient `c_prob` of the head's own softmax already includes minus the sum of the loss's
+    # derivatives with respect to the K + 1 log-probs. The log-probs of any other softmax (at a
+    # teacher's temperature) are in float64, so that derivatives that cancel keep their digits.
     heads_own: bool
     tail: bool  # True if the log-prob of the tail (all other columns) is wanted; else it stays 0.
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
@@ -233,8 +236,8 @@ class Candidates(NamedTuple):
     ) -> tuple[Tensor, Support]:
         """Return a sparse part of the gradient of the raw logits, as values [P] of pairs (token,
         column): each candidate's derivative at the candidate's column, and minus the sum of the
-        derivatives at the target. The whole gradient of the raw logits is the returned sparse part
-        minus c_prob times dlogp/draw, where logp is the target's log-prob. The derivative with
+        derivatives at the target. The returned values and -c_prob * dlogp/draw, where logp is the
+        target's log-prob, add up to the whole gradient of the raw logits. The derivative with
         respect to the tail's log-prob is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer

@@ -143,8 +143,8 @@ class InPlaceLogits(GivenLogits):
         return self.completed(ALL, self.context.measured(self._walk(self.context.needs)))
 
     def gradient(self, coefficients: Coefficients, normalizer: Normalizer) -> WrittenGradient:
-        """Return the gradient for `coefficients`, by a second kernel launch over all logits; the
-        first launch was `measure`."""
+        """Return the gradient of the logits for the given `coefficients`, by one kernel launch over
+        all logits."""
         out = self._out()
         self._walk(None, out, coefficients, None, normalizer)
         return WrittenGradient(out, self.acts)
@@ -176,7 +176,8 @@ class InPlaceLogits(GivenLogits):
         slopes: Tensor | None = None,
         normalizer: Normalizer | None = None,
     ) -> SoftmaxState | None:
-        """Launch the kernel once over all logits, with the arguments of a `Walk`."""
+        """Launch the kernel once over all logits, to compute statistics (if `needs` is given), the
+        gradient (if `out` is given), or both."""
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         softmax = None if coefficients is None else coefficients.softmax
         walk = (self.view.rows(), out, self.order.live, *tokens, softmax, slopes, normalizer)

@@ -31,7 +31,7 @@ DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows does n
 class NeedsGrad(NamedTuple):
     """Flags of a `LogitSource`'s tensors, in order: True for a tensor that needs a gradient."""
 
-    features: tuple[bool, ...]  # The features, or the logits that the caller passed in.
+    features: tuple[bool, ...]  # One flag per feature matrix, or one for the caller's logits.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -74,7 +74,7 @@ class RowContext(NamedTuple):
         """Return the inputs of the kernel for the gradient of a tile, apart from the logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # With `extras`, `part_gradient_` computes the gradient, and does not read `all_columns`.
+        # The kernel for `extras` (such as candidates' log-probs) does not read `all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -96,8 +96,8 @@ class RowContext(NamedTuple):
 
 def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
-    so few rows have no gradient that leaving them out would not be faster. `shares` are CPU copies
-    of K / n, for this mask and for the previous tile's mask; if either is large, return None."""
+    so few rows have no gradient that leaving them out would not be faster. `shares` are the
+    fractions K / n of this and of the previous tile, on the CPU; return None if one is large."""
     if live is None:
         return None
     most = DENSE_SHARE if live.is_cuda else 1

@@ -113,7 +113,8 @@ class Accumulator(GradientSums, Protocol):
     gradient of one tile of logits."""
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add the gradient of the next tile of raw logits to the sums."""
+        """Add the gradient of one tile of raw logits to the accumulated gradients of the input
+        tensors."""
 
 
 def of_several(make: Callable[[Any], Tensor], several: Sequence[Measured]) -> Measured:
@@ -140,5 +141,6 @@ def compact_(raw: Tensor, index: Tensor) -> Tensor:
     block = max(1, (1 << 22) // max(1, raw.shape[1]))
     for start in range(0, len(index), block):
         rows = index[start : start + block]
-        raw[start : start + len(rows)] = raw[rows]  # PyTorch reads the rows in full before writing.
+        # PyTorch copies raw[rows] before the assignment overwrites rows of `raw`.
+        raw[start : start + len(rows)] = raw[rows]
     return raw[: len(index)]

@@ -121,8 +121,9 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """Return `tile` unchanged as the state. With a teacher, one tile holds the student's logits
-        in all vocabulary columns, so that nothing is accumulated over tiles."""
+        """Return the student's tile of logits, `tile`, unchanged, in place of a state accumulated
+        over tiles. With a teacher, one tile holds the student's logits in all vocabulary columns,
+        so that nothing is accumulated over tiles."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:

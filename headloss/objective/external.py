@@ -40,10 +40,10 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """Return an `Objective` that wraps an external loss function. An external loss reads
-    `HEAD_STATISTICS`, with `candidates` also the log-probs of `candidate_ids`, and the `measures`
-    (divergences) of a teacher. `gradients` names the statistics with respect to which the loss has
-    a gradient, and may add the candidates' tail."""
+    """Return an `Objective` that wraps an external loss function. In addition to `HEAD_STATISTICS`,
+    the external loss reads the log-probs of `candidate_ids` if `candidates` is True, and the
+    divergences `measures` from a `teacher`. `gradients` names the statistics with respect to which
+    the loss has a gradient, and may add the candidates' tail."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)

@@ -70,8 +70,8 @@ def reads(
     """
     by_term = {}
     fields = tuple(kinds.items())
-    # In inference mode no gradient can be traced, so that the cache has a separate entry for this
-    # mode.
+    # A trace made in inference mode contains no gradients, so that the cache of traced terms has
+    # separate entries for inference mode.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
         # The term of an external loss declares what the loss reads, and is not called with a sample
@@ -106,8 +106,8 @@ def reads(
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Return True if the gradient can be computed before the statistics (by
-    `WeightedObjective.beforehand`). Terms with modifiers and batches with a CURRENT field need the
-    statistics first, and therefore give False."""
+    `WeightedObjective.beforehand`). Return False for terms with modifiers and for batches with a
+    field set to `CURRENT`, whose gradient needs the statistics first."""
     if (None, ()) in kinds.values():
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)

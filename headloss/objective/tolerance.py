@@ -1,12 +1,12 @@
 """The gradient tolerance: rows of a chunk with almost no gradient are treated as rows without a
 gradient.
 
-n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum of |dL/draw|
-over all columns. Let token t have the mass m_t and the hidden state h_t, and let W_j be the
-weight's rows: without token t, the hidden gradient changes by at most m_t max_j |W_j|, and the
-weight gradient by at most m_t |h_t|, in the Frobenius norm. Let M be the sum of the masses of all
-skipped tokens: skipping changes the hidden gradient by at most M max_j |W_j|, and the weight
-gradient by at most M max_t |h_t|.
+n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum, over all
+vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. Let token t have the mass
+m_t and the hidden state h_t, and let W_j be the weight's rows: without token t, the hidden gradient
+changes by at most m_t max_j |W_j|, and the weight gradient by at most m_t |h_t|, in the Frobenius
+norm. Let M be the sum of the masses of all skipped tokens: skipping changes the hidden gradient by
+at most M max_j |W_j|, and the weight gradient by at most M max_t |h_t|.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from ..statistics.metrics import Mean, Metrics, Sum
 from ..statistics.softmax import FLOOR, Statistics
 from .weighted import Coefficients
 
-UNITS = 1 << 50  # Integer units in the sum of all tokens' masses (bounds of their gradients).
+# Masses (upper bounds of tokens' gradients) are rounded to integers in units of (sum of all masses)
+# / UNITS.
+UNITS = 1 << 50
 
 
 def masses(

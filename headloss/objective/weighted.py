@@ -34,10 +34,11 @@ from ..statistics.softmax import (
 from .reads import Kinds
 
 K = TypeVar("K")
-# Function from a term's teacher to dz/draw, the derivative of the logits z that the term reads with
-# respect to the raw logits.
+# Type of a function that returns, for a term's teacher, the derivative dz/draw of the logits z that
+# the term reads with respect to the raw logits.
 PerRaw = Callable[..., Number]
-# Large batch fields that no term reads, and that `without_poison` therefore leaves unchanged.
+# Large batch fields that no term reads: `without_poison`, which replaces NaN at excluded tokens by
+# 0, skips these fields.
 UNREAD = ("teacher_logits", "teacher_hidden")
 
 
@@ -260,10 +261,10 @@ class WeightedObjective:
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """Return a copy of this objective whose gradients are multiplied by a power of two,
-        `scale`. The power `scale` is chosen such that, over all terms and tokens, the largest
-        |weight * coefficient * upstream gradient * dz/draw| lies between 1 and 2, where dz/draw is
-        the derivative of a transformed logit with respect to the raw logit. Multiply the gradients
-        of features and weights by 1 / `scale` after the backward pass.
+        `scale`. The power `scale` moves the largest |weight * coefficient * upstream gradient *
+        dz/draw|, over all terms and tokens, to a number between 1 and 2. The factor dz/draw is the
+        derivative of a transformed logit with respect to the raw logit. Multiply the gradients of
+        features and weights by 1 / `scale` after the backward pass.
 
         After multiplication by `scale`, the gradient of the raw logits is within float16's range if
         the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d

@@ -58,7 +58,8 @@ class Facts:
     # ranks, its keys are the error texts for unequal tensors.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
-    # Numbers read from the batch that must be equal on all ranks; static calls read nothing.
+    # Numbers read from the batch that must be equal on all ranks; empty in a static call (no device
+    # reads).
     counts: Sequence[int] = ()
     highest: int = -1  # Largest target or column id, read from the batch; may differ between ranks.
 
@@ -74,14 +75,15 @@ def agree(
     prepare: Callable[[], tuple[Facts, R]],
     static: bool = False,
 ) -> tuple[R, OwnNumbers]:
-    """Return the result of `prepare` on this rank, and the named numbers of all ranks.
+    """Return the result of `prepare` on this rank and, for each name in `Facts.numbers`, the list
+    of the values of all ranks.
 
     Args:
         role: name of the group in error texts.
-        prepare: function that returns the `Facts` of this rank's call, and a result for the caller
-            of `agree`. If `prepare` raises an error, all ranks receive the error before this rank
-            raises it. (If a call has two groups, the `prepare` of one group calls `agree` for the
-            other group.)
+        prepare: function that returns the `Facts` of this rank's call (values that ranks compare or
+            exchange), and a result for the caller of `agree`. If `prepare` raises an error, all
+            ranks receive the error before this rank raises it. (If a call has two groups, the
+            `prepare` of one group calls `agree` for the other group.)
         static: True for a static call (fixed shapes, no device reads). If an earlier call of the
             group is cached, ranks may skip the exchange of numbers, and an error is raised only on
             the rank where it occurs.
@@ -209,8 +211,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. An element's factor is not a linear function of the
-    # element's position, because linear factors could give the same sum for two tensors in which
-    # two values have changed places.
+    # Sums of integers wrap and do not round. The factor by which an element is multiplied is not a
+    # linear function of the element's position: with linear factors, a tensor could have the same
+    # sum after two of its values have changed places.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

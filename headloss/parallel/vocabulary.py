@@ -120,8 +120,8 @@ class VocabShard(WholeVocabulary):
         self.size = sizes[self.rank]
         self.weight_gradient = any(numbers["weight_gradient"])
         self.memory = min(numbers["memory"])
-        # Rows of hidden states that each rank passes in; -1 on every rank: each rank has the rows
-        # of all positions.
+        # Number of rows of hidden states that each rank passes in; -1 for every rank if each rank
+        # has the rows of all positions.
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:

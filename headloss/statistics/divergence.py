@@ -66,8 +66,9 @@ def gradient_of(
     log_acceptance: Tensor | None = None,
 ) -> Tensor:
     """Return the gradient [.., v] of a divergence with respect to the student's logits z.
-    `mean_slope` [..] is the sum of p_k s_k over the vocabulary, where s is the divergence's
-    derivative in p; for `LOG_ACCEPTANCE`, `log_acceptance` is the value."""
+    `mean_slope` [..] is the sum of p_k s_k over the vocabulary, where s_k is the derivative of the
+    divergence with respect to p_k. `log_acceptance` is the value of the log-acceptance, and is
+    needed only if `measure` is the log-acceptance."""
     p = log_p.exp()
     pivot = mean_slope.unsqueeze(-1)
     if measure.kind == "forward_kl":

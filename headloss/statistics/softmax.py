@@ -12,10 +12,10 @@ token with target y is
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
 Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the
-gradient dL/dz. If s_k is the loss's derivative with respect to the log-prob of column id_k, then
-dL/dz gets s_k at column id_k, and the coefficient c_prob gets -s_k. If s is the loss's derivative
-with respect to the tail's log-prob (the tail is all columns but the candidates), then dL/dz_j gets
-s p_j / (probability of the tail) at each tail column j, and c_prob gets -s.
+gradient dL/dz. A derivative s_k of the loss with respect to the log-prob of column id_k adds s_k to
+dL/dz at column id_k, and adds -s_k to the coefficient c_prob. The tail is the set of all columns
+but the candidates. A derivative s of the loss with respect to the tail's log-prob adds s p_j /
+(probability of the tail) to dL/dz_j at each tail column j, and adds -s to the coefficient c_prob.
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ from ..interface import Backward, Forward, Support, partials_of
 from ..transform import Transform
 from .tile import blocks, logit_gradient_, partials, wide
 
-WIDTH = 256  # Columns of a matrix that are converted to a wider dtype at a time.
+WIDTH = 256  # Number of columns of a matrix that are converted to a wider dtype at a time.
 
 
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield blocks of tokens: the slice of tokens, their pairs [b, K], each pair's column relative
-    to `first` (0 outside of [first, first + size)), and the mask of pairs inside of [first, first +
-    size). A block is limited so that temporaries of `elements` numbers per pair (token, column)
+    """Yield, for each block of b tokens: the slice of the tokens, the indices [b, K] of the tokens'
+    pairs (token, column), each column minus `first` (0 outside of the window [first, first +
+    size)), and the mask of the pairs whose column lies in the window. The number of tokens in a
+    block is limited, so that temporary tensors with `elements` numbers per pair (token, column)
     stay small."""
     ids, offsets, first, size = support
     counts = offsets.diff()

@@ -1,7 +1,7 @@
 """Statistics and gradient of a tile of logits, in plain PyTorch: the oracle of every kernel.
 
-`raw` [n, v] holds logits in float32 or float64, or in 16 bits, which are widened. A target is a
-column of the whole vocabulary; only a target inside the tile counts.
+`raw` [n, v] holds logits in float32 or float64, or 16-bit logits, which are converted to float32. A
+target is a column of the whole vocabulary; only a target inside the tile counts.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
-    """Return dL/dz at targets or chosen columns from their log-probs. Where the derivative `slope`
-    = dL/dlogp and the gradient coefficient c_prob cancel, the result keeps all digits of 1 - p (p
-    is the column's probability); elsewhere, all digits of p. Every `log_p` is at most 0, and the
-    coefficients have the dimensions of `log_p`."""
+    """Return the gradient dL/dz at the target or at chosen columns, computed from the log-probs of
+    these columns. Where the derivative `slope` = dL/dlogp and the gradient coefficient c_prob
+    cancel, the result keeps all digits of 1 - p (p is the column's probability); elsewhere, all
+    digits of p. Every `log_p` is at most 0, and the coefficients have the dimensions of `log_p`."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:

@@ -38,15 +38,14 @@ TOKENS = 8
 
 
 class Shifts(NamedTuple):
-    """Operands of the kernel that computes one logit per token, the shift in exp(z - shift);
-    `shift`, `more` and `pitch` are as in `merge.Epilogue`."""
+    """Operands of the kernel that computes one logit per token, the shift in exp(z - shift)."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
     z: LogitScaling
-    shift: Tensor  # [n]
-    more: Tensor
-    pitch: int
+    shift: Tensor  # Output [n].
+    more: Tensor  # Output [2, pitch]: the target's logit, and the column of the shift.
+    pitch: int  # The number n of tokens, rounded up to a multiple of 16.
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
@@ -103,7 +102,7 @@ def logits_kernel(
 @triton.jit(do_not_specialize=["from_column", "first", "n"])
 def gradient_kernel(
     a,  # A `GradientInputs` record.
-    from_column,  # Offset that is subtracted from every column number.
+    from_column,  # Offset that is subtracted from every column index in `a.columns`.
     first,
     n,
     v,

@@ -1,6 +1,6 @@
-"""Formulas that the Triton kernels share: from raw logits to transformed logits z and log p, and
-from log p to the gradient dL/dz of the equation in the module `interface`. The types of kernel
-arguments are defined in records.py."""
+"""Formulas that the Triton kernels share: the transform from raw logits to logits z, log p = log
+softmax(z), and the gradient dL/dz as a function of log p. The types of kernel arguments are defined
+in records.py."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr):
 def log_softmax(raw, z, outer, max_logit, log_sum):
     """Return log p of raw logits, clamped to at least FLOOR (-1e4). A log p above SURE (-0.5) is
     replaced by -log_sum, the log p of the largest logit, because recomputed logits may be rounded
-    differently from the logits of the statistics."""
+    differently from the logits of the forward pass."""
     log_p = tl.maximum((transformed(raw, z, outer) - max_logit) - log_sum, FLOOR)
     return tl.where(log_p > SURE, -log_sum, log_p)
 
@@ -158,8 +158,9 @@ def coefficient(pointer, row, inside=None):
 @triton.jit
 def grad_z(p, log_p, at, c):
     """Return the gradient dL/dz of a column, without the term c_target that the target's column
-    adds. `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform). A field of `c`, a
-    `SoftmaxCoefficients`, is None if the coefficient is absent."""
+    adds. `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform). `c` holds the
+    gradient coefficients (a `SoftmaxCoefficients`); a field is None if the loss lacks this
+    coefficient."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
@@ -236,8 +237,9 @@ def token_of(a, row):
 
 @triton.jit
 def block_partials(z, inside, ENTROPY: tl.constexpr):
-    """Return the online-softmax state (max_logit, sumexp_m1, entropy_sum) of a block of logits. A
-    block in which all logits are -inf has sumexp_m1 = -1."""
+    """Return the online-softmax state (max_logit, sumexp_m1, entropy_sum) of a block of logits. If
+    all logits of a block are -inf, the sum of exponentials is 0, and `sumexp_m1` (the sum minus 1)
+    is -1."""
     max_logit = tl.max(z, 0)
     shifted = tl.maximum(z - tl.where(max_logit == float("-inf"), 0.0, max_logit), FLOOR)
     e = tl.exp(shifted)

@@ -60,8 +60,8 @@ class Given(NamedTuple):
     z: LogitScaling
     normalizer: Normalizer | None
     to: SoftmaxState | None  # Memory of the statistics; None if `normalizer` is given.
-    # Gradient coefficients. If the kernel computes the statistics, `c` is computed as if the
-    # entropy were 0, and the kernel adds the terms that depend on the entropy.
+    # Gradient coefficients. If the kernel also computes the statistics, the caller computes `c`
+    # with an entropy of 0, and the kernel adds the terms that depend on the entropy.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -126,7 +126,8 @@ def given_kernel(
         x = raw + offset // ALIGNED * ALIGNED
         length = v
         if of.live is not None:
-            # Multiply v by 0 or 1, because Triton then still knows the divisors of v.
+            # Multiply the length v by 0 or 1 in place of a branch, so that Triton still knows the
+            # divisors of v.
             length = v * tl.load(of.live + row).to(tl.int32)
         outer = per_row(of.z.outer, of.z, row)
         column = tl.load(of.targets + row) - first

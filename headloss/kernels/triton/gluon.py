@@ -32,7 +32,7 @@ BUFFERS = Constant(2)  # Number of shared-memory buffers for stores, per group o
 LOWEST = Constant(-1e20)
 # Registers of a thread at launch, when 3 x 128 threads share all registers of a multiprocessor.
 AT_START = Constant(168)
-LOADING = Constant(24)  # Registers of a loading thread.
+LOADING = Constant(24)  # Registers per thread of the warp that loads slices of x and w.
 # Registers of a thread that multiplies: 128 registers hold the thread's elements of the tile of
 # logits.
 MULTIPLYING = Constant((3 * AT_START.value - LOADING.value) // 2)
@@ -54,17 +54,17 @@ def accumulator_layout(width):
 
 @gluon.jit
 def following(stage, phase):
-    """Return the next stage of the ring and its phase; the phase flips with each turn of the
-    ring."""
+    """Return the index of the next stage of the ring buffer, and the phase (0 or 1), which flips
+    with each turn of the ring buffer."""
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def new_ring(x, w):
-    """Allocate the ring: slices of x and w in shared memory, and two barriers per slice. The
-    barrier `full` signals that a slice is loaded; the barrier `empty` signals that a slice may be
-    overwritten."""
+    """Allocate the ring buffer: shared memory for slices of x and w, with two barriers per slice.
+    The barrier `full` signals that a slice is loaded; the barrier `empty` signals that a slice may
+    be overwritten."""
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
     ws = gl.allocate_shared_memory(w.dtype, [STAGES, WIDTH, DEPTH], w.layout)
@@ -228,7 +228,9 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
     z = biased(z, of.z, (block * WIDTH + columns)[None, :], v)
     if of.z.inner is not None:
         z, _ = tanh_and_slope(z * of.z.inner)
-    if logit_sums is not None:  # Logits of columns beyond v are 0 and do not change the sum.
+    # Columns beyond the end of the vocabulary have logits of 0, which do not change the sum of the
+    # logits.
+    if logit_sums is not None:
         logit_sum = gl.convert_layout(gl.sum(z, 1), rows.type.layout, assert_trivial=True)
         gl.store(logit_sums + place, logit_sum * factor, mask=inside)
     if gl.max(((column >= 0) & (column < WIDTH)).to(gl.int32), 0) > 0:
@@ -259,8 +261,9 @@ def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.con
 
 @gluon.jit(do_not_specialize=["n"])
 def overlapping_product_kernel(x, w, exp_tile, of, n, v, h, PROGRAMS: gl.constexpr):
-    """Store statistics and exp(z - shift) of the logits x @ w.T, as `product_kernel` does without
-    an overlap of matmul and epilogue."""
+    """Store softmax statistics and exp(z - shift) of the logits x @ w.T. The matmul of a tile
+    overlaps the epilogue of another tile, unlike in `product_kernel`, which computes equal
+    results."""
     # Select pointers before the groups of warps start, because a flag passed to a group is no
     # longer a compile-time constant.
     parts = parts_of(of)  # Each [blocks, pitch].

@@ -5,11 +5,12 @@ permutation of rows) moves the rows with a gradient to the front: row i is compu
 order.rows[i], so that later products read dense rows. Rows may be reordered in the tile's memory,
 because no program reads a row that is already overwritten.
 
-If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient p_j
-c_prob in a column j is s e_j, where the factor s is equal for all columns of a token. The kernel
-keeps e_j = exp(z_j - shift) in the tile, and changes e_j only in the target's column. The matmuls
-with the weight W and the hidden states X include the factor s of each token: dX = s (E @ W), dW =
-E.T @ (s X), where E is the tile of the numbers e.
+If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient in
+a column j other than the target is p_j c_prob = s e_j, where e_j = exp(z_j - shift), and the factor
+s is equal for all columns of a token. The kernel keeps e_j = exp(z_j - shift) in the tile, and
+changes e_j only in the target's column. Let E be the tile of the numbers e_j = exp(z_j - shift),
+with one factor s per token: the gradients are dX = s (E @ W) for the hidden states X, and dW = E.T
+@ (s X) for the weight W.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def logit_gradient_(
         a = a._replace(tile=matrix_of(raw), to=matrix_of(out), order=order, shifts=shifts)
         block = records.block_width(v, 2048)
         overlap = out.dtype != raw.dtype
-        # A row that is converted in place to a narrower dtype belongs to a single program.
+        # A single GPU program handles a row that is converted in place to a narrower dtype.
         span = 1 << 30 if overlap else 2 * block
         options = {"BLOCK": block, "SPAN": span, "OVERLAP": overlap}
         launch_gradient(n * cdiv(v, span), a, backward.first, v, **options)

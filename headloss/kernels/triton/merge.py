@@ -2,9 +2,10 @@
 product or over the ranks of a sharded vocabulary.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch adds up the
-sums of all blocks of columns, and applies the formulas of `softmax.finish`. The same launch
-recomputes the sums of tokens whose shift (the logit that exp(z - shift) subtracts) is far below
-their largest logit, and stores exp(z - shift) = 1 in the column of the shift.
+sums of all blocks of columns, and applies the formulas of `softmax.finish`. The kernel that merges
+partial sums also recomputes the sums of every token whose shift (the logit that exp(z - shift)
+subtracts) is far below the token's largest logit, and writes exp(z - shift) = 1 at the column whose
+logit is the shift.
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
 order of a Triton reduction depends on the layout, and the layout depends on the divisors of
@@ -47,20 +48,23 @@ class Flags(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operands of a product's epilogue, which sums over the columns of a tile."""
+    """Operands of the epilogue of the matmul x @ w.T; the epilogue sums over the columns of each
+    tile of logits."""
 
-    shift: Tensor  # Logit of one column per token, which is subtracted before exp, [n].
-    # Shape [2, pitch]: the target's logit (-inf for a target outside of the slice), and the column
-    # of the shift, as the bits of an int32.
+    # Shift [n]: the logit of one column per token, subtracted from all logits before exp.
+    shift: Tensor
+    # Shape [2, pitch], two numbers per token: the target's logit (-inf if this slice of the
+    # vocabulary lacks the target), and the index of the column whose logit is `shift`, as the bits
+    # of an int32.
     more: Tensor
     # Partial sums of each token over each block of columns, [.., blocks, pitch]; `pitch` is n
     # rounded up to a multiple of 16.
     parts: Tensor
-    # Row length of `parts` and `more`: n rounded up to a multiple of 16, so that every row is
-    # aligned.
+    # Row length of the tensors `parts` and `more`: the number n of tokens, rounded up to a multiple
+    # of 16 so that every row is aligned.
     pitch: int
-    # Distance in elements, within `parts`, between two kinds of sums (such as sums of exp and
-    # entropy sums): blocks * pitch.
+    # Number of elements, blocks * pitch, from the start of one kind of sum in `parts` (such as the
+    # sums of exp) to the start of the next kind (such as the entropy sums).
     stride: int
     z: LogitScaling
     flags: Flags
@@ -91,9 +95,9 @@ def parts_of(of):
 
 @triton.jit
 def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
-    """Return max_logit, sumexp_m1 and entropy_sum of the tokens `far` from recomputed logits, and
-    store exp(z - max_logit) of their logits in `of.exp_tile`, if given. A program reads
-    the weight once for all its tokens."""
+    """Return max_logit, sumexp_m1 and entropy_sum, from recomputed logits, of the tokens `far`
+    (whose shift is far below the largest logit), and store exp(z - max_logit) of their logits in
+    `of.exp_tile`, if given. A program reads the weight once for all its tokens."""
     COLUMNS: tl.constexpr = 128  # Vocabulary columns per step.
     DEPTH: tl.constexpr = 64  # Elements of the hidden width H per step.
     WRITES: tl.constexpr = of.exp_tile is not None
@@ -292,7 +296,8 @@ def names(needs: frozenset[str]) -> list[str]:
 
 
 def measured(rows: Sequence[Tensor], needs: frozenset[str]) -> Measured:
-    """Return a `Measured` of the rows that `write_statistics` wrote."""
+    """Return the statistics and the softmax normalizer (a `Measured`) from the rows that
+    `write_statistics` wrote."""
     max_logit, log_sum, *statistics = rows
     by_name: Any = dict(zip(names(needs), statistics, strict=True))
     return Measured(Statistics(**by_name), Normalizer(max_logit, log_sum))

@@ -2,24 +2,26 @@
 keys and values, and tiles of logits stay on the chip.
 
 n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
-the kernel. In a *sweep* (a pass over tiles of logits) each program owns rows of one matrix and
-loops over the rows of the other matrix. The forward pass computes a token's statistics and, on
-request, the sum over j of exp(z_j - shift) dz_j/draw_j w_j, where w_j is row j of the weight, and
-`shift` is the logit of one column, which the sum leaves out (see product.py). If c_target and
-c_prob are the only gradient coefficients, the hidden gradient follows from the sum of exp(z_j -
-shift) dz_j/draw_j w_j. For gradients the kernel recomputes each tile of logits, turns the tile into
-its gradient, and multiplies the gradient at once by the hidden states (for the weight) or by the
-weight (for the hidden states).
+the kernel. Each GPU program owns rows of one matrix (hidden states or weight) and loops over the
+rows of the other matrix. The forward pass computes a token's statistics and, on request, the sum
+over j of exp(z_j - shift) dz_j/draw_j w_j, where w_j is row j of the weight, and `shift` is the
+logit of one column, which the sum leaves out (see product.py). If c_target and c_prob are the only
+gradient coefficients, the hidden gradient follows from the sum of exp(z_j - shift) dz_j/draw_j w_j.
+For gradients the kernel recomputes each tile of logits, turns the tile into its gradient, and
+multiplies the gradient at once by the hidden states (for the weight) or by the weight (for the
+hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
-already fill a GPU. The results of the PARTS parts are added in a fixed order, so that a token's
-result never depends on other tokens. A table marks the tiles that need a mask: tiles with a token's
-shift or target, and tiles at the end of the vocabulary.
+already fill a GPU. The results of the 16 parts of the vocabulary are added in a fixed order, so
+that a token's result never depends on other tokens. A table marks the tiles of logits that need a
+mask: tiles that contain the column of a token's target or shift (the logit that exp(z - shift)
+subtracts), and tiles at the end of the vocabulary.
 
 For the weight's gradient, a vector of tokens lies along the columns of a tile, and a thread reads
 many elements of the vector. If c_target and c_prob are the only gradient coefficients, the kernel
-reads d = log2 |c_prob| - log2 sum exp z of each token, and computes |c_prob| p = exp2(z log2 e +
-d); tokens with c_prob < 0 come before all tokens with c_prob >= 0.
+computes |c_prob| p as exp2(z log2 e + d), with one number d = log2 |c_prob| - log2 sum exp z per
+token. Tokens with a negative c_prob come before all other tokens, so that a token's position
+determines the sign of its c_prob.
 """
 
 from __future__ import annotations
@@ -44,19 +46,22 @@ from .tiles import biased
 
 WIDEST = 256  # Largest hidden width.
 PARTS = 16  # Parts of the vocabulary.
-BLOCK = 128  # Tokens are padded to a multiple of this number, which the rows of every tile divide.
+# The number of tokens is padded to a multiple of BLOCK, which every tile's number of tokens
+# divides.
+BLOCK = 128
 NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is 0.
 
 
 # Numbers to tune on a device (benchmarks/studies/narrow.py), by padded hidden width: rows and
-# columns of a tile, warps and stages. Programs own tokens (TOKENS) or columns (COLUMNS).
+# columns of a tile, warps and stages. TOKENS is for launches whose programs own tokens, COLUMNS for
+# launches whose programs own vocabulary columns.
 TOKENS = {64: (128, 64, 4, 3), 128: (64, 128, 4, 3), 256: (128, 64, 8, 3)}
 COLUMNS = {64: (64, 128, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
 SMALL = (32, 32, 4, 1)  # For float32.
 
 
 class Cut(NamedTuple):
-    """Compile-time constants of a sweep."""
+    """Compile-time constants of `narrow_kernel`."""
 
     h: int
     depth: int  # Padded hidden width.
@@ -68,23 +73,28 @@ class Cut(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Inputs of the kernel, one entry per token; padded to whole tiles for the weight."""
+    """Inputs of `narrow_kernel` with one entry per token; for the weight's gradient, padded to
+    whole tiles of tokens."""
 
-    column: Tensor  # Column of the target or shift; of another slice: any number but 0..v - 1, [n].
-    target: Tensor | None  # Gradient of the raw logit at `column`, [n]; None: 0.
-    # Log2 of (sum exp z), or of (sum exp z / |c_prob|) with `border`, [n]; shift / log 2 in
-    # statistics.
+    # Column [n] of each token's target or, for statistics, of its shift; any number outside of 0..v
+    # - 1 if the column lies in a different slice of the vocabulary.
+    column: Tensor
+    # Gradient of the raw logit at `column`, [n]; None if the kernel computes statistics.
+    target: Tensor | None
+    # Vector [n], subtracted from z log2 e before exp2: shift / log 2 for statistics; for gradients
+    # log2(sum exp z), or log2(sum exp z / |c_prob|) if the field `border` is given.
     log2_sumexp: Tensor
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    # Index [] of the first token with c_prob >= 0; None if kernels read the coefficients `c`.
+    # Index (a scalar tensor) of the first token whose coefficient c_prob is not negative; None if
+    # the kernel reads the gradient coefficients from the field `c`.
     border: Tensor | None = None
 
 
 @triton.jit
 def pointers_of(of, rows, inside, cut: tl.constexpr):
-    """Return pointers to rows of a Matrix [.., h], padded to a power of two, and the mask of
-    elements within the matrix."""
+    """Return pointers to `rows` of a `Matrix` [.., h], whose width h is padded to a power of two,
+    and the mask of the elements that exist in the matrix."""
     k = tl.arange(0, cut.depth)[None, :]
     return of.data + rows.to(tl.int64)[:, None] * of.stride + k, inside[:, None] & (k < cut.h)
 
@@ -112,7 +122,8 @@ def differentiated(z, tokens, columns, inside, marked, a, v):
     outer = per_row(a.z.outer, a.z, tokens, inside)
     log2_p = z * (outer * LOG2E) - tl.load(a.log2_sumexp + tokens, inside)
     if a.target is None:
-        # A load outside of the branch is moved out of the loop over tiles.
+        # Load the column before the branch, so that the compiler moves the load out of the loop
+        # over tiles.
         column = tl.load(a.column + tokens, inside)
         if marked != 0:
             log2_p = tl.where((columns == column) | (columns >= v), LOWEST, log2_p)
@@ -133,13 +144,14 @@ def differentiated(z, tokens, columns, inside, marked, a, v):
 def narrow_kernel(
     stationary,  # Hidden states or weight [count, H], a `Matrix` or a tensor descriptor.
     streamed,  # Weight or hidden states [length, H].
-    marks,  # Matrix of bytes, not 0 for a tile that needs a mask.
-    out,  # Output [parts * count, H], a sum per vocabulary part; or None.
+    marks,  # Matrix of bytes, one byte per tile of logits: not 0 if the tile needs a mask.
+    out,  # Output [parts * count, H]: one sum [count, H] per part of the vocabulary; or None.
     bias,  # Output [count] float32, each column's sum of the gradient over tokens; or None.
-    factor,  # Scalar that multiplies `out` but not `bias`, or None.
+    factor,  # Scalar by which the output `out` is multiplied, but not the output `bias`; or None.
     some,  # Mask [count] of the rows of `out` that are written; None: write all rows.
     a,  # A `Tokens` record.
-    of,  # For statistics: an `Epilogue`, whose column blocks are the parts of the vocabulary.
+    # An `Epilogue` for statistics, with one block of columns per part of the vocabulary; else None.
+    of,
     count,
     length,
     cut: tl.constexpr,
@@ -178,7 +190,8 @@ def narrow_kernel(
             if a.target is None:
                 if of.flags.entropy:
                     entropy_sum += tl.sum(tl.reshape(p * log2_p, FOLDED), 1)
-                if of.flags.mean:  # Columns from v on have z = 0.
+                # Columns beyond the end of the vocabulary (from index v on) have z = 0.
+                if of.flags.mean:
                     logit_sum += tl.sum(tl.reshape(z, FOLDED), 1)
                 if of.flags.top1:
                     highest = tl.maximum(highest, tl.max(tl.reshape(log2_p, FOLDED), 1))
@@ -226,12 +239,14 @@ def _sweep(
     factor: Tensor | None = None,
     some: Tensor | None = None,
     of: Epilogue | None = None,  # For statistics.
-    place: Tensor | None = None,  # For the weight: each token's row [n] in `streamed`.
+    # Index [n] of each token's row in `streamed`, for the weight's gradient alone.
+    place: Tensor | None = None,
 ) -> None:
     """Run the kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile
     sizes depend on the head's shape alone. A tile is marked (computed with a mask) if it contains a
-    token's column, or ends beyond the last row of `streamed`. A column of another vocabulary slice
-    marks an arbitrary tile, without harm."""
+    token's column, or ends beyond the last row of `streamed`. A token whose column lies in a
+    different rank's slice of the vocabulary marks an arbitrary tile, which costs time and changes
+    no result."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     shapes = TOKENS if place is None else COLUMNS
@@ -277,7 +292,7 @@ def narrow_partials(
 
 
 def _tokens(x: Tensor, w: Tensor, backward: Backward) -> Tokens:
-    """Return the inputs of the gradient, in the order of the tokens."""
+    """Return the kernel inputs for the gradient, with the tokens in their given order."""
     transform = backward.transform
     column = backward.targets - backward.first
     target = torch.zeros_like(backward.logps)

@@ -36,8 +36,8 @@ from .formulas import (
 from .launch import Launcher
 from .records import NO_INPUTS, BlockedColumns, LogitScaling, Matrix
 
-# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. On an
-# H100, the divergence kernels take 1.18 times as long with BLOCK = 2048 and WARPS = 8.
+# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. With BLOCK
+# = 2048 and WARPS = 8, the divergence kernels would take 1.18 times as long on an H100.
 BLOCK = 1024
 WARPS = 4
 
@@ -327,8 +327,8 @@ def pair_gradient_kernel(
                     g += weight * (p * (slope - pivot))
             g = tl.where(alive == 0, 0.0, g)  # The logits of a row with weights of 0 may be NaN.
         if a.targets is not None:
-            # The divergence and the remaining terms have the same soft cap, so that the tanh of a
-            # logit is computed once.
+            # All terms of a loss have the same soft cap, so that the tanh of a logit is computed
+            # once, for the divergence and for the terms without a teacher.
             if p_z.inner is not None:
                 log_p_of_others = log_softmax(value, p_z, outer, *normalizer)
             else:

@@ -2,17 +2,18 @@
 so that no logits are written.
 
 The epilogue sums over each tile of float32 logits while the tile is in registers. The shift in e =
-exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit, where
-the target lies in this slice. The logit `shift` in exp(z - shift) is known before the matmul, so
-that the epilogue need not compute the largest logit of a row. The sums leave out the column of the
-shift, where e = exp(z - shift) is 1, so that the log-prob of a likely target keeps its digits.
+exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit if this
+slice of the vocabulary holds the target, else the logit of an arbitrary column. The logit `shift`
+in exp(z - shift) is known before the matmul, so that the epilogue need not compute the largest
+logit of a row. The sums leave out the column of the shift, where e = exp(z - shift) is 1, so that
+the log-prob of a likely target keeps its digits.
 
 On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
-With `exp_tile`, e = exp(z - shift) is written in bf16. Since bf16 has the exponent range of
-float32, e is accurate for every shift that is not far below the token's largest logit. A token
-whose shift in exp(z - shift) is far below the token's largest logit is summed again, from
-recomputed logits.
+If the output `exp_tile` is given, the epilogue writes e = exp(z - shift) in bf16. Since bf16 has
+the exponent range of float32, e = exp(z - shift) is accurate in bf16 unless the shift is far below
+the token's largest logit. A token whose shift in exp(z - shift) is far below the token's largest
+logit is summed again, from recomputed logits.
 
 Once the softmax normalizer is known, a second kernel recomputes the logits in a slice of the
 vocabulary, and its epilogue writes the gradient of the logits in place of the logits.
@@ -105,8 +106,8 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    # Sum two halves of a tile also without `exp_tile`, so that `exp_tile` does not change the bits
-    # of the sums.
+    # Sum the two halves of a tile separately even if there is no `exp_tile`, so that the bits of
+    # the sums do not depend on `exp_tile`.
     left, right = halves(z)
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
@@ -158,8 +159,8 @@ def bias_of(x: Tensor) -> float:
 
 
 def can_fuse(x: Tensor, w: Tensor) -> bool:
-    """Return True if a tensor memory accelerator can read the operands: 16 bits wide, rows of whole
-    16 bytes."""
+    """Return True if a tensor memory accelerator can read the operands: elements of 16 bits, in
+    rows whose size is a multiple of 16 bytes."""
     if not accelerated(x):
         return False
     if x.dtype != w.dtype or x.dtype not in (torch.bfloat16, torch.float16):

@@ -65,10 +65,11 @@ class GradientInputs(NamedTuple):
     c: SoftmaxCoefficients
     logps: Tensor | None  # Log-probs of the targets; None if the coefficient c_target is absent.
     to: Matrix | None = None  # The gradient [n, v].
-    order: Order | None = None  # Order of the rows of the matrix `to`.
+    # Order in which the gradient's rows are stored; None: the order of the tokens.
+    order: Order | None = None
     tile: Matrix | None = None  # Raw logits or exp(z - shift), [n, v].
     shifts: Tensor | None = None  # Shift [n] of each row, if `tile` holds exp(z - shift).
-    # Factors [n] of the rows of `to`, by which later matmuls multiply the rows.
+    # One factor per row, [n], by which later matmuls multiply the rows of the gradient `to`.
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
@@ -78,8 +79,10 @@ class GradientInputs(NamedTuple):
     # Raw logit [n] of the chosen column, if each token has a single one.
     column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
-    features: Tensor | None = None  # Output [n, H]: hidden states, row i times multiples[i].
-    # Lower bounds [n] of |multiples|, up to a constant factor.
+    # Output [n, H]: row i is row i of the hidden states times multiples[i].
+    features: Tensor | None = None
+    # Lower bounds [n], up to a constant factor, of the absolute values of the row factors
+    # `multiples`.
     least: Tensor | None = None
 
 
@@ -145,8 +148,8 @@ def gradient_inputs(backward: Backward) -> GradientInputs:
 
 
 def in_rows(c: SoftmaxCoefficients) -> SoftmaxCoefficients:
-    """Return contiguous gradient coefficients; coefficients that an objective computes may be
-    columns of a matrix."""
+    """Return the gradient coefficients as contiguous vectors; the coefficients of an objective may
+    be columns of a matrix."""
     return SoftmaxCoefficients(*[t if t is None else t.contiguous() for t in c])
 
 

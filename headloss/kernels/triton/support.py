@@ -3,10 +3,10 @@ gradient of the logits, and the products of this gradient with weight and hidden
 
 n tokens, P pairs (token, allowed column), H hidden width. Matrices have the type `Strided`; raw
 logits, values and gradients are vectors [P] with one element per pair. One GPU program serves one
-token or, for the weight gradient, one column. For all pairs, rows of the weight are gathered twice
-and rows of the hidden states once, 2PH bytes each time in a 16-bit dtype. A program has many loads
-in flight, so that the bandwidth of memory or of L2 limits the speed; tensor cores would not make
-the dot products faster.
+token or, for the weight gradient, one column. Forward and backward pass together gather, for each
+of the P pairs, a row of the weight twice and a row of the hidden states once; each gather of P rows
+reads 2PH bytes in a 16-bit dtype. A program has many loads in flight, so that the bandwidth of
+memory or of L2 limits the speed; tensor cores would not make the dot products faster.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    out = torch.zeros_like(raw)  # Zeros, because a pair beyond the last offset belongs to no token.
+    # Start from zeros, because no program writes the value of a pair beyond the last offset, which
+    # belongs to no token.
+    out = torch.zeros_like(raw)
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
         launch_gradient(len(backward.targets), raw, out, support, a, BLOCK=PAIRS)
@@ -123,13 +125,14 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 class Pieces(NamedTuple):
-    """Pieces (at most PIECE consecutive pairs of one token): token t has pieces ends[t - 1] to
-    ends[t]."""
+    """Division of each token's pairs (token, column) into pieces of at most PIECE consecutive
+    pairs: token t has the pieces ends[t - 1] to ends[t]."""
 
     # Token of each piece (run of at most PIECE pairs), [M]; n for an entry that is not used.
     tokens: Tensor
     ends: Tensor  # Shape [n].
-    # Cumulative number of pieces [n], which counts only tokens with more than PIECE pairs.
+    # Cumulative sum [n], over the tokens, of the number of pieces (runs of at most PIECE pairs); a
+    # token with a single piece adds 0.
     cut_ends: Tensor
     # Tokens with more than PIECE pairs, [R]; an unused entry has the value n.
     cut: Tensor
@@ -186,9 +189,10 @@ def gathered(
     WIDTH: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Return the sum of values[i] times the row of `rows` for the column of pair i, over the pairs
-    i from `begin` to `end`, in the columns `depth` of `rows`. Without `WINDOW`, the kernel does not
-    check whether a pair's column lies in the window [first, first + size)."""
+    """Return the sum of values[i] * rows[column_i, depth] over the pairs i from `begin` to `end`,
+    where column_i is the column of pair i, and `depth` a range of columns of `rows`. Without
+    `WINDOW`, the kernel does not check whether a pair's column lies in the window [first, first +
+    size)."""
     total = tl.zeros((WIDTH,), tl.float32)
     for start in range(begin, end, ROWS):
         at = start + tl.arange(0, ROWS)
@@ -211,7 +215,9 @@ def sums_kernel(
     rows,
     out,
     pieces,  # `Pieces` (runs of pairs of one token), or None if no token is cut.
-    sums,  # Sums [.., h] of the pieces (runs of pairs) of tokens with several pieces.
+    # Output for tokens whose pairs are cut into several pieces (runs of pairs): one sum [h] per
+    # piece.
+    sums,
     h,
     n,
     blocks,  # Number of column blocks per row; if `pieces` is None, each block has its own program.
@@ -253,7 +259,9 @@ def pieces_kernel(
     out,
     h,
     n,
-    count,  # Length R of `pieces.cut`, the tokens with several pieces.
+    # Number R of tokens in `pieces.cut`, that is, tokens with more than PIECE pairs (token,
+    # column).
+    count,
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -293,7 +301,8 @@ def support_sums(
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
-    # If a token has several pieces, at least half of its pieces are full (have PIECE pairs).
+    # If a token's pairs are cut into several pieces of at most PIECE pairs, at least half of the
+    # token's pieces hold PIECE pairs.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
     # A token has at most len(rows) pairs, because a token's ids are distinct.

@@ -59,7 +59,7 @@ def biased(z, of, columns, v):
 def each_tile(x, w, out, of, n, v, h, PROGRAMS: tl.constexpr, EPILOGUE: tl.constexpr):
     """Multiply x [n, H] by w.T [H, v] tile by tile, and call `EPILOGUE` on each float32 tile. The
     function `EPILOGUE` writes its results to `out` and reads its operands from `of`. `x`, `w` and
-    `out` are descriptors; `out` may be None."""
+    `out` are tensor descriptors, for the tensor memory accelerator; `out` may be None."""
     tiles_m = tl.cdiv(n, BM)
     blocks = tl.cdiv(v, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -78,7 +78,8 @@ OPTIONS = {"num_warps": WARPS, "num_stages": STAGES}
 @functools.cache
 def has_accelerator(device: torch.device) -> bool:
     """Return True if the GPU has a tensor memory accelerator, and enough shared memory for the ring
-    buffer of tiles. Consumer cards have too little shared memory."""
+    buffer of tiles. The shared memory of consumer GPUs is too small for the ring buffer of
+    tiles."""
     if capability(device)[0] < 9:
         return False
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED

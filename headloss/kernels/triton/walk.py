@@ -4,8 +4,9 @@ statistics, the second writes the row's gradient. A NaN logit gives a NaN result
 A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
 `to` is a `SoftmaxState` (a field is None if its sum is not wanted), z is a `LogitScaling`, and
 `normalizer` is (max_logit, log_sum). `at` holds the gradient coefficients (c_prob, c_entropy,
-c_uniform), each multiplied by dz/draw without the soft cap's derivative. A field of the named tuple
-`c` is None if the coefficient of the same name is absent.
+c_uniform), each multiplied by the derivative of a transformed logit with respect to the raw logit,
+but without the soft cap's factor of this derivative. `c` is a named tuple of gradient coefficients;
+a field is None if the loss lacks this coefficient.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
-    """Return the gradient of the raw logits in a block of a row, without the term c_target at the
-    target, and the derivative of the soft cap."""
+    """Return two tensors for a block of columns of a row: the gradient of the raw logits, without
+    the term c_target in the target's column, and the derivative of the soft cap."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
