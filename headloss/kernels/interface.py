@@ -76,8 +76,8 @@ class ExpTile(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, v: int, like: Tensor) -> ExpTile:
-        """Return an uninitialized tile for the logits of hidden states `like`. Each row of the tile
-        is padded to a multiple of 16 bytes."""
+        """Return uninitialized memory for a tile of logits of the hidden states `like`. Each row of
+        the tile is padded to a multiple of 16 bytes."""
         wide = torch.float64 if like.dtype == torch.float64 else torch.float32
         dtype = torch.bfloat16 if like.dtype.itemsize == 2 else wide
         exp_logits = like.new_empty(n, 8 * -(-v // 8), dtype=dtype)
@@ -244,9 +244,9 @@ class Acts(Protocol):
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """Return a tile's contribution to each of K divergences and to their mean slopes (sum_k p_k
-        s_k, see `kernels.pair`), [n, K, 2]. Contributions to the log-acceptance are merged by
-        `divergence.merge_shares`."""
+        """Return a tile's summands of K divergences and of their mean slopes, [n, K, 2]; a mean
+        slope is the sum over k of p_k times the divergence's derivative in p_k. Contributions to
+        the log-acceptance are merged by `divergence.merge_shares`."""
 
     def part_gradient_(
         self,
@@ -257,9 +257,9 @@ class Acts(Protocol):
     ) -> Tensor:
         """Return the gradient of `part` (divergences or stored top-k teacher log-probs) with
         respect to the raw logits, in float32 (or float64). If `extra` [n, v] is given, the gradient
-        is added to `extra` in place. With `others`, the gradient coefficients of the loss's
-        remaining terms, write the gradient of the whole loss over `raw`, as `logit_gradient_` does.
-        The transforms of `part` and `others` may differ only in the temperature."""
+        is added to `extra` in place. With `others`, the inputs of the loss terms without a teacher,
+        write the gradient of the whole loss over `raw`, as `logit_gradient_` does. The transforms
+        of `part` and `others` may differ only in the temperature."""
 
 
 class Kernels(Acts, Protocol):
@@ -340,9 +340,9 @@ class Kernels(Acts, Protocol):
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
         """Return the gradient of the raw logits [n, v], written over the exponentials in
-        `exp_tile`. With a soft cap, the coefficient c_uniform must be None, because the logit z
-        cannot be computed from exp(z - shift) = 0. With `order`, row i of the result is the
-        gradient of row order.rows[i], and rows from order.count on are arbitrary."""
+        `exp_tile`. With a soft cap, c_uniform must be None: the soft cap's derivative needs the
+        logit z, which does not follow from exp(z - shift) = 0. With `order`, row i of the result is
+        the gradient of row order.rows[i], and result rows from order.count on are arbitrary."""
 
     def exp_multiple_(
         self,

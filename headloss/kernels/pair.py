@@ -108,5 +108,5 @@ class Chosen(NamedTuple):
     # lacks.
     columns: Tensor
     logps: Tensor
-    # Derivatives of the loss with respect to `logps`; 0 at entries without a column.
+    # Derivatives of the loss with respect to the log-probs `logps`; 0 at entries without a column.
     slopes: Tensor

@@ -190,7 +190,7 @@ def target_gradient_(
     a = gradient_inputs(backward)
     first = backward.first
     raw = None
-    # The soft cap's derivative needs the raw logit, which the log-prob does not determine.
+    # The derivative of the soft cap needs the raw logit, which the log-prob does not determine.
     if a.z.inner is not None:
         plain = Transform(bias=backward.transform.bias)
         raw = chosen_logits(x, w, (a.targets - first).unsqueeze(1), plain)

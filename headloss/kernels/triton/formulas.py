@@ -182,8 +182,8 @@ def under_cap(g, raw, z):
 @triton.jit
 def under_cap_at(g, z, cap):
     """Return the gradient `g` times the derivative of the soft cap, computed from capped logits z
-    where raw logits are not available. The derivative loses digits where |z| is close to the soft
-    cap."""
+    where raw logits are not available. The derivative of the soft cap loses digits where |z| is
+    close to the soft cap."""
     size = tl.abs(z)
     return g * (tl.maximum(cap - size, 0.0) * (cap + size) / (cap * cap))
 

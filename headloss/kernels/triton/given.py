@@ -6,9 +6,9 @@ transform(raw) are the logits after scale, soft cap and temperature. Row t begin
 elements behind the first logit, so that padded, shifted and packed layouts need no copy. Memory
 between rows, such as padding, is never read.
 
-A program walks along a row once for the statistics and, where coefficients are given, a second time
-for the gradient. In a launch with two passes, the second pass begins at the columns that the first
-pass read last, which are still in the L2 cache.
+A GPU program walks along a row of logits once for the statistics and, if coefficients are given, a
+second time for the gradient. In a launch with two passes, the second pass begins at the columns
+that the first pass read last, which are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Given(NamedTuple):
 
     offsets: Tensor  # Start of each row in the memory of the logits, in elements.
     out_offsets: Tensor | None  # Start of each row in the memory of the gradient, in elements.
-    live: Tensor | None  # Bool; a row with False is not read, and its gradient is 0.
+    live: Tensor | None  # Bool mask [T]; a row with False is not read, and its gradient is 0.
     targets: Tensor
     z: LogitScaling
     normalizer: Normalizer | None

@@ -54,7 +54,8 @@ def gradient_kernel(
     SPAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    # Number of programs per row; with one program per row, the kernel would take a tenth longer.
+    # Number of GPU programs per row of the tile; one program per row would make the kernel a tenth
+    # slower.
     programs = tl.cdiv(v, SPAN)
     place = (tl.program_id(0) // programs).to(tl.int64)
     begin = tl.program_id(0) % programs * SPAN
@@ -76,7 +77,7 @@ def gradient_kernel(
 
     if a.shifts is not None and a.z.inner is None:
         # With e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e times a linear
-        # function of log2 e. The gradient at the target is overwritten afterwards.
+        # function of log2 e. The gradient at the target's column is overwritten afterwards.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2

@@ -1,11 +1,11 @@
 """Triton kernels that merge partial sums into softmax statistics, over the blocks of a matrix
 product or over the ranks of a sharded vocabulary.
 
-n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One launch adds up the
-sums of all blocks of columns, and applies the formulas of `softmax.finish`. The kernel that merges
-partial sums also recomputes the sums of every token whose shift (the logit that exp(z - shift)
-subtracts) is far below the token's largest logit, and writes exp(z - shift) = 1 at the column whose
-logit is the shift.
+n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One kernel launch adds
+up the sums of all blocks of columns, and applies the formulas of `softmax.finish`. The kernel that
+merges partial sums also recomputes the sums of every token whose shift (the logit that exp(z -
+shift) subtracts) is far below the token's largest logit, and writes exp(z - shift) = 1 at the
+column whose logit is the shift.
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
 order of a Triton reduction depends on the layout, and the layout depends on the divisors of
@@ -97,7 +97,7 @@ def parts_of(of):
 def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
     """Return max_logit, sumexp_m1 and entropy_sum, from recomputed logits, of the tokens `far`
     (whose shift is far below the largest logit), and store exp(z - max_logit) of their logits in
-    `of.exp_tile`, if given. A program reads the weight once for all its tokens."""
+    `of.exp_tile`, if given. One GPU program reads the weight only once for all its tokens."""
     COLUMNS: tl.constexpr = 128  # Vocabulary columns per step.
     DEPTH: tl.constexpr = 64  # Elements of the hidden width H per step.
     WRITES: tl.constexpr = of.exp_tile is not None

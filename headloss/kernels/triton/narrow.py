@@ -122,8 +122,8 @@ def differentiated(z, tokens, columns, inside, marked, a, v):
     outer = per_row(a.z.outer, a.z, tokens, inside)
     log2_p = z * (outer * LOG2E) - tl.load(a.log2_sumexp + tokens, inside)
     if a.target is None:
-        # Load the column before the branch, so that the compiler moves the load out of the loop
-        # over tiles.
+        # Load each token's column before the branch on `marked`, so that the compiler moves the
+        # load out of the loop over tiles.
         column = tl.load(a.column + tokens, inside)
         if marked != 0:
             log2_p = tl.where((columns == column) | (columns >= v), LOWEST, log2_p)

@@ -176,7 +176,7 @@ def divergence_kernel(
     v,
     BLOCK: tl.constexpr,
     K: tl.constexpr,
-    LANES: tl.constexpr,  # Number of sums: a power of two, at least 2 for each divergence.
+    LANES: tl.constexpr,  # Number of sums per row (2 per divergence), padded to a power of two.
     # Index of the log-acceptance among the K divergences; K if the call has no log-acceptance.
     ACCEPTANCE: tl.constexpr,
 ):
@@ -263,7 +263,7 @@ def pair_gradient_kernel(
     tile,  # Raw logits, a `Matrix`.
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
-    a,  # `GradientInputs` for the gradient coefficients of the objective, or NO_INPUTS.
+    a,  # `GradientInputs` of the loss terms without a teacher; or NO_INPUTS.
     # K compile-time descriptions (`Kind`), one per divergence; none for stored top-k teacher
     # log-probs.
     kinds,
@@ -325,7 +325,7 @@ def pair_gradient_kernel(
                 else:
                     slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
                     g += weight * (p * (slope - pivot))
-            g = tl.where(alive == 0, 0.0, g)  # The logits of a row with weights of 0 may be NaN.
+            g = tl.where(alive == 0, 0.0, g)  # A row whose weights are all 0 may have NaN logits.
         if a.targets is not None:
             # All terms of a loss have the same soft cap, so that the tanh of a logit is computed
             # once, for the divergence and for the terms without a teacher.

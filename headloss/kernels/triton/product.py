@@ -60,7 +60,8 @@ from .tiles import (
 )
 from .versions import Constant, overlaps
 
-# Smallest scale of logits that gluon.py serves, because gluon.py masks logits before scaling.
+# Smallest logit scale for which the kernels of gluon.py are used: these kernels mask logits, by a
+# large negative number, before they multiply by the scale.
 LEAST_SCALE = 1e-9
 # Finite logit of masked columns, whose exp2 is 0: the product 0 * LOWEST is 0, not NaN.
 LOWEST = Constant(-1e30)

@@ -51,7 +51,7 @@ class LogitScaling(NamedTuple):
     # `outer` and `factor` include the temperature.
     temperature: Tensor | None
     same: int | None  # Flag: 1 if z equals the raw logits, else None.
-    # Factor of a matmul's result before the bias is added, see `scaling`.
+    # Factor by which a matmul's result is multiplied before the bias is added.
     restore: float | None = None
     bias: Tensor | None = None  # Bias [v] of a product.
 
@@ -113,8 +113,9 @@ def strided(matrix: Tensor) -> Strided:
 
 
 def scaling(transform: Transform, lost: float = 0.0) -> LogitScaling:
-    """Return the scaling of raw logits. `lost` is the fraction of its size that a logit loses to
-    the rounding of the tensor cores (see `accumulator_bias`)."""
+    """Return the `LogitScaling` (kernel arguments) for a transform of raw logits. `lost` is the
+    fraction of its size that a logit loses to the rounding of the tensor cores (see
+    `accumulator_bias`)."""
     temperature = transform.temperature
     bias = transform.bias
     cap = transform.softcap

@@ -17,7 +17,7 @@ from .records import Matrix, matrix_of, programs_on
 
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
-WIDEST = 4096  # Elements that a program scales at once.
+WIDEST = 4096  # Number of elements that a program scales at once.
 # Largest number of GPU programs in a launch that scales rows. With few programs, a launch ends
 # quickly if the scale factor (known only on the GPU) is 1.
 MOST_PROGRAMS = 132 * 8

@@ -1,8 +1,8 @@
 """Triton kernel from a tile of logits to its `SoftmaxState`, one program per token.
 
-A program walks along its row in blocks. The largest logit and the sums of each block are merged
-into the row's state, as by `softmax.merge`. With `onto`, a row starts from the online-softmax state
-of the earlier tiles.
+A GPU program walks along its row of logits in blocks. The largest logit and the sums of each block
+are merged into the row's state, as by `softmax.merge`. With `onto`, a row starts from the
+online-softmax state of the earlier tiles.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ PAIRS = 128  # Number of pairs (token, column) that a program handles at once.
 ROWS = 16
 DEPTH = 256  # Elements of a weight row that a program holds while it computes logits.
 SUMMED = 8
-# A program sums SUMMED rows of WIDTH columns at once; each thread holds a part of all SUMMED rows.
+# A program adds SUMMED rows of WIDTH columns at once; each thread holds some of the columns of all
+# SUMMED rows.
 WIDTH = 1024
 # Largest number of pairs (token, column) that one program sums, if some tokens have many pairs; a
 # second kernel adds the programs' sums.
