@@ -54,7 +54,7 @@ def load(folder: Path) -> ModuleType:
 @contextlib.contextmanager
 def using(package: ModuleType) -> Iterator[None]:
     """Return a context in which the benchmark modules `works` and `contestants` call the headloss
-    version `package`, and runs without a memory budget get the budget `MEMORY`."""
+    version `package`. A run that sets no memory budget gets the budget `MEMORY`."""
     before = works.hl, contestants.MEMORY
     try:
         works.hl = contestants.hl = package
@@ -89,7 +89,8 @@ def main(cases: list[Case], folder: Path, device: torch.device, pairs: int) -> i
             try:
                 sides = [Side.of(p, name, work, case, inputs[0]) for p in (before, works.hl)]
                 ratios = race(*sides, case, inputs, device, pairs)
-            # For example, an old version of headloss lacks the benchmarked loss.
+            # A benchmark fails, for example, if an old version of headloss lacks the benchmarked
+            # loss.
             except Exception as failure:
                 print(f"{what}: left out: {measure.one_line(failure)}", flush=True)
                 continue

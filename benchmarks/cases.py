@@ -57,9 +57,9 @@ class Case:
 
     Attributes:
         row: name in the report; cases of one row differ in shape.
-        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". In the
-            group "small" each call is timed alone, so that its CPU time counts.
-        goal: text for the report that states the speed that headloss should reach.
+        group: part of the report: "table", "small", "shapes", "tokens" or "vocabulary". Each call
+            of the group "small" is timed alone, so that its CPU time counts.
+        goal: the speed that headloss should reach, as text for the report.
     """
 
     row: str

@@ -292,7 +292,8 @@ def _eager(work: Work, setting: Setting, compiled: bool = False) -> Run:
         return F.cross_entropy(z.float(), y)
 
     if compiled:
-        # None: compiled with dynamic shapes from the second size on.
+        # With dynamic=None, torch.compile compiles the first number of tokens as a constant, and
+        # compiles with dynamic shapes when the number changes.
         dynamic = None if setting.changing else False
         of_products, cross_entropy, of_given = (
             torch.compile(f, dynamic=dynamic) for f in (of_products, cross_entropy, of_given)

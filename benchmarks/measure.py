@@ -1,4 +1,5 @@
-"""Measurement of the limit, of alternating times, and of memory.
+"""Measurement of memory, of the times of alternating calls, and of the *limit*: the time of a
+call's matrix products alone.
 
 H hidden width, V vocabulary.
 """
@@ -31,8 +32,8 @@ def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
     """Return a run of the necessary matrix products, by the vendor's library in the inputs' dtype.
 
     The products are the logits (and a teacher's logits), then dX and dW (if required) from a
-    realistic logit gradient, in chunks of 4096 tokens. If the caller passes in logits, the limit is
-    a copy of the logits.
+    realistic logit gradient, in chunks of 4096 tokens. If the caller passes in logits, the returned
+    run copies the logits, without a product.
     """
     if setting.given:
         copy = torch.empty_like(inputs.pristine)
@@ -230,7 +231,8 @@ def run_case(
 
 
 def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> None:
-    """Run every implementation that compiles code once, ignoring errors.
+    """Run each implementation that compiles code a single time, so that it is compiled before the
+    timing; ignore errors.
 
     Two kinds of runs are left out: cases in which the caller passes in logits, since the logits
     are large, and eager PyTorch, which compiles nothing.

@@ -17,7 +17,7 @@ from works import LEAVES, Inputs, Setting, Values, Work
 # ---------------------------------------------------------------------- the oracle
 
 SAMPLES = 128  # The number of rows of dX, and of dW, that are compared.
-BLOCK = 1 << 28  # Logits in a block of the oracle; in float64 a block has 2 GiB.
+BLOCK = 1 << 28  # Number of logits that the oracle computes at once: 2 GiB in float64.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,12 +4,12 @@
     python3 benchmarks/steps.py --longest --device cuda --json benchmarks/results/steps.json
     python3 benchmarks/steps.py --quick --device cpu                                  # seconds
 
-The models are Transformers models with the shapes of Qwen2.5-0.5B, Llama-3.2-1B and four layers of
-Llama-3-8B, in bfloat16, with random weights, all trained. Labels have a mean probability of a half.
-For each model, batch and loss, the benchmark compares each implementation's loss and gradient with
-a float32 head on identical hidden states, and then times the correct implementations alternately.
-With `--longest` the program times nothing, and searches for the longest sequence that each
-implementation can train on without running out of memory.
+The models are Transformers models in bfloat16, with random weights and the shapes of Qwen2.5-0.5B,
+Llama-3.2-1B and four layers of Llama-3-8B; every weight is trained. Labels have a mean probability
+of a half. For each model, batch and loss, the benchmark compares each implementation's loss and
+gradient with a float32 head on identical hidden states, and then times the correct implementations
+alternately. With `--longest` the program times nothing, and searches for the longest sequence that
+each implementation can train on without running out of memory.
 """
 
 from __future__ import annotations

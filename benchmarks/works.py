@@ -140,8 +140,8 @@ class Inputs:
         return {name: t for name, t in named.items() if t is not None and t.requires_grad}
 
     def cut(self, start: int, tokens: int) -> Inputs:
-        """Return inputs with the tokens from `start` to `start + tokens` alone, and with the same
-        head."""
+        """Return a copy of these inputs that has only the tokens from `start` to `start + tokens`,
+        and shares the head's tensors."""
         rows = slice(start, start + tokens)
         own = {n: v[rows] for n in PER_TOKEN if (v := getattr(self, n)) is not None}
         segments = slice(int(own["ids"][0]), int(own["ids"][-1]) + 1)
@@ -156,8 +156,8 @@ class Inputs:
         return sums / self.lengths.to(values.dtype)
 
     def batch(self, *fields: str) -> hl.Batch:
-        """Return the batch for headloss, with the given `FIELDS` in addition to targets and
-        columns."""
+        """Return a `headloss.Batch` of these inputs: the targets, candidate ids and support ids if
+        there are any, and the fields named in `fields`, computed by `FIELDS`."""
         given = {name: FIELDS[name](self) for name in fields}
         if self.candidates is not None:
             given["candidate_ids"] = self.candidates
@@ -184,8 +184,8 @@ def make_sets(setting: Setting, device: torch.device, calls: int) -> list[Inputs
     passes in logits, since the logits of two sets exceed 80 GB.
 
     One set of logits is enough, since it is larger than every cache of the GPU, so that no call
-    finds its logits in a cache. If `setting.changing` is true, each call gets a set of its own
-    with one token fewer than the previous set, and all sets share one head.
+    finds its logits in a cache. If `setting.changing` is true, there is one set of inputs for each
+    call, and each set has one token fewer than the set before it; all sets share one head.
     """
     if not setting.changing:
         seeds = (0,) if setting.given else (0, 100)

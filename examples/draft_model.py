@@ -44,10 +44,11 @@ class Draft(nn.Module):
         In the first unrolled step, `hidden` [B, T, H] holds the verifier's states of three layers,
         combined by `fuse` into one vector per token; in later steps it holds the states that the
         previous call returned. `tokens` [B, T, H] holds the embeddings of the drafted or given
-        tokens. In every step, position i belongs to the draft that continues the text after row i.
-        The draft from row i attends to the states of the first unrolled step at positions up to i.
-        Of the states of later unrolled steps, a draft attends only to its own, as in decoding,
-        where drafts from other rows do not exist.
+        tokens. In every unrolled step, position i of `hidden` and of `tokens` belongs to the draft
+        that starts from row i of the text. The draft from row i attends to the states of the first
+        unrolled step at positions up to i. A draft also attends to the states that it computed in
+        later unrolled steps, but not to states of drafts from other rows, which do not exist in
+        decoding.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -90,7 +91,8 @@ def unrolled(draft: Draft, layers: Tensor, tokens: Tensor, steps: int) -> Tensor
 
     `layers` [B, T, 3 H] are verifier states, and `tokens` [B, T, H] are embeddings. The draft that
     starts from row i stores its state of unrolled step s in row i + 1 + s, the row of the last
-    token that it has read. The entry [r, s] is zero if no draft starts from row r - 1 - s.
+    token that it has read. The state of row r at unrolled step s is zero if no draft starts from
+    row r - 1 - s.
     """
     count, past, drafted = layers.shape[1] - steps, Past(), []
     hidden = draft.fuse(layers[:, :count])

@@ -355,7 +355,8 @@ def test_parallel(tmp_path: Path) -> None:
 
 
 def test_a_timeline_of_calls_in_a_row() -> None:
-    """A timeline shows one period between pauses: long kernels, gaps, and groups of short
+    """A timeline shows the kernels from one pause kernel (`spin_kernel`) to the next one: a line
+    for each long kernel and each kernel after an idle gap, and a line for each group of short
     kernels."""
     names = ("spin_kernel", "gemm dW", "copy", "fill", "nvjet", "nccl", "spin_kernel", "gemm dW")
     at = (0.0, 11.0, 500.0, 503.0, 530.0, 540.0, 900.0, 911.0)

@@ -142,7 +142,8 @@ def test_every_term_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_known_of_a_term_does_not_depend_on_the_dtype(capsys) -> None:
-    """The inputs of a term do not depend on the dtype, although sample fields are float32."""
+    """The command `plan` accepts a term with --dtype float64, although the command tries terms on
+    float32 sample fields."""
     assert plan(capsys, "--objective", "aot", "--dtype", "float64")["schedule"] == "recompute"
 
 

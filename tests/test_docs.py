@@ -266,7 +266,7 @@ def test_every_page_is_in_the_menu() -> None:
 
 def test_api_has_every_public_name() -> None:
     names = re.findall(r"^::: headloss\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    # a constant, which the page documents under `Batch`
+    # `CURRENT` is a constant, which docs/api.md documents under `Batch`.
     assert sorted(names) == sorted(set(hl.__all__) - {"CURRENT"})
 
 

@@ -112,8 +112,8 @@ def test_no_memory_grows_with_calls(calls: int) -> None:
 
 
 def tracked_objects() -> int:
-    """Return the number of objects that Python's garbage collector tracks. Collection runs
-    repeatedly, since one run untracks only one level of nested tuples."""
+    """Return the number of objects that Python's garbage collector tracks. The function runs the
+    garbage collector eight times, since one collection untracks only one level of nested tuples."""
     for _ in range(8):
         gc.collect()
     return len(gc.get_objects())

@@ -21,7 +21,8 @@ Formula = Callable[[Tensor], Tensor]  # from log-probs [T, V] to losses [T]
 
 
 class Data:
-    """T tokens, three of them unscored, and every field that an expression reads."""
+    """Random inputs of the tested loss expressions: hidden states, weight and targets of T tokens
+    (three are not scored), advantages, old and sampling log-probs, and a teacher."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

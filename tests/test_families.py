@@ -1,5 +1,5 @@
-"""312 models of Transformers under `apply` take the steps of stock models, without a table of
-families.
+"""312 models of Transformers train under `apply` as without it, although `apply` has no table of
+model families.
 
 Each model takes three steps, the last with a token count. Loss and gradients agree to 2e-5; a step
 calls `head_loss` once and materialises no logits. Vision models with an image token also see
@@ -31,7 +31,8 @@ from transformers.models.auto import modeling_auto
 from headloss.integrations.transformers import apply, call
 
 CASES = [f"{auto}:{name}" for auto, names in families.FAMILIES.items() for name in names.split()]
-# Forwards that need real logits, which have the stock values, and the reason.
+# Models whose forward needs materialised logits under `apply`, each with the reason. These logits
+# equal the stock model's.
 REAL = {
     "causal:prophetnet": "a loss of its own over several predicted streams",
     "seq2seq:prophetnet": "a loss of its own over several predicted streams",

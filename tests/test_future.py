@@ -157,8 +157,9 @@ def test_a_certain_and_an_impossible_token() -> None:
 
 
 def test_one_token_and_the_policy_itself() -> None:
-    """A segment of one token has its own log-ratio as future KL, and with old_logps=CURRENT every
-    influence weight is 1."""
+    """In a segment of one token, FIPO's future KL is the token's own log-ratio. With
+    old_logps=CURRENT, FIPO equals PPO, since its factor on every advantage (the influence weight)
+    is 1."""
     case = make(lengths=(1, 1, 1))
     d = (case.logp - case.fields["old_logps"]).detach()
     observed = hl.fipo(weight_clip=None).observe(case.stats, case.batch)  # type: ignore[misc]

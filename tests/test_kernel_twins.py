@@ -389,8 +389,8 @@ def test_scale_rows():
 @pytest.mark.parametrize("name", ["plain", "scaled", "capped rows"])
 @pytest.mark.parametrize("form", ["tile", "product", "held", "multiple", "walk"])
 def test_twins_are_the_gradient(form, name):
-    """The PyTorch twins' gradient with respect to raw logits, for upstream gradients of logp, lse
-    and entropy, equals float64 autograd."""
+    """The gradient of the PyTorch functions that mirror the Triton kernels equals float64 autograd:
+    with respect to raw logits, for upstream gradients of logp, lse and entropy."""
     n, h, v, first, transform = 5, 7, 30, 4, double(transforms(5)[name])
     x, w, targets = head(n, h, v, first, torch.float64)
     targets[3] -= 2 * v
@@ -466,8 +466,8 @@ def through_twins(monkeypatch):
 @pytest.mark.parametrize("schedule", [*SCHEDULES, "frozen"])
 @pytest.mark.parametrize("multiples", [True, False])
 def test_whole_calls_through_the_twins(through_twins, multiples, bias, schedule, dtype):
-    """Calls on the kernels' code path are correct in any dtype with PyTorch twins: tiles of exp(z),
-    blocks of vocabulary rows, reordered rows, a bias."""
+    """Calls in which PyTorch functions take the place of the Triton kernels are correct in any
+    dtype: with tiles of exp(z), blocks of vocabulary rows, reordered rows, and a bias."""
     hidden, weight, targets = trained_looking(T, H, V, dtype, "cpu")
     batch = hl.Batch(targets, advantages=torch.tensor([1.0, 0, -2, 0] * 3), old_logps=hl.CURRENT)
     objective = hl.grpo() if multiples or schedule == "frozen" else hl.grpo() - 0.1 * hl.entropy()
@@ -526,8 +526,8 @@ def test_distillation_through_the_twins(through_twins, monkeypatch, kind, temper
 
 @pytest.mark.parametrize("more", ["bias", "adapter"])
 def test_a_teachers_head_with_more_than_a_weight_through_the_twins(through_twins, more):
-    """Distillation from a teacher head with a bias or a LoRA is correct on the kernels' code path,
-    with PyTorch twins."""
+    """Distillation from a teacher head with a bias or a LoRA is correct if PyTorch functions take
+    the place of the Triton kernels."""
     hidden, weight, targets = trained_looking(T, H, V, torch.float32, "cpu")
     lora = (hl.Lora(a=torch.randn(2, 8), b=torch.randn(V, 2), scaling=0.5),)
     given: Any = {"bias": {"bias": torch.randn(V)}, "adapter": {"lora": lora}}[more]
@@ -564,6 +564,6 @@ def test_kept_rows_come_first_and_stay():
     keep = torch.tensor([False, True, False, True, True, False])
     order = twins.dense_order(keep, 5)
     assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
-    # three kept rows are more than the limit of 2, so no row moves
+    # The mask selects three rows, more than the limit of 2, so that all rows stay in place.
     order = twins.dense_order(keep, 2)
     assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]

@@ -100,7 +100,8 @@ WRONG: dict[str, tuple[type, Any, str]] = {
     "0-dim": (ValueError, seen(lambda b: torch.ones(())), r"'x': values: got shape \(\), want"),
     "columns": (ValueError, seen(lambda b: torch.ones(len(b), 2)), "'x': values: got shape"),
     "length": (ValueError, seen(lambda b: torch.ones(len(b) + 1)), "'x': values: got shape"),
-    # Two values: as many as made-up tokens on which a term is tried, but too few for the batch.
+    # headloss first tries a term on a sample batch of two tokens. Two values are right for the
+    # sample batch, but too few for the batch of six tokens.
     "a fixed length": (ValueError, seen(lambda b: torch.ones(2)), r"got shape \(2,\), want \(6,\)"),
     "of segments": (ValueError, seen(lambda b: torch.ones(len(b)), per="segment"), "got shape"),
 }
@@ -142,7 +143,8 @@ def test_a_mask_that_no_term_reads(name: str) -> None:
                 hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
         with pytest.raises(ValueError, match=match):
             hl.logits_loss(torch.randn(T, V), wrong, objective)
-        # No error without a term: the caller of `head_stats` may apply the mask to the statistics.
+        # `head_stats` and `head_function`, which have no term, raise no error, since their caller
+        # may apply the mask to the statistics.
         hl.head_stats(x, h, wrong)
         hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
         targets = torch.arange(T).masked_fill(~kept, -100)

@@ -278,8 +278,8 @@ def test_quantile(quantile: str) -> None:
 
 
 def test_a_whole_rank_keeps_its_own_token() -> None:
-    """The quantile of `top_entropy` keeps the token at the threshold itself: rounding of 1 - 0.3
-    may not drop the eighth of 11 tokens."""
+    """`top_entropy(quantile=..)` keeps the token whose entropy is the threshold. With quantile=0.3
+    the threshold is the eighth smallest of 11 entropies, whatever the rounding of 1 - 0.3."""
     for quantile, kept in ((0.1, 2), (0.3, 4), (0.6, 7), (0.7, 8), (0.9, 10), (1.0, 11)):
         case = make(lengths=(11,))
         got = factor(h.grpo().top_entropy(quantile=quantile), case)

@@ -50,8 +50,8 @@ def test_what_is_sent_does_not_depend_on_which_rows_have_a_gradient(world: World
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_ranks_leave_out_the_same_rows(world: World, schedule: str) -> None:
-    """With `gradient_tolerance`, ranks that share the vocabulary skip the same token rows, since
-    they compute the gradient masses with identical bits."""
+    """With `gradient_tolerance`, ranks that share the vocabulary skip identical token rows, since
+    they compute the sizes of the rows' gradients with identical bits."""
     (whole, mine), (_, theirs) = world.run(parallel_options.left_out, schedule)
     assert mine == theirs
     assert mine[0] == whole[0]

@@ -25,8 +25,8 @@ def world() -> Iterator[World]:
 
 
 def calls() -> list[Call]:
-    """Return every supported combination of form of `support_ids`, options and split over ranks;
-    heads take turns."""
+    """Return one call for every supported combination of a form of `support_ids`, options, and a
+    split over ranks. The calls use the heads of `HEADS` one after another."""
     heads, found = itertools.cycle(HEADS), []
     for number, (cut, kind, name) in enumerate(itertools.product(CUTS, KINDS, OPTIONS)):
         if "flat" in kind and (cut.data > 1 or name == "static"):

@@ -555,7 +555,7 @@ def test_slabs_beside_a_teacher_are_whole_waves():
     assert rows == {640, 16384 % 640}
     assert max(rows) * 128256 * 8 <= plan.total_bytes
     long = make_plan(dataclasses.replace(p, tokens=32768, lengths=None), options, "triton")
-    # In narrower tiles, adding to dX would take as long as the matmul.
+    # In tiles of fewer than 4096 columns, adding to dX would take as long as the matmul.
     assert long.tile.columns == 4096
     small = dataclasses.replace(p, tokens=1024, vocabulary=8192, lengths=[1024])
     # A tile spans the whole vocabulary if the whole vocabulary fills less than half of a wave of

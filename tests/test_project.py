@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headloss"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Layers of the package, lowest first: a file may import from its folder and from layers above it in
-# this list, also for type checking.
+# Folders and files of the package, each after all that it imports: a file may import only from its
+# own folder and from earlier entries of this list, also for type checking.
 LAYERS = [
     "naive",  # imports torch alone
     "arguments command host_copy private",

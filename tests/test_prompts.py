@@ -92,8 +92,8 @@ def groups(prompts: Any = PROMPTS) -> list[list[int]]:
 
 
 def mean_over_prompts(rows: list[list[Any]], of: Any, prompts: Any = PROMPTS) -> Tensor:
-    """Return the mean over prompts of token means of a value of (segment, log-prob, old
-    log-prob)."""
+    """Return the mean over prompts of each prompt's token mean of the value `of(segment, log-prob,
+    old log-prob)`."""
     total = torch.zeros((), dtype=torch.float64)
     for group in groups(prompts):
         values = [of(i, n, o) for i in group for n, o in rows[i]]
@@ -301,8 +301,9 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     out.loss.backward()
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
-        # A sequence score divided by tau is 2 (-log 3 - far) for the old log-prob `far`, and
-        # 2 (-log 3 + far) for `-far`; in the first group, the right answer has the low score.
+        # A sequence's log-ratio divided by tau = 0.5 is 2 (-log 3 - old), so that it is low for old
+        # = far, and high for old = -far. Only in the first group does the right answer (advantage
+        # 1) have the low log-ratio.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 

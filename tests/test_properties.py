@@ -196,16 +196,16 @@ def padded(base: Base) -> Piece:
 
 
 def packed(base: Base, order: Sequence[int]) -> Piece:
-    """Return a piece whose segments follow each other without padding, in the given order."""
+    """Return the segments `order` of the batch as a `Piece`, one after another, without padding."""
     ids = [i for i, segment in enumerate(order) for _ in range(base.lengths[segment])]
     places = torch.cat([base.places(i) for i in order] or [torch.arange(0)])
     return _from_ids(places, torch.tensor(ids, dtype=torch.int64), order)
 
 
 def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
-    """Return a `Piece` of the batch with the given segment ids. If it has as many tokens as
-    segments, a padding token is added, because a field's shape could not tell values per token
-    from values per segment."""
+    """Return a `Piece` of the batch with the given segment ids. If there are as many tokens as
+    segments, a padding token is added, since otherwise a field with one value per token could be
+    mistaken for a field with one value per segment."""
     if len(places) == len(order) > 0:
         places = torch.cat([places, torch.tensor([-1])])
         ids = torch.cat([ids, torch.tensor([len(order) - 1])])
@@ -214,7 +214,8 @@ def _from_ids(places: Tensor, ids: Tensor, order: Sequence[int]) -> Piece:
 
 
 def interleaved(base: Base, seed: int) -> Piece:
-    """Return a piece whose segments are interleaved, while each segment's tokens stay in order."""
+    """Return the whole batch as one `Piece`, with interleaved segments; the tokens of each segment
+    stay in order."""
     ids = torch.arange(len(base.lengths)).repeat_interleave(torch.tensor(base.lengths))
     shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     places = shuffled.argsort(stable=True).argsort()
@@ -299,8 +300,8 @@ def test_batch_scope_does_not_care_for_layout(name, lengths, seed):
 @ONE
 @given(seed=SEEDS)
 def test_every_chunk_size_and_schedule_gives_the_same(name, seed):
-    """Every chunk size and schedule gives equal results: one token, fewer than a segment, more than
-    the batch."""
+    """The results do not depend on the schedule, or on the chunk size: one token, fewer tokens than
+    a segment has, or more tokens than the batch has."""
     seed += list(CASES).index(name)
     base = make_base(CASES[name], random_lengths(seed), seed)
     pieces = [whole(base)]

@@ -256,7 +256,7 @@ def test_totals(error, match, arguments) -> None:
 
 
 def test_totals_that_are_right() -> None:
-    """Valid totals are accepted: zero (counted as one), fractions from averaged ranks, and numpy
+    """`Totals` accepts counts of 0 (which act as 1), fractions (averages over ranks), and numpy
     numbers."""
     data = batch()
     want = call(data=data, objective=hl.cross_entropy())
@@ -316,8 +316,8 @@ def test_no_batch_scoped_term_sees_a_dead_row(modified: bool) -> None:
         if out is None:
             assert re.search(rf"static: got True with term {term.name}", error)
             assert make is centred
-            # `logits_loss` also raises an error for the term with `static=True`, although
-            # `head_loss` was called with the term before.
+            # With `static=True`, `logits_loss` raises an error for a batch-scoped term that ignores
+            # `batch.live`, as `head_loss` does.
             with pytest.raises(ValueError, match="static"):
                 hl.logits_loss(torch.randn(N, V), data, term, options=hl.Options(static=True))
             continue

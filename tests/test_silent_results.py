@@ -185,7 +185,7 @@ CASES = [(name, False) for name in MADE_INSIDE] + [("forward_kl", True), ("js", 
 
 @pytest.mark.parametrize(("name", "stored"), CASES)
 def test_every_term_in_inference_mode(name: str, stored: bool) -> None:
-    """Every recent term works in inference mode with all public functions, and afterwards in a
+    """Each term in `MADE_INSIDE` works with all public functions in inference mode, and then in a
     training step."""
     hidden, weight = draw(N, H), draw(V, H)
     with torch.inference_mode():

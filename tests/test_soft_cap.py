@@ -47,7 +47,8 @@ def saturated(between: tuple[int, int], transform: Transform, v: int = V) -> tor
 
 
 def exact_operands(between: tuple[int, int], transform: Transform):
-    """Return 16-bit x and w whose exact product is saturated logits."""
+    """Return hidden states x and a weight w in float16 whose exact product is `saturated(..)`,
+    logits in the flat part of the soft cap."""
     w = torch.zeros(V + 1, 8, dtype=torch.float16, device=DEVICE)
     w[:, :N] = saturated(between, transform, V + 1).t()
     return torch.eye(N, 8, dtype=torch.float16, device=DEVICE), w

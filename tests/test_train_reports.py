@@ -1,4 +1,5 @@
-"""Reports of runs have correct rates and intermediate evaluations, in self-contained HTML pages."""
+"""Reports of training runs are self-contained HTML pages, with correct numbers of tokens per second
+and with the evaluations made during training."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_latest_remembers_the_reward() -> None:
 def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     assert run("sft", place / "a", "held_out_steps=1", "trainer.max_steps=3") == 0
-    # the copy acts as a second run with another learning rate
+    # Run b is a copy of run a, with another learning rate in its recipe.
     shutil.copytree(place / "a", place / "b")
     recipe, rate = place / "b" / "recipe.yaml", "learning_rate: 0.002"
     assert rate in recipe.read_text()

@@ -150,7 +150,7 @@ def test_resumes_to_the_same_numbers(name: str, overrides: list[str], tmp_path: 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(name, whole, *overrides, *steps, "trainer.max_steps=8")
     run(name, parts, *overrides, *steps, "trainer.max_steps=6")
-    # Rename the checkpoint, as if the run was killed before it.
+    # Rename the last checkpoint, so that the run looks as if it was killed before it saved step 6.
     (parts / "checkpoints" / "checkpoint-6").rename(parts / "never")
     run(name, parts, *overrides, *steps, "trainer.max_steps=8", "resume=true")
     want, got = metrics(whole), metrics(parts)

@@ -419,7 +419,8 @@ def test_fsdp2(schedule: str) -> None:
 
 
 def test_two_heads() -> None:
-    """A second head and its loss keep the stock values."""
+    """Under `apply`, GPT2DoubleHeadsModel has the losses and gradients of the stock model,
+    including those of its second head."""
     kind = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 37, "num_labels": 1}
     model = transformers.GPT2DoubleHeadsModel(transformers.GPT2Config(**kind)).eval()
     choices = {"input_ids": IDS[None], "labels": LABELS[None], "mc_labels": torch.tensor([1])}

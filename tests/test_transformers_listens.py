@@ -174,7 +174,7 @@ def Biased(self, hidden, labels, **kwargs):
 
 @forward
 def BiasTrained(self, hidden, labels, **kwargs):
-    """A forward like ESM's, whose bias is not the head's."""
+    """A forward like ESM's, which adds a trained bias that is not `lm_head.bias`."""
     logits = self.lm_head(hidden) + torch.linspace(-1, 1, 37) + self.lm_head.weight[:, 0]
     return self.loss_function(logits, labels, 37), logits
 

@@ -98,9 +98,9 @@ def test_a_nearly_certain_token_keeps_its_digits():
 
 
 def test_a_tokens_bits_are_its_own():
-    """The kernel for heads with at most 256 hidden units gives a token's statistics, and its sums
-    for dX, the same bits in any batch and at any position; the statistics have the same bits if no
-    sums are computed."""
+    """The bits of a token's statistics, and of its sums for dX, do not depend on the batch or on
+    the token's position in the kernel for heads with at most 256 hidden units. The bits of the
+    statistics do not depend on whether sums for dX are computed."""
     n, h, v = 100, 32, 300
     x, w, targets = head(n, h, v, 0, torch.float32)
     forward = Forward(targets, 0, transforms(n)["plain"], NEEDS)

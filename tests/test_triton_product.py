@@ -111,8 +111,8 @@ def test_product_of_no_tokens():
 @pytest.mark.parametrize("name", ["plain", "scaled", "rows", "capped rows"])
 @pytest.mark.parametrize("which", ["tp", "tpe", "p", "tpu"])
 def test_held_gradient(which, name):
-    """The gradient from stored exp(z) is correct up to two roundings, and as accurate as 1 - p for
-    likely targets."""
+    """The gradient from stored exp(z) is correct up to two roundings, also relative to the small
+    gradient of a row with a likely target."""
     n, v, first = 6, 300, 20
     x, w, targets, raw = head(n, 64, v, first=first)
     transform, c = transforms(n)[name], coefficients_of(n, which)
@@ -220,7 +220,8 @@ def test_rows_without_coefficients_have_no_gradient():
 def test_product_keeps_the_digits_of_a_nearly_certain_token():
     x, w = (torch.zeros(k, 64, dtype=SIXTEEN, device=DEVICE) for k in (3, 600))
     x[:, 0], w[:, 0], w[7, 0] = 20, -1, 0
-    w[500, 1], x[1, 1] = 20, 1  # an equally large logit in another block
+    # Column 500, in another block of columns than target 7, has the target's logit for token 1.
+    w[500, 1], x[1, 1] = 20, 1
     targets = torch.full((3,), 7, device=DEVICE)
     needs = frozenset({"logp", "entropy"})
     found = triton_backend.product_partials(x, w, Forward(targets, 0, Transform(), needs))

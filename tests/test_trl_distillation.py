@@ -85,7 +85,8 @@ class Step:
 
 
 def generalized(beta: float, temperature: float = 1.0, head: hl.Head | None = None) -> hl.Term:
-    """Return the term for TRL's beta (or alpha)."""
+    """Return the headloss term for TRL's generalized Jensen-Shannon divergence with weight `beta`
+    (in self-distillation, TRL's option `distillation_alpha`)."""
     ends = {0.0: "forward_kl", 1.0: "reverse_kl"}
     if beta in ends:
         kind = ends[beta]

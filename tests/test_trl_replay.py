@@ -282,8 +282,9 @@ def test_none_warns_once_by_name(option: str) -> None:
 
 
 def test_other_numbers_than_those_of_trl_are_announced_once(caplog: Any) -> None:
-    """A trainer that replays kept ids by default logs once that its numbers differ from TRL's, and
-    how to switch replay off; an explicit choice logs nothing."""
+    """With sampling_support=None, a trainer computes log-probs over the ids that the sampler kept,
+    and logs once that its numbers differ from TRL's and how to avoid this. With True or False it
+    logs nothing."""
     for choice, lines in ((None, 1), (True, 0), (False, 0)):
         caplog.clear()
         trainer = make(rl.GRPO, sampling_support=choice)

@@ -282,7 +282,8 @@ def test_what_terms_are_made_of() -> None:
 
 
 def test_a_boolean_field_with_several_values_per_token() -> None:
-    """A boolean field with several values per token is accepted, and is not counted by totals."""
+    """A boolean field with several values per token is valid, and adds no count to
+    `Totals.of(batch)`."""
     allowed = torch.rand(T, 3) > 0.5
     given = hl.Batch(torch.arange(T), allowed=allowed)
     assert hl.Totals.of(given) == hl.Totals(torch.tensor(T), 1)

@@ -8,10 +8,10 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/given.py --calls         # whole calls alone, or --kernels
 
 For each vocabulary size the study prints the bandwidth of a copy, and the bandwidth of the kernel
-in every launch shape as a fraction of the copy's (best first); a bandwidth is the bytes of one
-read and one write over the time. The study also prints the path with two kernel launches, and
-whole calls of `logits_loss`, forward and backward, with their CPU time. Errors are relative norms
-over a few rows, against float64.
+in every launch shape as a fraction of the copy's (best first); a bandwidth is the bytes of one read
+and one write over the time. The study also prints the bandwidth of two kernel launches (statistics,
+then the gradient) in place of one, and the times of whole calls of `logits_loss`, forward and
+backward, with their CPU time. Errors are relative norms over a few rows, against float64.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ runs everything on the CPU, at tiny sizes.
 The part "slice of 8" gives each rank an eighth of the vocabulary, whatever the number of ranks: a
 rank computes as much as one of 8 ranks, but collectives run over fewer ranks. The part "peers"
 times the vocabulary-parallel cross-entropies of other libraries, and compares their losses and
-gradients with headloss's. The column "slice by itself" is the back-to-back time of the slowest
-rank if each rank treats its slice as a whole vocabulary, without collectives. The part "timeline"
-prints the kernels of back-to-back calls on rank 0, for GRPO, and the times of the calls' matrix
-products. In "grid" the ranks form two rows: the rows hold different tokens of the same sequences,
-and the ranks of a row hold slices of the vocabulary. `--against OLD` times two versions instead,
-over slices of the vocabulary and, on four ranks, on a grid; OLD is a folder with a headloss/.
+gradients with headloss's. The column "slice by itself" is the back-to-back time of the slowest rank
+if each rank treats its slice as a whole vocabulary, without collectives. The part "timeline" prints
+the kernels of back-to-back calls on rank 0, for GRPO, and the times of the calls' matrix products.
+In "grid" the ranks form two rows: the rows hold different tokens of the same sequences, and the
+ranks of a row hold slices of the vocabulary. With `--against OLD` the program only compares the
+times of two versions of headloss, the installed one and the folder OLD/headloss, with slices of the
+vocabulary on all ranks and, on four ranks, with two rows of two slices.
 
 T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V
 vocabulary.
@@ -210,7 +211,8 @@ def race(ranks: Ranks, steps: dict[str, Step], name: str, tokens: int, pairs: in
 def versions(
     ranks: Ranks, sizes: Sizes, shape: tuple[int, int, int], before: ModuleType, pairs: int
 ) -> list[Row]:
-    """Time two versions over slices of the vocabulary, and on a grid if there are four ranks."""
+    """Time two versions of headloss with one slice of the vocabulary per rank and, if there are
+    four ranks, also with two rows of two ranks, where each row holds half of the tokens."""
     rows, packages = [], {"old": before, "new": hl}
     size = f"N={shape[0]} H={shape[1]}"
     with ranks.step(f"inputs {shape}"):
@@ -281,8 +283,8 @@ def two_rows(ranks: Ranks) -> DeviceMesh:
 
 def grid_step(mesh: DeviceMesh, inputs: Inputs, package: Any = hl, **options: Any) -> Step:
     """Make a GSPO step on a grid of ranks. Each of the two rows of the grid holds half of each
-    sequence, and each rank of a row holds a slice of the vocabulary. Weight gradients are summed
-    over the rows of the grid, as in data parallelism."""
+    sequence, and each rank of a row holds a slice of the vocabulary. As in data parallelism, ranks
+    with equal slices of the vocabulary sum their weight gradients."""
     data, slices = mesh["data"].get_group(), mesh["vocabulary"].get_group()
     row_of, column = mesh.get_coordinate() or (0, 0)
     shard = inputs.weight.detach().tensor_split(slices.size())[column].clone().requires_grad_()

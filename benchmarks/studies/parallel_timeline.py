@@ -1,9 +1,10 @@
 """Timeline of back-to-back calls on several GPUs, by one rank's clock.
 
-Each call pauses before its weight gradient. The timeline shows the time from the pause of one call
-to the pause of the next call: the end of the first call, and the beginning of the second call. The
-module also times a rank's matrix product for the hidden gradient, whole and in several blocks of
-tokens, and the sum over ranks, alone and in parallel with the product for the weight gradient.
+Before its weight gradient, each call launches a kernel that only waits (the pause). The timeline
+shows the time from the pause in one call to the pause in the next call: the weight gradient of the
+first call, and the beginning of the second call. The module also times a rank's matrix product for
+the hidden gradient, whole and in several blocks of tokens, and the sum over ranks, alone and in
+parallel with the product for the weight gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from torch import distributed
 
 PAUSE = "spin_kernel"  # Name of the kernel that `torch.cuda._sleep` launches.
 CALLS = 5  # Number of back-to-back calls; the one before the last is shown.
-# Microseconds from which a kernel, or the kernel after an idle gap, gets its own line.
+# A kernel gets its own line if it takes at least `LONG` microseconds, or if the GPU was idle for at
+# least `GAP` microseconds before it.
 LONG, GAP = 20.0, 5.0
 Span = tuple[float, float, str]  # Begin and end of a kernel in microseconds, and its name.
 
@@ -66,9 +68,9 @@ def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def period(spans: list[Span], calls: int = 0) -> list[Span]:
-    """Return the kernels of one period: from the first pause of the second-to-last call to the
-    first pause of the last call. `calls` is the number of calls in `spans`; if `calls` is 0, each
-    call is assumed to have exactly one pause."""
+    """Return the kernels between the last two calls' first `PAUSE` kernels, beginning with the
+    `PAUSE` kernel of the second-to-last call. `calls` is the number of calls in `spans`; if `calls`
+    is 0, each call is assumed to launch exactly one `PAUSE` kernel."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
     if len(pauses) < 2 * each:
@@ -78,8 +80,9 @@ def period(spans: list[Span], calls: int = 0) -> list[Span]:
 
 
 def lines(spans: list[Span]) -> Iterator[Line]:
-    """Yield the lines of the timeline. A kernel of at least `LONG` microseconds, or after an idle
-    gap of at least `GAP`, gets its own line; short kernels in between share a line."""
+    """Yield the lines of the timeline. A kernel gets its own line if it takes at least `LONG`
+    microseconds, or if the GPU was idle for at least `GAP` microseconds before it; successive short
+    kernels share a line."""
     first = reached = spans[0][0]
     few: list[Span] = []
 

@@ -242,7 +242,8 @@ def missing(runs: list[Run], folder: Path) -> list[Run]:
 
 
 def make(runs: list[Run], command: list[str], folder: Path, processes: int, until: float) -> None:
-    """Start the runs before `until`, each in a separate process, `processes` at once."""
+    """Start each of `runs` in a separate process, with at most `processes` processes at a time;
+    start no run after the time `until`."""
     waiting, working = missing(runs, folder), {}
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     while waiting or working:

@@ -102,8 +102,8 @@ def check(hidden: Tensor, weight: Tensor, batch: hl.Batch, ids: Tensor) -> dict[
 
 
 def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str, dict[str, float]]:
-    """Time alone each kernel that gathers rows by token or by id: return milliseconds, and TB/s of
-    gathered rows."""
+    """Time each kernel that gathers rows by token or by id, separately from whole calls. Return
+    each kernel's time in milliseconds, and its TB/s of gathered rows."""
     n, v = len(hidden), len(weight)
     backend = kernels.load(kernels.choose("auto", DEVICE, hidden.dtype))
     pairs = SupportPairs(ids.reshape(-1), width=ids.shape[1])

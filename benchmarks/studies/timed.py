@@ -67,8 +67,8 @@ def run_study(
     quick_ids: int | list[int],
     argv: list[str] | None,
 ) -> int:
-    """Run `measure` with sizes from the command line, and write its result; `ids` are options of
-    the argument --ids."""
+    """Run `measure` with sizes from the command line, and write its result. `ids` holds the keyword
+    arguments (such as `default`) with which the command-line argument --ids is declared."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--hidden", type=int, default=4096)

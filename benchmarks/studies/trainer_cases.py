@@ -89,7 +89,8 @@ class Case:
 
     @property
     def allowed(self) -> bool:
-        """Return True for supported combinations.
+        """Return True if a run with this combination of trainer, wrapper, LoRA and resumption is
+        possible.
 
         A critic is saved with the model, and not with an adapter alone. transformers cannot load a
         mixture of experts from a DDP checkpoint, since the saved names differ.
@@ -275,7 +276,8 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
     if case.wrapper == "zero3" and processes > 1:
         settings = json.dumps(_deepspeed(case)).encode()
         given |= {
-            "ACCELERATE_USE_CPU": "false",  # accelerate ignores DeepSpeed if the value is "true"
+            # accelerate ignores DeepSpeed if ACCELERATE_USE_CPU is "true".
+            "ACCELERATE_USE_CPU": "false",
             "ACCELERATE_USE_DEEPSPEED": "true",
             "ACCELERATE_DEEPSPEED_CONFIG_FILE": base64.urlsafe_b64encode(settings).decode(),
             **({} if torch.cuda.is_available() else {"DS_ACCELERATOR": "cpu"}),
@@ -287,8 +289,8 @@ def launched(case: Case, processes: int = 2) -> Iterator[None]:
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
             "FSDP_RESHARD_AFTER_FORWARD": str(case.wrapper == "fsdp2").lower(),
             "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-            # This option makes accelerate tie weights again, which fails with an adapter on a tied
-            # head.
+            # If FSDP_CPU_RAM_EFFICIENT_LOADING is "true", accelerate ties weights again, which
+            # fails with an adapter on a tied head.
             "FSDP_CPU_RAM_EFFICIENT_LOADING": str(not (case.tied and "head" in case.lora)).lower(),
             "FSDP_OFFLOAD_PARAMS": "false",
         }

@@ -1,9 +1,9 @@
 """Shared by the framework tests: a random training step, headloss's loss of the step, and functions
 extracted from framework sources.
 
-B rows of C columns, T scored tokens. A framework is imported if possible without a GPU. If a
-framework cannot be imported without a GPU, the functions under test are extracted from its source
-file and run unchanged.
+B rows of C columns, T scored tokens. The tests import each framework that can be imported without a
+GPU. If a framework needs a GPU to be imported, the functions under test are extracted from the
+framework's source file and run unchanged.
 """
 
 from __future__ import annotations

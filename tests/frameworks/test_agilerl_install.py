@@ -125,7 +125,9 @@ def test_two_updates(name: str) -> None:
 
 
 def through_the_layer(self: Any) -> Any:
-    """Return log-probs from the logits of AgileRL's routed layer, in place of its function."""
+    """Return a log-prob function, the head's weight and its bias, as AgileRL's
+    `_fused_logprob_fn_and_head` does; the function takes logits from the head's forward, which
+    applies a LoRA."""
     from agilerl.lora.fused import ROUTING_STATE
 
     layer, with_gradient = self._get_lm_head(), torch.is_grad_enabled()

@@ -154,12 +154,13 @@ def test_nothing_scored(installed: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_blocks_without_a_supervised_token(installed: Any, kind: str) -> None:
-    """If the loss mask has every fifth token alone, no block of four has a scored token besides its
-    anchor; loss, counts and metric keys are speculators'."""
+    """Blocks of four tokens in which only the first token (the anchor) is scored, and one block
+    with more scored tokens, have the loss, counts and metric keys of speculators."""
     model, named = draft_model(kind), {"max_anchors": 6} | losses(kind, CE_AND_TV)
     batch = inputs()
     batch["loss_mask"] = torch.arange(T)[None] % 5 == 0
-    batch["loss_mask"][0, 20:24] = True  # One block has scored tokens.
+    # The block of tokens 20 to 23 has scored tokens besides its anchor.
+    batch["loss_mask"][0, 20:24] = True
     theirs = train(model, loss_of, **batch, **named)
     ours = installed(model, loss_of, **batch, **named)
     agree(theirs, ours)

@@ -185,7 +185,8 @@ def test_families(engines: Engines, family: str) -> None:
 
 
 def test_log_probs_alone(engines: Engines) -> None:
-    """Log-probs without gradients agree, as verl computes for the old policy and the reference."""
+    """Log-probs computed without gradients, as for verl's old policy and reference policy, agree
+    between headloss and verl's own head."""
     found = []
     for backend in (None, "headloss"):
         data = step(use_fused_kernels=bool(backend))

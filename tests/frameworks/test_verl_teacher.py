@@ -83,8 +83,8 @@ WAYS = {
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(engines: Any, way: str, packed: bool, tied: bool) -> None:
-    """All distillation modes agree on two micro-batches, with verl's entropy and KL added to the
-    policy loss."""
+    """In all of verl's distillation modes, headloss and verl's engine agree on two micro-batches,
+    with an entropy bonus and a KL penalty in the policy loss."""
     loss = distillation_of("vanilla", WAYS[way], entropy_coeff=0.1, use_kl_loss=True)
     only = way == "supervised alone"
     flags = {"distillation_only": only, "calculate_entropy": not only}

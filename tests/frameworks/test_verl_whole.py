@@ -73,8 +73,8 @@ def test_ways(
     way: str,
     packed: bool,
 ) -> None:
-    """All modes agree on two micro-batches, with verl's entropy and KL in addition to the policy
-    loss."""
+    """In all of verl's distillation modes, headloss and verl's engine agree on two micro-batches,
+    with an entropy bonus and a KL penalty in the policy loss."""
     if kind == "reverse_kl":
         monkeypatch.setattr(of_logits, "kl_divergence", reverse)
     only = way == "supervised alone"

@@ -143,8 +143,8 @@ OBJECTIVE = hl.dapo(epsilon_low=0.15, epsilon_high=0.25)
 
 
 def of_data() -> dict[str, float]:
-    """Compare full_dtensor with only data parallelism: parameters are DTensors, gathered over ranks
-    with different rows."""
+    """Compare headloss with torchtitan's loss under the backend "full_dtensor" and data parallelism
+    alone: parameters are DTensors, and each rank has different tokens."""
     from torchtitan.distributed import full_dtensor, parallel_dims
     from torchtitan.distributed.utils import get_spmd_context, set_spmd_backend
 

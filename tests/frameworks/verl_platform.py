@@ -27,5 +27,5 @@ class PlatformCPU(PlatformCUDA):
 
 platform_manager._current_platform = PlatformCPU()
 os.environ["VERL_ENGINE_DEVICE"] = "cuda"  # The key under which verl looks up its engine class.
-# Without this, verl imports a class that TRL 1.16 removed.
+# Report TRL as missing, since verl would import a class that TRL 1.16 removed.
 monkey_patch.is_trl_available = lambda: False

@@ -54,8 +54,9 @@ def assert_close(got: Tensor, want: Tensor) -> None:
 
 
 def sharded(model: Any, units: str) -> Any:
-    """Shard a model by FSDP2, with the head in the FSDP group of the root module, of its own, or of
-    the last norm."""
+    """Shard a model by FSDP2. If `units` is "root", the head belongs to the FSDP group of the root
+    module; if `units` is "group", the head and the last norm form a group; otherwise the head is a
+    group by itself."""
     mesh = init_device_mesh("cuda" if on_gpus() else "cpu", (distributed.get_world_size(),))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     for layer in base.model.layers:

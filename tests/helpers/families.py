@@ -72,7 +72,8 @@ FAMILIES = {
         canary cohere_asr moonshine pop2piano speech_to_text whisper
     """,
 }
-# Families of these auto classes in Transformers 5.23 that are not tested, each with the reason.
+# Model families that Transformers 5.23 has in the auto classes of `FAMILIES`, but that are not
+# tested, each with the reason.
 MISSING = {
     "blip perceiver pi0": "no output embeddings: apply() refuses the model",
     "idefics": "two weights in one head: apply() refuses the model",

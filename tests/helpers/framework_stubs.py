@@ -168,9 +168,9 @@ def place(monkeypatch: pytest.MonkeyPatch, at: str, name: str, value: Any) -> An
 def stubbed(
     monkeypatch: pytest.MonkeyPatch, adapter: str, changed: Callable[[Any], Any] = lambda f: f
 ) -> tuple[Any, dict[tuple[str, str], Any]]:
-    """Install stubs in place of the framework's functions that the adapter replaces, each stub
-    passed through `changed`. Return the adapter module, and a dict of the stubs by module and
-    name."""
+    """Install a stub for each function of the framework that the adapter replaces; the installed
+    stub is the result of `changed(stub)`. Return the adapter module, and a dict of the stubs by
+    module and name."""
     module = importlib.import_module(f"headloss.integrations.{adapter}")
     standing = {}
     for at, name in module.SEAMS.ours:

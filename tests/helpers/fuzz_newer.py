@@ -45,8 +45,8 @@ OPTIONS = {
     "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
-# These newest terms are drawn last, so that a seed's call is otherwise the same as before the
-# terms existed.
+# The newest terms. They are drawn after all other random values, so that adding `LATEST` did not
+# change the other random values that a seed draws.
 LATEST = ("chord_phi", "sdar")
 POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 

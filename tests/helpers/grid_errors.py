@@ -20,8 +20,8 @@ def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
 
     The two rows of ranks hold different numbers of tokens. The second row holds as many tokens as
     there are segments, so that the shape [S] of `advantages` could also mean one value per token.
-    If `forms` is 1, ranks in the first row pass `advantages` with one value per token, otherwise
-    with one value per segment.
+    If `forms` is 0, every rank passes `advantages` with one value per segment; if `forms` is 1,
+    every rank passes one value per token.
     """
     data, vocab = groups(2, 2)
     row, column = divmod(distributed.get_rank(), 2)

@@ -84,8 +84,9 @@ def pairwise(axes: Mapping[str, Sequence[str]] = AXES) -> list[Row]:
     """Return rows (one value of each axis) that together contain every possible pair of values of
     two axes.
 
-    The construction is greedy and deterministic: each row starts from an uncovered pair, and adds
-    for each further axis the value that covers most uncovered pairs.
+    Rows are built greedily and without randomness: each row starts from a pair of values that no
+    earlier row contains, and gets, for each further axis, the value that forms the most pairs
+    missing from earlier rows.
     """
     names = list(axes)
     pending: dict[frozenset, None] = {
@@ -126,7 +127,7 @@ class Inputs:
     tightest: float = 1e-10  # allowed error in float64
 
     def plain(self, mode: Mode = "float64", upstream: float = 1.0) -> Plain:
-        if mode == "input":  # `plain` has a mode per dtype for float32 and float64 inputs
+        if mode == "input":  # the mode named after the dtype, for float32 and float64 inputs
             mode = {torch.float32: "float32", torch.float64: "float64"}.get(self.hidden.dtype, mode)
         return self._plain(mode, upstream)
 
@@ -212,8 +213,8 @@ def make_head(kind: str, weight: Tensor, layout: str, train: bool = True) -> hl.
 
 
 def make_inputs(row: Row) -> Inputs:
-    """Make the inputs of a test case given as one value of each axis; the schedule only decides
-    whether the head is frozen."""
+    """Make the inputs of the test case `row`, which has one value for each of `AXES`. Of the axis
+    "schedule", only the value "frozen" changes the inputs: it freezes the head."""
     named = dict(zip(AXES, row, strict=True))
     frozen = named.pop("schedule") == "frozen"
     return _make_inputs(**named, frozen=frozen)

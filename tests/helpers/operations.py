@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import headloss
 
 PACKAGE = Path(headloss.__file__).parent
-# Operations called from these places are not counted: the kernels of a backend, and the three
+# Places in the package whose operations are not counted: the kernels of a backend, and the three
 # large matmuls.
 LEFT_OUT = ("kernels/", "head/products.py")
 # Operations without GPU work: empty memory, aliases of a tensor, an asynchronous check.

@@ -18,8 +18,8 @@ import torch
 def spare() -> None:
     """Remove slow calls in torch and accelerate that the tests do not need.
 
-    For every absent kind of device, torch formats a stack trace with each seed. accelerate parses a
-    package's metadata for each module.
+    Whenever a seed is set, torch formats a stack trace for each kind of device that is absent.
+    accelerate parses the metadata of the same packages again and again.
     """
     if not torch.cuda.is_available():
         for absent in (torch.cuda, torch.xpu, torch.mtia):

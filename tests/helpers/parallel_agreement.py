@@ -266,8 +266,9 @@ def without_tokens() -> None:
 
 
 def static_goes_by_what_was_learned() -> list[list[str]]:
-    """Return the collectives of static calls (fixed shapes, no device reads), without and with an
-    equal non-static call before."""
+    """Return the argument comparisons among ranks in each of five calls: one non-static call, two
+    static calls (fixed shapes, no device reads) of equal sizes, and two static calls with a larger
+    vocabulary."""
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []

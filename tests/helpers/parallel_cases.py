@@ -148,8 +148,8 @@ def run_inputs(
     data, vocab = groups(cut.data, cut.vocabulary)
     mine = part_of(inputs, cut, distributed.get_rank(), data, vocab)
     options = replace(options, sequence_parallel=cut.spread, **changes)
-    # First plan an equal call that is not static: only in it ranks compare their arguments, and
-    # the static call uses the result.
+    # Before a static call, plan an equal non-static call: ranks compare their arguments only in the
+    # non-static call, and the static call uses the result of the comparison.
     if options.static:
         plain = replace(options, static=False)
         hl.plan(mine.hidden, mine.head, mine.batch, inputs.objective, plain)

@@ -74,7 +74,7 @@ def one_value(hidden: Tensor) -> Tensor:
 
 
 def poisoned(hidden: Tensor) -> Tensor:
-    """Return hidden states with different values at unscored positions."""
+    """Return a copy of hidden states with NaN in row 1, whose token is not scored."""
     hidden = hidden.clone()
     hidden[1] = float("nan")
     return hidden

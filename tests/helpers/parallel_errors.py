@@ -92,8 +92,8 @@ def candidates(s: Setup) -> None:
 
 
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
-    """Add a per-token field with K values, which has different values (or `more` values) on the
-    last rank."""
+    """Add a batch field with `k` values per token. On the last rank, the field has `more`
+    additional values per token or, if `more` is 0, different values."""
     many = torch.full((T, k + more * s.last), float(s.last and not more))
     batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
     s.run = lambda: hl.head_loss(  # type: ignore[method-assign]

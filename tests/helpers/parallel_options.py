@@ -49,7 +49,8 @@ def run(over: str, form: str, spoil: str) -> tuple[str, str]:
 
 
 def restricted_totals(gradients: Literal["mean", "sum"]) -> tuple[float, float, dict]:
-    """Return the totals over ranks of batches with rank-specific counts in boolean fields."""
+    """Return totals that are summed over ranks, for batches whose boolean fields have different
+    counts on each rank."""
     rank = distributed.get_rank()
     ids = torch.tensor([0, 0, 0, 1, 1, 2])
     keep = {

@@ -39,7 +39,8 @@ class Model(nn.Module):
 
 
 def micro_batches(rank: int | None) -> list[tuple[Tensor, hl.Batch]]:
-    """Return a rank's two micro-batches, or for None the joined batch of all ranks."""
+    """Return the two micro-batches of rank `rank`. If `rank` is None, return one batch, which joins
+    the micro-batches of all ranks."""
     generator = torch.Generator().manual_seed(5)
     pieces = []
     for number in range(2 * distributed.get_world_size()):

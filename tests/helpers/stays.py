@@ -5,8 +5,8 @@ the gradient.
 
 A *stay* is a call that hands hidden states to a function of another file. With `derived=True`,
 tensors that are computed from hidden states, such as statistics, count as hidden states. A *climb*
-is a call that hands hidden states back to a file that imports the calling file. The call uses the
-Triton backend with empty kernels, and needs no GPU.
+is a call that hands hidden states up the import order: the called function is in a file that
+imports the calling file. The call uses the Triton backend with empty kernels, and needs no GPU.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def supports(targets: Tensor, vocabulary: int, kind: str, most: int = MOST, seed
         offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
         return torch.tensor([i for ids in rows for i in ids]), offsets
     padded = torch.full((len(rows), most), -1)
-    for row, ids in zip(padded, rows, strict=True):  # random columns; the others stay -1
+    # Put the ids into random columns; columns without an id keep -1.
+    for row, ids in zip(padded, rows, strict=True):
         row[torch.randperm(most, generator=generator)[: len(ids)]] = torch.tensor(ids).long()
     return padded.view(*targets.shape, most)
 

@@ -32,7 +32,7 @@ ARGUMENTS: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
-    "optim": "sgd",  # an SGD step equals the gradient
+    "optim": "sgd",  # a step of SGD is proportional to the gradient
     "learning_rate": 0.5,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,

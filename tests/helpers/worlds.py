@@ -128,7 +128,7 @@ class World:
 def world_of(
     size: int, prepare: Callable[[], None] | None = skip_any_row, backend: str = "gloo"
 ) -> Iterator[World]:
-    """Yield a world that ends with the context."""
+    """Yield a `World` of `size` processes (ranks), and stop the processes when the context ends."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(size, folder, prepare, backend)
         try:
