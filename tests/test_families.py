@@ -31,8 +31,8 @@ from transformers.models.auto import modeling_auto
 from headloss.integrations.transformers import apply, call
 
 CASES = [f"{auto}:{name}" for auto, names in families.FAMILIES.items() for name in names.split()]
-# Models whose forward needs materialised logits under `apply`, each with the reason. These logits
-# equal the stock model's.
+# Models whose forward needs materialised logits under `apply`, each with the reason. The
+# materialised logits equal the stock model's.
 REAL = {
     "causal:prophetnet": "a loss of its own over several predicted streams",
     "seq2seq:prophetnet": "a loss of its own over several predicted streams",

@@ -302,8 +302,8 @@ def test_real_far_from_the_old_policy(dtype: torch.dtype, far: float) -> None:
     assert out.loss.isfinite() and logits.grad is not None and logits.grad.isfinite().all()
     if far < math.inf:
         # A sequence's log-ratio divided by tau = 0.5 is 2 (-log 3 - old), so that it is low for old
-        # = far, and high for old = -far. Only in the first group does the right answer (advantage
-        # 1) have the low log-ratio.
+        # = far, and high for old = -far. The right answer (advantage 1) has the low log-ratio in
+        # the first group, and the high log-ratio in the second group.
         value = 2 * (far + math.log(3)) + 2 * (far - math.log(3))
         assert float(out.loss.detach()) == pytest.approx(value / 2, rel=1e-6)
 

@@ -210,8 +210,8 @@ def test_wrong_shapes(use, match):
 
 
 def test_each_constructor_says_which_empty_segments_count() -> None:
-    """A sequence without scored tokens counts in the number of segments. Padding does not count if
-    its segment ids are negative, or if repeated ends are removed from `cu_seqlens`."""
+    """A sequence without scored tokens counts in the number of segments. Padding does not count as
+    a segment if its segment ids are negative, or if repeated ends are removed from `cu_seqlens`."""
     hidden, head = torch.ones(5, 2), hl.Head(torch.arange(18.0).view(9, 2))
     filled = torch.tensor([0, 2, 5, 5, 5])
     ids = torch.tensor([0, 0, 1, 1, -1])

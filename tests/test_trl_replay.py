@@ -283,8 +283,8 @@ def test_none_warns_once_by_name(option: str) -> None:
 
 def test_other_numbers_than_those_of_trl_are_announced_once(caplog: Any) -> None:
     """With sampling_support=None, a trainer computes log-probs over the ids that the sampler kept,
-    and logs once that its numbers differ from TRL's and how to avoid this. With True or False it
-    logs nothing."""
+    and logs once that its numbers differ from TRL's and how to avoid this; with
+    sampling_support=True or False the trainer logs nothing."""
     for choice, lines in ((None, 1), (True, 0), (False, 0)):
         caplog.clear()
         trainer = make(rl.GRPO, sampling_support=choice)

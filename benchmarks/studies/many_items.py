@@ -92,8 +92,8 @@ def cut(x: Tensor, w: Tensor, targets: Tensor) -> None:
 
 
 def pytorch(x: Tensor, w: Tensor, targets: Tensor) -> None:
-    """Run PyTorch 2.15's `linear_cross_entropy`. With an older PyTorch, importing the module
-    torch_2_15_lce (a copy of PyTorch 2.15's files) adds the function."""
+    """Run PyTorch 2.15's `linear_cross_entropy`. The module torch_2_15_lce (a copy of PyTorch
+    2.15's files) adds `linear_cross_entropy` to an older PyTorch."""
     if not hasattr(F, "linear_cross_entropy"):
         __import__("torch_2_15_lce")
     options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK)  # type: ignore

@@ -19,7 +19,7 @@ if each rank treats its slice as a whole vocabulary, without collectives. The pa
 the kernels of back-to-back calls on rank 0, for GRPO, and the times of the calls' matrix products.
 In "grid" the ranks form two rows: the rows hold different tokens of the same sequences, and the
 ranks of a row hold slices of the vocabulary. With `--against OLD` the program only compares the
-times of two versions of headloss, the installed one and the folder OLD/headloss, with slices of the
+times of two versions of headloss, the imported one and the folder OLD/headloss, with slices of the
 vocabulary on all ranks and, on four ranks, with two rows of two slices.
 
 T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V

@@ -1,10 +1,10 @@
 """Timeline of back-to-back calls on several GPUs, by one rank's clock.
 
-Before its weight gradient, each call launches a kernel that only waits (the pause). The timeline
-shows the time from the pause in one call to the pause in the next call: the weight gradient of the
-first call, and the beginning of the second call. The module also times a rank's matrix product for
-the hidden gradient, whole and in several blocks of tokens, and the sum over ranks, alone and in
-parallel with the product for the weight gradient.
+Before its weight gradient, each call launches a kernel that only waits (`PAUSE`). The timeline
+shows the time from one call's `PAUSE` kernel to the next call's `PAUSE` kernel: the weight gradient
+of the first call, and the beginning of the second call. The module also times a rank's matrix
+product for the hidden gradient, whole and in several blocks of tokens, and the sum over ranks,
+alone and in parallel with the product for the weight gradient.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def period(spans: list[Span], calls: int = 0) -> list[Span]:
-    """Return the kernels between the last two calls' first `PAUSE` kernels, beginning with the
-    `PAUSE` kernel of the second-to-last call. `calls` is the number of calls in `spans`; if `calls`
-    is 0, each call is assumed to launch exactly one `PAUSE` kernel."""
+    """Return the kernels of `spans` from the second-to-last call's first `PAUSE` kernel (a kernel
+    that only waits) to the last call's first `PAUSE` kernel. `calls` is the number of calls in
+    `spans`; if `calls` is 0, each call is assumed to launch exactly one `PAUSE` kernel."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
     if len(pauses) < 2 * each:

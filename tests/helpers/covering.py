@@ -34,11 +34,11 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def chosen(points: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
-    """Return the indices of a small subset of `points`. Every combination of `strength` values that
-    some point has together is also in a point of the subset.
+    """Return the indices of a small subset of `points`. The subset covers every combination of
+    `strength` values that occurs in some point.
 
-    The subset is chosen greedily: each step adds the point that has the most combinations of values
-    that are still missing from the subset. If several points have as many, the first one is added.
+    The subset is chosen greedily: each step adds the point that covers the most combinations of
+    values that the subset does not cover yet (the first such point).
     """
     sets = [set(itertools.combinations(point, min(strength, len(point)))) for point in points]
     missing, found = set().union(*sets), set()

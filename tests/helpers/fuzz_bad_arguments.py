@@ -18,8 +18,8 @@ add = SPOILS.add
 
 
 def no_segments(call: Any) -> bool:
-    """Return True if no field or term of the call depends on its segments, so that changed segments
-    raise no other error first."""
+    """Return True if no field or term of the call depends on the call's segments; wrong segments
+    then cause no second error in a field or a term."""
     fields = [v for v in call.batch.values() if isinstance(v, torch.Tensor)]
     per_token = all(v.shape[: targets(call).dim()] == targets(call).shape for v in fields)
     return per_token and not any(r["name"] in ("dpo", "ipo", "simpo") for _, r in call.terms)

@@ -45,8 +45,8 @@ OPTIONS = {
     "topr": {"importance_sampling_level": "sequence", "weight_neg": 0.5},
     "fipo": {"delta": 1.2, "half_life": 3.0, "weight_clip": 0.5, "high_only": False},
 }
-# The newest terms. They are drawn after all other random values, so that adding `LATEST` did not
-# change the other random values that a seed draws.
+# The terms in `LATEST` are drawn after all other random values, so that the other random values of
+# a seed are as they were before these terms existed.
 LATEST = ("chord_phi", "sdar")
 POLICY = ("grpo", "gspo", "dapo", "ppo", "cispo", "reinforce", "sapo", "gmpo")
 

@@ -63,8 +63,8 @@ def same_as_replicated(name: str, folder: Path) -> None:
     assert off < 2e-6 and max(found.values()) < 2e-4, f"{off}, {found}"
     assert all(norm > 1e-3 for norm in mine["grad_norms"])
     pairs = zip(mine["logs"], other["logs"], strict=True)
-    # Positive and negative advantages cancel in a policy loss. Its error is therefore judged by an
-    # absolute bound if the loss is near 0.
+    # A policy loss near 0 is judged by an absolute bound, because positive and negative advantages
+    # cancel in it.
     losses = [abs(a["loss"] - b["loss"]) / (abs(b["loss"]) + 0.1) for a, b in pairs]
     assert max(*losses, found["grad_norm"]) < 2e-5, found
     if case.then == "eval":
