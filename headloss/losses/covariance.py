@@ -2,8 +2,8 @@
 advantage.
 
 T scored tokens, A advantages, d_t = logp_t - old_t, r = exp(d) with d clamped to [-20, 20]. The
-covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp). The means are over all scored
-tokens of the call.
+covariance of a token is c_t = (A_t - mean A) (logp_t - mean logp). The mean advantage and the mean
+log-prob are taken over all scored tokens of the call.
 """
 
 from __future__ import annotations

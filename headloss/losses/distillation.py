@@ -72,13 +72,13 @@ def distillation(
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
     that several positions may share); `teacher_topk_ids` [.., K] int64 (distinct; a negative id is
-    an unused entry) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The
-    stored ids may also be the student's top k, from hl.head_topk. A token that the teacher rules
-    out (logit -inf) counts as a token of log-prob -10000. Where the teacher's vocabulary is larger
-    than the student's, `teacher_lse` [..], at the term's temperature, replaces the log-sum-exp of
-    the teacher's logits. With `teacher_lse`, q has a mass m below 1, and the total variation grows
-    by (1 - m) / 2. With tail="sampled" the term also reads teacher_logps [..], the teacher's
-    log-prob log q_y of the target y at the term's temperature.
+    an unused entry) and `teacher_topk_logps` [.., K] log-probs at the term's temperature. The ids
+    in `teacher_topk_ids` may be the student's top k (from hl.head_topk) instead of the teacher's. A
+    token that the teacher rules out (logit -inf) counts as a token of log-prob -10000. Where the
+    teacher's vocabulary is larger than the student's, `teacher_lse` [..], at the term's
+    temperature, replaces the log-sum-exp of the teacher's logits. With `teacher_lse`, q has a mass
+    m below 1, and the total variation grows by (1 - m) / 2. With tail="sampled" the term also reads
+    teacher_logps [..], the teacher's log-prob log q_y of the target y at the term's temperature.
 
     Default reduction: token_mean. Metrics: the divergence by its name. With tail="sampled" and a
     top-k teacher that stores K ids per token there are four more metrics: stored (the divergence's
@@ -143,8 +143,8 @@ def on_policy_distillation(stats: Statistics, batch: PackedBatch) -> Tensor:
 
     Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation. MOPD (Xiaomi 2026,
     MiMo-V2-Flash, arXiv:2601.02780) adds `hl.on_policy_distillation().corrected("token_mask",
-    min=..., max=...)` to a policy term. The gradient equals the gradient of kl(estimator="k2") with
-    the teacher as the reference.
+    min=..., max=...)` to a policy term. The gradient of `hl.on_policy_distillation` equals the
+    gradient of kl(estimator="k2") with the teacher as the reference.
 
     Inputs: teacher_logps [..], log q_y. Default reduction: token_mean.
     """

@@ -61,8 +61,8 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
         temperature: temperature of draft and verifier, in place of the heads' temperatures.
 
     Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance (the
-    mean of a), top1 (the share of targets that are the draft's likeliest token; for targets that
-    are the verifier's likeliest tokens, the agreement of draft and verifier).
+    mean acceptance probability), top1 (the share of targets that are the draft's likeliest token;
+    for targets that are the verifier's likeliest tokens, the agreement of draft and verifier).
 
     Also called: speculators nla.
     """

@@ -72,7 +72,7 @@ class _Fipo:
 
     def _influence(self, stats: Statistics, batch: PackedBatch, future: Tensor) -> Tensor:
         """Return each token's influence weight, [T]: the exponential of its discounted future KL,
-        within the bounds."""
+        clipped to the term's bounds."""
         weight = future.exp()
         if self.bounds is not None:
             weight = weight.clamp(*self.bounds)
@@ -114,10 +114,10 @@ def fipo(
 
     Where the advantage is negative and the policy ratio above the option safety, the influence
     weight f_t is further clipped to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in the version of
-    ms-swift. The distance k - t counts the scored tokens of a segment; other frameworks count all
-    positions, unscored ones included. The future KL F_t is clamped to [-20, 20], but the log-ratios
-    that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and every influence weight
-    f_t is 1.
+    ms-swift. The distance k - t between two tokens counts the scored tokens of a segment; other
+    frameworks count all positions, unscored ones included. The future KL F_t is clamped to [-20,
+    20], but the log-ratios that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and
+    every influence weight f_t is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

@@ -7,9 +7,9 @@ T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
     "sequence_token":    s_it = sg(s_i) exp(logp_t - sg(logp_t)), [T], s_i at each token;
     "sequence_product":  exp(sum_t d_t), [S], with the advantages averaged over t.
 
-The exponent (d_t, its mean or its sum) is clamped to [-20, 20], so that every ratio and every
-gradient is finite. Only the exponent is clamped: a mean or sum runs over the unclamped log-ratios
-of a sequence's tokens. An empty segment has ratio 1 and advantage 0.
+The exponent (the log-ratio d_t, or its mean or sum over a sequence) is clamped to [-20, 20], so
+that every ratio and every gradient is finite. Only the exponent is clamped: a mean or sum runs over
+the unclamped log-ratios of a sequence's tokens. An empty segment has ratio 1 and advantage 0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def bounded(weight: Tensor, minimum: float, maximum: float, mask: bool) -> Tensor:
-    """Return the weight clamped to [minimum, maximum], or with `mask` 0 outside the bounds."""
+    """Return the weight clamped to [minimum, maximum]; if `mask` is True, return 0 for a weight
+    outside the bounds."""
     if mask:
         return weight.masked_fill((weight < minimum) | (weight > maximum), 0.0)
     return weight.clamp(minimum, maximum)

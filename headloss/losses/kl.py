@@ -1,7 +1,7 @@
 """KL divergence from another policy, estimated at the sampled tokens.
 
 T scored tokens; d_t = ref_t - logp_t, r the ratio of new to old policy (see `importance`); sg stops
-the gradient. Every term returns one value per token, [T].
+the gradient. Every term of this module returns one loss per token, [T].
 """
 
 from __future__ import annotations

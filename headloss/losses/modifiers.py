@@ -188,8 +188,9 @@ def off_policy_masked(threshold: float) -> Modifier:
 
         1 where A >= 0 or mean_t(sampling_t - logp_t) <= threshold, else 0
 
-    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. With one advantage per sequence, the mask
-    drops whole sequences. A NaN sampling log-prob counts as a log-ratio of 0.
+    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. If all tokens of a sequence have one
+    advantage, the mask keeps or drops the whole sequence. A NaN sampling log-prob counts as a
+    log-ratio of 0.
 
     Args:
         threshold: bound of the sequence's mean log-ratio.
@@ -229,7 +230,7 @@ def _among_top(
 
 def _quantile(
     values: Tensor,  # [N]
-    count: Tensor,  # [], number of finite `values`; all others are inf
+    count: Tensor,  # [], number of finite `values`; the padding is inf
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.
@@ -238,8 +239,8 @@ def _quantile(
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # Round q * last: if the exact product is an integer, rounding error must not move the quantile
-    # away from that element.
+    # `q * last` is rounded, because an index that should be an integer may differ from the integer
+    # by rounding error.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
     # Indexing by a 0-dim tensor would make the host wait for the device.

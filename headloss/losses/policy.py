@@ -60,7 +60,8 @@ def _clipped_slopes(
     delta: float | None,
     dual_clip: float | None,
 ) -> tuple[Slope, ...]:
-    """Return the gradient at token level: -A r where the surrogate is not clipped, else 0."""
+    """Return the derivative of the token-level loss with respect to logp: -A r where the surrogate
+    is not clipped, else 0."""
     low, high = clip
     rising, falling = min(high, delta or math.inf), max(high, delta or math.inf)
     advantages, old = batch.advantages, batch.old_logps
@@ -215,8 +216,9 @@ def bnpo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Named after beta normalization policy optimization (Xiao et al. 2025, arXiv:2506.02864), which
-    normalizes rewards. The log of the policy ratio r, at any level, is clamped to [-20, 20].
+    The term is named after beta normalization policy optimization (Xiao et al. 2025,
+    arXiv:2506.02864), which normalizes rewards. The log of the policy ratio r, at any level, is
+    clamped to [-20, 20].
 
     Args: as in `grpo`.
 

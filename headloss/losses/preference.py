@@ -1,8 +1,9 @@
 """Preference terms on pairs: segment 2k is the chosen answer, 2k + 1 the rejected answer.
 
 S segments; h is the score of the chosen answer minus the score of the rejected answer. Every term
-has segment scope and returns [S]. The module `preference_pairs` says how empty answers and several
-rejected answers per chosen answer are treated.
+of this module has segment scope and returns one loss per segment, [S]. The module
+`preference_pairs` says how empty answers and several rejected answers per chosen answer are
+treated.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Preference terms that need no pairs of answers: each answer has its own loss, or the scores of
 two sets of answers are compared.
 
-S segments, P = S / 2 pairs. Every term is [S].
+S segments, P = S / 2 pairs. Every term of this module returns one loss per segment, [S].
 """
 
 from __future__ import annotations

@@ -140,14 +140,14 @@ def _between(stats: Statistics, batch: PackedBatch, *, low: float, high: float) 
 
 @factory
 def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log_prob") -> Term:
-    """IcePop on the current policy's ratio: weigh by the ratio within two bounds, by 0 outside.
+    """IcePop on the current policy's ratio: the weight is the ratio within two bounds, else 0.
 
         -sg(r [alpha <= r <= beta]) A log p_y
 
-    Ling Team 2025, arXiv:2510.18855; their r is the trainer's probability divided by the sampler's.
-    To get the loss of the Ling Team's paper, pass the sampler's log-probs as old_logps, or mask
-    another policy term by `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio
-    r is clamped to [-20, 20].
+    Ling Team 2025, arXiv:2510.18855; the paper's r is the trainer's probability divided by the
+    sampler's. To get the loss of the Ling Team's paper, pass the sampler's log-probs as old_logps,
+    or mask another policy term by `.corrected("token_mask", min=0.5, max=5.0)`. The log of the
+    policy ratio r is clamped to [-20, 20].
 
     Args:
         alpha, beta: lower and upper bound of the ratio, 0 <= alpha <= beta.

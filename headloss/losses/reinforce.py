@@ -2,7 +2,8 @@
 without gradient.
 
 T scored tokens, A advantages, d_t = logp_t - old_t; sg stops the gradient. Exponents are clamped to
-[-20, 20]; log-ratios that are summed into an exponent are not clamped. Every term returns [T].
+[-20, 20]; log-ratios that are summed into an exponent are not clamped. Every term of this module
+returns one loss per token, [T].
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def weighted(
     pulls = batch.advantages * weight(stats, batch).detach()
     if surrogate == "log_prob":
         return -pulls * stats.logp
-    # clamp: a log-prob of -inf less itself would be NaN
+    # clamp: for logp = -inf, logp - logp.detach() would be NaN
     logp = stats.logp.clamp_min(torch.finfo(stats.logp.dtype).min)
     return -pulls * (logp - logp.detach()).exp()
 
@@ -142,8 +143,8 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # Exponent k of the weight function phi(w), for A >= 0, A < 0.
-    rate: tuple[float, float],  # The lambda of phi(w), for A >= 0, A < 0.
+    k: tuple[float, float],  # Exponent k in w^k exp(lambda (1 - w)), for A >= 0, A < 0.
+    rate: tuple[float, float],  # Rate lambda in w^k exp(lambda (1 - w)), for A >= 0, A < 0.
 ) -> Tensor:
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()

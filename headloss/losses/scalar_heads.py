@@ -19,7 +19,7 @@ from ..batch.reduction import Reduction, Totals, as_reduction
 from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
 
-ANY = torch.inf  # vocabulary size that accepts every target
+ANY = torch.inf  # vocabulary size for which every target is valid
 
 
 @with_floats
@@ -34,7 +34,8 @@ def value_loss(
 
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)
 
-    Schulman et al. 2016, arXiv:1506.02438. Implementations of PPO commonly clip V around V_old.
+    Schulman et al. 2016, arXiv:1506.02438. Implementations of PPO commonly clip the critic's value
+    V to a range around the old value V_old.
 
     Args:
         values: [..] the value V at each position, in the shape of the targets.
@@ -121,8 +122,8 @@ def classification(
     Args:
         logits: [.., C] at each position, or [S, C] per segment.
         batch: a batch with `labels`, [..] or [S] integers below C.
-        reduction: as for a term; defaults to token_mean, and to sequence_mean for [S, C]. The loss
-            of a segment counts at each token of the segment.
+        reduction: as for a term; defaults to token_mean, and to sequence_mean for [S, C]. With
+            logits [S, C], each token of a segment has the segment's loss.
 
     Returns:
         Tensor: [] the loss, with a gradient to `logits`.

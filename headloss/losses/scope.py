@@ -10,7 +10,7 @@ Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
 # The smallest part of a batch on which a term can be computed.
 SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
-TRACING = ContextVar("tracing", default=False)  # True while a term is traced: no collective runs.
+TRACING = ContextVar("tracing", default=False)  # True while a term is tried on a sample.
 
 
 def wider(a: Scope, b: Scope) -> Scope:

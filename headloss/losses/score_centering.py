@@ -110,8 +110,8 @@ def score_centering(
     outside the candidates is modelled as rho p. If the candidates cover the whole vocabulary or all
     of `support_ids`, the summand -alpha p_k of the coefficient c_k contributes no gradient, and the
     loss is exact. prime-rl has the exact sum over the ids that the sampler kept, and weighs tokens
-    by a mask of |p - q|. The term also applies to tokens that another part of the objective clips
-    or masks.
+    by a mask of |p - q|. `hl.score_centering` also applies to tokens that the policy term clips or
+    masks.
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]

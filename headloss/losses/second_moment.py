@@ -100,7 +100,8 @@ def _made(threshold: float, live: bool = False) -> _SecondMoment:
 
 @with_floats
 def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
-    """Return the mask of the modifier `.second_moment_masked` as a tensor, to be used as a field.
+    """Return the mask of the modifier `.second_moment_masked` as a tensor, to be used as a batch
+    field.
 
     Under `.where(field)` the denominator counts the kept tokens alone, as in AReaL.
 

@@ -45,7 +45,7 @@ class _Shaped:
         return getattr(self, name) if name in self else default
 
 
-Advantages = Callable[..., Tensor]  # (stats, batch, **options) to [T]
+Advantages = Callable[..., Tensor]  # function of (stats, batch, **options), returns [T]
 
 
 def _called(

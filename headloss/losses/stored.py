@@ -26,8 +26,8 @@ NOISE = 4
 def divergence_of_stored(
     logps: Tensor, batch: PackedBatch, measure: Measure, tail: str, wide: torch.dtype
 ) -> Tensor:
-    """Return the divergence [T] over the teacher's K stored outcomes and the mass outside the K
-    outcomes, which is treated as the option `tail` says; values have the dtype `wide`.
+    """Return the divergence [T], of dtype `wide`, over the teacher's K stored ids and the mass
+    outside the K ids; the option `tail` says how the mass is treated.
 
     Args:
         logps: the student's log-probs [T, K + 1]: K columns for the stored outcomes, and one for
@@ -66,7 +66,7 @@ def divergence_of_stored(
 
 
 def outside(batch: PackedBatch) -> Tensor:
-    """Return [T] bool: tokens whose target is not among the stored outcomes."""
+    """Return [T] bool: tokens whose target is not among the teacher's stored top-k ids."""
     return (batch.teacher_topk_ids != batch.targets.unsqueeze(1)).all(1)
 
 

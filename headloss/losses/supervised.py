@@ -1,7 +1,7 @@
 """Supervised terms: cross-entropy, its weighted variants and regularizers of the logits.
 
-T scored tokens, V vocabulary, p = softmax(z), y the target. Every term has token scope and returns
-[T].
+T scored tokens, V vocabulary, p = softmax(z), y the target. Every term of this module has token
+scope and returns one loss per token, [T].
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
     For class weights use `.weighted(field)`, with the weight of each target's class in the field.
     With `.weighted`, the smoothed part is also weighted by the target's class, where
     torch.nn.functional.cross_entropy weighs each vocabulary column by the column's class weight.
-    docs/how-to.md builds PyTorch's loss.
+    docs/how-to.md shows headloss code with PyTorch's result for class weights and label smoothing.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -101,7 +101,7 @@ def entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sum_j p_j log p_j
 
-    Used as a bonus by Mnih et al. 2016, arXiv:1602.01783.
+    Mnih et al. 2016, arXiv:1602.01783, add the entropy as a bonus.
 
     Inputs: none. Default reduction: token_mean.
     """
@@ -124,7 +124,7 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def log_1_minus_p(logp: Tensor, least: float | None = None) -> Tensor:
-    """Return log(1 - p) from log p, with 1 - p at least `least` or the dtype's epsilon."""
+    """Return log(1 - p) from log p; 1 - p is raised to at least `least` or the dtype's epsilon."""
     logp = logp.clamp(max=-(least or torch.finfo(logp.dtype).eps))
     # log(1 - exp x) is computed as log(-expm1(x)) for x > -log 2, else as log1p(-exp(x)).
     # torch.where differentiates both branches, so that the unused branch, too, needs a finite
@@ -166,9 +166,10 @@ def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sg(p_y (1 - p_y)) log p_y
 
-    Zhang et al. 2025 (CHORD), arXiv:2508.11408. The loss is 0 where p_y is 0 or 1. Combine the term
-    with a policy term by boolean fields of the batch rows: (1 - mu) * hl.grpo().where("rl") + mu *
-    hl.chord_phi().where("sft"). The caller chooses the schedule of the mixing weight mu.
+    Zhang et al. 2025 (CHORD), arXiv:2508.11408. The weight p_y (1 - p_y) is 0 where p_y is 0 or 1.
+    Combine the term with a policy term by boolean fields of the batch rows: (1 - mu) *
+    hl.grpo().where("rl") + mu * hl.chord_phi().where("sft"). The caller chooses mu, the weight of
+    the supervised loss, at each step.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """

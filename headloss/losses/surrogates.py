@@ -63,8 +63,8 @@ def gmpo(*, epsilon_low: float = 0.4, epsilon_high: float = 0.4) -> Term:
 
         -exp(mean_t clip(d_t)) A_i; log-ratio d_t = logp_t - old_t, advantage A_i of sequence i; clip(d) = min(d, epsilon_high) where A_i > 0, else max(d, -epsilon_low)
 
-    Zhao et al. 2025, arXiv:2507.20673. The ratio and clip metrics are per token. The mean over a
-    sequence's clipped log-ratios is clamped to [-20, 20].
+    Zhao et al. 2025, arXiv:2507.20673. The metrics of the policy ratio and of the clip are measured
+    per token. The mean over a sequence's clipped log-ratios is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: bounds of a token's log-ratio, each >= 0.
@@ -211,8 +211,9 @@ def aspo(
 
         -sg(w) b / sg(b) A, w = min(1 / b, dual_clip) where A > 0, else min(b, dual_clip); b is the policy ratio r, clipped to at most 1 + epsilon_high where A > 0, else to at least 1 - epsilon_low
 
-    Wang et al. 2025, arXiv:2510.06062. A token beyond the clip has no gradient; a token beyond
-    dual_clip keeps its gradient. The log of the policy ratio r is clamped to [-20, 20].
+    Wang et al. 2025, arXiv:2510.06062. A token whose ratio is beyond its clip bound has no
+    gradient; a token whose weight exceeds dual_clip keeps a gradient. The log of the policy ratio r
+    is clamped to [-20, 20].
 
     Args:
         epsilon_low: distance of the lower ratio bound from 1 where A <= 0, in [0, 1).

@@ -75,7 +75,8 @@ class Teacher:
         return given[0]
 
     def columns(self, batch: PackedBatch) -> Tensor:
-        """Return the stored ids, [T, K]; with the tail "sampled" [T, K + 1].
+        """Return the teacher's stored top-k ids, [T, K]; with the tail "sampled" [T, K + 1], where
+        the last column is for the target.
 
         The option tail="sampled" appends a column: the target's id, or -1 (an unused entry) if the
         teacher's stored top k has the target.
@@ -122,7 +123,8 @@ def teacher(head: Head | None = None, temperature: float = 1.0) -> Teacher:
 
 
 def measure_of(kind: str, beta: float = 0.5) -> Measure:
-    """Return the measure of a divergence that `distillation` names; ValueError for other names."""
+    """Return the `Measure` for a divergence's name, as in `hl.distillation`; raise ValueError for
+    an unknown name."""
     one_of(KINDS, kind=kind)
     if kind not in MIXED:
         return Measure(kind)
@@ -131,7 +133,8 @@ def measure_of(kind: str, beta: float = 0.5) -> Measure:
 
 
 class SharedRows(NamedTuple):
-    """Rows of `teacher_hidden` for the tokens; neighbouring tokens with one row share its logits.
+    """Row of `teacher_hidden` that each token reads; neighbouring tokens that read one row share
+    its logits.
 
     Attributes:
         index: [T] the row that each token reads.
@@ -149,8 +152,8 @@ class SharedRows(NamedTuple):
 
     @classmethod
     def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:
-        """Group neighbouring tokens with an equal row; raise ValueError for a row outside [0,
-        count).
+        """Group neighbouring tokens that read one row of `teacher_hidden`; raise ValueError for a
+        row index outside [0, count).
 
         With static shapes every token is a group of its own, because grouping would read the
         device.
@@ -172,7 +175,8 @@ class SharedRows(NamedTuple):
         """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
         index [n] into the M rows.
 
-        The index is None if each of the n tokens reads a row of its own.
+        The second result, the index into the M rows, is None if each of the n tokens reads a row of
+        its own.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None

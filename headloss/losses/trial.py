@@ -155,7 +155,8 @@ def check_pieces(
     """Compare a term's values on parts of a batch with the term's values on the whole batch.
 
     Raises:
-        ValueError: if the term fails on a part, or the values on a part differ.
+        ValueError: if the term fails on a part of the batch, or its values on a part differ from
+            its values on the whole batch.
     """
     try:
         parts = []
