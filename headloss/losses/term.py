@@ -147,8 +147,7 @@ class Term(_Arithmetic):
         return replace(self, reduction=new, own_reduction=None if new == first else first)
 
     def weighted(self, field: str) -> Term:
-        """Multiply the loss by a batch field (per token or segment), with an unchanged
-        denominator."""
+        """Multiply the loss by a batch field per token or segment; the denominator is unchanged."""
         return replace(self, weight_fields=(*self.weight_fields, _field_name(field)))
 
     def where(self, field: str) -> Term:
@@ -286,8 +285,7 @@ class Objective(_Arithmetic):
         return " + ".join(f"{c:g} * {term!r}" for c, term in self.parts)
 
     def named(self) -> Iterator[tuple[str, float, Term]]:
-        """Yield (key, coefficient, term) per term; the second term named "kl" has the key
-        "kl_2"."""
+        """Yield (key, coefficient, term); the second term named "kl" has the key "kl_2"."""
         seen: dict[str, int] = {}
         for coefficient, term in self.parts:
             seen[term.name] = number = seen.get(term.name, 0) + 1
