@@ -408,8 +408,8 @@ def test_options_in_a_compiled_graph():
 
     def step(x: Tensor, options: hl.Options, temperature: float = 1.0) -> Tensor:
         head = hl.Head(weight, temperature=temperature)
-        found = hl.head_stats(x, head, batch, options, ("logp", "entropy"))
-        return foreign(*found, advantages)
+        logp, lse, entropy = hl.head_stats(x, head, batch, options, ("logp", "entropy"))
+        return foreign(logp, lse, entropy, advantages)
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)

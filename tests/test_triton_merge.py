@@ -14,6 +14,7 @@ from headloss.kernels import reference
 from headloss.kernels import triton as triton_backend
 from headloss.kernels.interface import Forward, partials_of
 from headloss.kernels.transform import Transform
+from headloss.kernels.triton.versions import INTERPRETED, version
 from headloss.statistics.softmax import STATISTICS, SoftmaxState, finish, merge
 
 SOME = [NEEDS, frozenset({"logp", "entropy"}), frozenset({"lse"}), frozenset({"top1", "logp"})]
@@ -147,4 +148,7 @@ def test_small_rests_and_far_logits_keep_their_digits():
     given[1, 0] = below
     found = triton_backend.finish(given, frozenset({"lse"}), 5)
     exact = below.double().exp().log1p()
-    torch.testing.assert_close(found.normalizer.log_sum.double(), exact, rtol=6e-7, atol=0)
+    # Before Triton 3.9 the interpreter's fma rounds twice, unlike a GPU's.
+    rounds_twice = INTERPRETED.value and version() in ("3.6", "3.7", "3.8")
+    rtol = 4e-6 if rounds_twice else 6e-7
+    torch.testing.assert_close(found.normalizer.log_sum.double(), exact, rtol=rtol, atol=0)
