@@ -166,7 +166,7 @@ def draft_weights(
     DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
     weighs a token by the expected number of accepted tokens from that token on, computed from
     log-probs without a gradient. Each block of drafted tokens is a segment; unscored tokens of a
-    block count as accepted. The denominator of the reduction stays the number of tokens.
+    block count as accepted. `hl.draft_weights` leaves the denominator of the reduction unchanged.
 
     Args:
         weights: "decay" or "d_pace".

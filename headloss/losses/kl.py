@@ -101,8 +101,8 @@ def kl(
         estimator: "k1", "k2", "k3" or "abs". As the whole loss, k1 has an expected gradient of 0
             unless bias_corrected or straight_through is set. GRPO adds k3 to its loss.
         bias_corrected: multiply the estimate by the unclipped ratio of new to old policy. With
-            old_logps=CURRENT the policy ratio is 1, and its gradient is the score-function gradient
-            of the sampling.
+            old_logps=CURRENT the policy ratio is 1, and the gradient of the policy ratio is the
+            score-function (REINFORCE) gradient.
         importance_sampling_level: level (token or sequence) of the policy ratio by which
             bias_corrected multiplies; see `importance`.
         straight_through: take the value of the chosen estimate, but the gradient of the estimate
@@ -114,7 +114,7 @@ def kl(
         clamp: bound of a token's absolute loss, > 0; a token beyond the bound has no gradient
             unless straight_through is set.
         zero_above: bound, > 0, of the estimate of a token to which the reference gives the higher
-            log-prob; a token above the bound counts 0.
+            log-prob; a token above the bound has loss 0.
         ratio_max: upper bound of r when bias_corrected, > 0.
 
     Inputs: ref_logps; with bias_corrected also old_logps. Default reduction: token_mean. Metrics:

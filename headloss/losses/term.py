@@ -331,7 +331,7 @@ def term(  # pyright: ignore[reportInconsistentOverload]
         observe: g(stats, batch, **options) to a dict of `metrics.Observed`, reported as "name/...".
         name: defaults to the name of f.
         segments_per_unit: consecutive segments that may not be separated, e.g. 2 for pairs.
-        slopes: h(batch, **options) to the gradient in closed form, a tuple of `softmax.Slope`.
+        slopes: h(batch, **options) returns the gradient in closed form, a tuple of `softmax.Slope`.
         teacher: result of `hl.teacher`; f can then read `stats.divergence(kind, beta=0.5)`,
             `stats.acceptance` and `stats.log_acceptance`, [T] each.
 

@@ -74,7 +74,7 @@ def tiny(recipe: Recipe) -> LlamaForCausalLM:
 def _saved(model: Any) -> Any:
     """Save the model to a temporary folder, from where TRL loads the reference; return the model.
 
-    The folder is removed when the process ends.
+    The temporary folder is removed when the process ends.
     """
     folder = tempfile.mkdtemp(prefix="headloss-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -97,7 +97,8 @@ class _Run:
         measured = {"loss": self._loss, "grad_norm": norm}
         scaler = self.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
-            # The scaler skips a step with a gradient that is not finite, and lowers its scale.
+            # The float16 loss scaler skips a step with a gradient that is not finite, and lowers
+            # its scale.
             del measured["grad_norm"]
         self._loss = 0.0
         self._stop_unless_finite(measured, self.state.global_step + 1)
