@@ -33,7 +33,7 @@ def install() -> None:
     """Replace AgileRL's log-prob functions in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: AgileRL lacks a replaced function, or the function accepts other arguments.
+        RuntimeError: AgileRL lacks a replaced function, or the function has unexpected arguments.
     """
     SEAMS.install()
 
@@ -128,7 +128,7 @@ def log_probs_of_layer(
     In a call with a gradient, all rows use the actor's adapter, the first in AgileRL's routing.
     """
     routing, rows = part("agilerl", "agilerl.lora.fused", "ROUTING_STATE").get(layer), len(hidden)
-    if routing is None:  # AgileRL assigns adapters to no rows: use PEFT's active adapters.
+    if routing is None:  # If AgileRL has not assigned adapters to rows, use PEFT's active adapters.
         names = () if layer.disable_adapters or layer.merged else tuple(layer.active_adapters)
         runs = [(names, rows)]
     elif with_gradient:

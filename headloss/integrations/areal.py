@@ -34,7 +34,7 @@ def gather_logprobs_entropy(
 
 def check() -> str:
     """Return "the signature of gather_logprobs_entropy", AReaL's function; RuntimeError if the
-    function accepts other arguments than headloss's replacement."""
+    function has unexpected arguments than headloss's replacement."""
     name = "gather_logprobs_entropy"
     theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
     require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")

@@ -62,7 +62,7 @@ class HeadlossPlugin(BasePlugin):
         model.
 
         Raises:
-            RuntimeError: Axolotl's plugins accept other arguments; also as from `apply`.
+            RuntimeError: Axolotl's plugins have unexpected arguments; also as from `apply`.
             ValueError, TypeError: as from `headloss.integrations.transformers.apply`.
         """
         if not cfg.headloss:
@@ -75,7 +75,7 @@ class HeadlossPlugin(BasePlugin):
 def check() -> str:
     """Return a text that says what was checked, with the line that Axolotl before 0.21 needs.
 
-    RuntimeError if Axolotl's plugins accept other arguments.
+    RuntimeError if Axolotl's plugins have unexpected arguments.
     """
     for name in ("get_input_args", "post_model_load"):
         theirs = part("axolotl", "axolotl.integrations.base:BasePlugin", name)

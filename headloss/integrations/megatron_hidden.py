@@ -38,7 +38,7 @@ MODULE = "megatron.core.models.common.language_module.language_module:LanguageMo
 def check() -> str:
     """Return a description of the checked functions of Megatron.
 
-    RuntimeError if Megatron's output layer or loss accepts other arguments.
+    RuntimeError if Megatron's output layer or loss has unexpected arguments.
     """
     layer, model = part(PACKAGE, LAYER), part(PACKAGE, MODULE)
     names = ("input_", "weight", "runtime_gather_output")
@@ -63,7 +63,7 @@ def hand_on(model: Any, options: Options | None = None) -> Door | None:
         layer, as on every pipeline stage but the last.
 
     Raises:
-        RuntimeError: Megatron-Core's output layer or loss accepts other arguments.
+        RuntimeError: Megatron-Core's output layer or loss has unexpected arguments.
         ValueError: the model's output layer already returns hidden states.
     """
     announce(PACKAGE, check())

@@ -52,7 +52,7 @@ def install(options: Options | None = None) -> None:
             `sequence_parallel` and `main_grad`.
 
     Raises:
-        RuntimeError: Megatron-Core lacks the function, or the function accepts other arguments.
+        RuntimeError: Megatron-Core lacks the function, or the function has unexpected arguments.
     """
     if not INSTALLED:
         seams = _seams(options or Options())
@@ -254,7 +254,7 @@ def _run(
             return None
         return values.unflatten(0, (ranks, blocks, -1)).transpose(0, 1).flatten(1, 2)
 
-    out = replace(found)  # Copy `found`, to replace log-probs and entropies.
+    out = replace(found)  # `found` stays unchanged.
     vars(out).update(logps=by_block(found.logps), entropies=by_block(found.entropies))
     if options.metrics:
         _log(depths, out, names)

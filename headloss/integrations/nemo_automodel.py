@@ -100,7 +100,7 @@ class HeadLossCrossEntropy(LinearCrossEntropy):
 def check() -> str:
     """Return a text that says which NeMo Automodel code was checked.
 
-    RuntimeError if Automodel's own losses accept other arguments.
+    RuntimeError if Automodel's own losses have unexpected arguments.
     """
     theirs = part(PACKAGE, f"{HOME}.linear_ce", "FusedLinearCrossEntropy").forward
     seam = "FusedLinearCrossEntropy.forward"

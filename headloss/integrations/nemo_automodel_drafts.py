@@ -36,7 +36,7 @@ def install() -> None:
     """Replace Automodel's losses of drafts by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a replaced class or function is missing, or accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or has unexpected arguments.
     """
     SEAMS.install()
 

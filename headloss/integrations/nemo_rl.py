@@ -30,7 +30,7 @@ def install() -> None:
     """Replace NeMo-RL's log-prob function by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: NeMo-RL lacks the function, or the function accepts other arguments.
+        RuntimeError: NeMo-RL lacks the function, or the function has unexpected arguments.
     """
     SEAMS.install()
 

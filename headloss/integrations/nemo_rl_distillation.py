@@ -42,7 +42,7 @@ def install() -> None:
     over the whole vocabulary if NeMo-RL has `opd_full`.
 
     Raises:
-        RuntimeError: a replaced function is missing, or accepts other arguments.
+        RuntimeError: a replaced function is missing, or has unexpected arguments.
     """
     if not INSTALLED:
         seams = _seams()

@@ -32,7 +32,7 @@ def install() -> None:
     """Replace `Actor.forward` in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: OpenRLHF lacks the method, or the method accepts other arguments.
+        RuntimeError: OpenRLHF lacks the method, or the method has unexpected arguments.
     """
     SEAMS.install()
 

@@ -32,7 +32,7 @@ def install() -> None:
     """Replace the forwards of prime-rl's output layers in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: prime-rl lacks a replaced forward, or the forward accepts other arguments.
+        RuntimeError: prime-rl lacks a replaced forward, or the forward has unexpected arguments.
     """
     SEAMS.install()
 

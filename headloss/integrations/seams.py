@@ -311,7 +311,7 @@ class Seams:
     def check(self) -> str:
         """Return a description of the framework's functions whose signatures were checked.
 
-        RuntimeError if an attribute is missing, or accepts other arguments.
+        RuntimeError if an attribute is missing, or has unexpected arguments.
         """
         self._fitted()
         names = dict.fromkeys(name for _, name in self.ours)

@@ -62,7 +62,7 @@ def install() -> None:
 
     Raises:
         RuntimeError: neither slime nor miles is imported in this process, or a replaced function
-            accepts other arguments.
+            has unexpected arguments.
     """
     if INSTALLED:
         return

@@ -42,7 +42,7 @@ def install(ploss_decay: float = 0.8) -> None:
             from `ploss_decay`, the backward pass raises RuntimeError.
 
     Raises:
-        RuntimeError: a replaced class or function is missing, or accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or has unexpected arguments.
     """
     SEAMS.install()
     DECAY.set(ploss_decay)

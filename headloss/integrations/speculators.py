@@ -47,7 +47,7 @@ def install() -> None:
     """Replace speculators' losses by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: a replaced class or function is missing, or accepts other arguments.
+        RuntimeError: a replaced class or function is missing, or has unexpected arguments.
     """
     SEAMS.install()
 
@@ -278,9 +278,9 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    `compute_metrics` is passed logits of two columns. The verifier's larger logit is always in the
-    first column; the draft's larger logit is in the first column only in rows where draft and
-    verifier agree on the likeliest token.
+    In place of logits, `compute_metrics` gets a placeholder tensor with two columns. The verifier's
+    larger logit is always in the first column; the draft's larger logit is in the first column only
+    in rows where draft and verifier agree on the likeliest token.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -63,7 +63,7 @@ class HeadLossWrapper(ChunkedLossWrapper):
         metrics: headloss's metrics of the last call; None before the first call.
 
     Raises:
-        RuntimeError: torchtitan's own wrapper accepts other arguments.
+        RuntimeError: torchtitan's own wrapper has unexpected arguments.
         TypeError: the class of `lm_head` is unknown.
         ValueError: an unsupported setting: a `loss_fn` other than `CrossEntropyLoss` and `MTPLoss`
             without an objective, several predictions with an objective, segments under context
@@ -328,7 +328,7 @@ def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
 def check() -> str:
     """Return a text that says which torchtitan code was checked.
 
-    RuntimeError if torchtitan's wrapper accepts other arguments.
+    RuntimeError if torchtitan's wrapper has unexpected arguments.
     """
     theirs, ours = ChunkedLossWrapper, HeadLossWrapper
     seam = "ChunkedLossWrapper.__call__"

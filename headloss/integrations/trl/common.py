@@ -76,7 +76,7 @@ def record(
 
     Args:
         parts: number of micro-batches in a step.
-        ranks: number of ranks whose shares of a term add up to its value.
+        ranks: number of ranks whose values of a term add up to the term's value.
         further: returns metrics in addition to the metrics of the `Request`.
     """
     assert request.result is not None, "there has been no forward"

@@ -39,7 +39,7 @@ def install() -> None:
     their results compared with headloss's formula.
 
     Raises:
-        RuntimeError: a TRL function is missing, accepts other arguments or returns other numbers
+        RuntimeError: a TRL function is missing, has unexpected arguments or returns other numbers
             than headloss's formula.
     """
     if _replaced:

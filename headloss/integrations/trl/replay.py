@@ -74,7 +74,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # True: log-probs exist, but differ.
+    replayed: bool = False  # True if log-probs exist, but differ from the sampler's.
 
 
 def wanted(trainer: Any) -> bool:
@@ -121,7 +121,8 @@ def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
 
 
 def _announce(trainer: Any) -> None:
-    """Log once per trainer that log-probs differ from TRL's, and the option that restores TRL's."""
+    """Log once per trainer that log-probs differ from TRL's, and the option that restores TRL's
+    log-probs."""
     if "sampling_support" not in trainer.warned_of:
         trainer.warned_of.add("sampling_support")
         LOG.warning(

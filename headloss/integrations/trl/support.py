@@ -1,10 +1,10 @@
 """The ids that a sampler kept for each token, passed from generation to the batch of the loss.
 
-B rows, C completion columns, K the most ids of a token, P pairs of a token and an id. In TRL's
-batch the ids that the sampler kept are a list with one entry per row, so TRL shuffles and splits
-the list with the rows. The entry of a row is two int32 tensors: the ids that the sampler kept for
-all of the row's tokens [P], and the number of kept ids of each token [C]. For a token without kept
-ids, log-probs are over the whole vocabulary.
+B rows, C completion columns, K the largest number of ids kept for a token, P (token, id) pairs of
+all tokens. In TRL's batch the ids that the sampler kept are a list with one entry per row, so TRL
+shuffles and splits the list with the rows. The entry of a row is two int32 tensors: the ids that
+the sampler kept for all of the row's tokens [P], and the number of kept ids of each token [C]. For
+a token without kept ids, log-probs are over the whole vocabulary.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def install() -> None:
     `uninstall()`. Models whose `impl_backend` is not headloss keep verl's code.
 
     Raises:
-        RuntimeError: a replaced function of verl is missing, or accepts other arguments.
+        RuntimeError: a replaced function of verl is missing, or has unexpected arguments.
     """
     from . import seams
 

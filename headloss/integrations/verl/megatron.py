@@ -22,7 +22,7 @@ from ..shared import refuse
 from .asked import DIVERGENCE, asks
 from .teacher import distillation_of
 
-DOOR = "_headloss_door"  # Attribute of an engine whose models return hidden states.
+DOOR = "_headloss_door"  # Name of an attribute of engines whose models return hidden states.
 
 
 def enable_fused_kernels(self: Any) -> None:

@@ -1,7 +1,7 @@
 """Scored positions of a micro-batch on this rank, and the ids that the sampler kept for each token.
 
 B sequences of at most R response tokens, N flattened positions of this rank, T of them scored, P
-pairs of a token and an id.
+(token, id) pairs of all tokens.
 """
 
 # pyright: reportMissingImports=false
