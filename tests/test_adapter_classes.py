@@ -206,7 +206,7 @@ def test_a_broken_seam_of_a_class(framework, how, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("framework", ["automodel", "torchtitan", "axolotl"])
-def test_a_class_that_is_gone(framework, monkeypatch) -> None:
+def test_a_missing_class_of_a_framework_is_named(framework, monkeypatch) -> None:
     _, package, adapter = FAKES[framework](monkeypatch)
     at, name = {
         "automodel": ("nemo_automodel.components.loss.linear_ce_base", "LinearCrossEntropy"),

@@ -155,7 +155,7 @@ def test_an_argument_that_moved_reaches_its_name() -> None:
             check_signature(theirs, ours, "f")
 
 
-def test_a_seam_of_several_is_installed_with_all_or_not_at_all(monkeypatch) -> None:
+def test_functions_are_replaced_all_or_none(monkeypatch) -> None:
     first, second = (lambda a: a), (lambda a, b: a)
     place(monkeypatch, "a_framework.part", "first", first)
     place(monkeypatch, "a_framework.part", "second", second)

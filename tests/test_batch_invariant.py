@@ -145,7 +145,7 @@ FLOAT = torch.float32
 
 @pytest.mark.parametrize("dtypes", [(SIXTEEN, SIXTEEN), (FLOAT, FLOAT), (FLOAT, SIXTEEN)])
 @pytest.mark.parametrize("columns", [150, 9])  # sizes of a vocabulary and of a LoRA rank
-def test_a_row_of_a_product_is_its_own(
+def test_a_products_row_is_bitwise_independent_of_other_rows(
     dtypes: tuple[torch.dtype, torch.dtype], columns: int
 ) -> None:
     x = torch.randn(140, 77, device=DEVICE).to(dtypes[0])
@@ -237,7 +237,7 @@ def test_coefficients_of_any_size_leave_float16_its_digits(size: float) -> None:
     assert error(leaf.grad, want) <= 3 * error(want.half(), want) + 1e-6
 
 
-def test_refused_where_it_cannot_be_kept() -> None:
+def test_batch_invariance_is_refused_on_a_cpu() -> None:
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     batch, options = hl.Batch(torch.arange(3)), hl.Options(batch_invariant=True)
     with pytest.raises(ValueError, match="batch_invariant: got True for torch.float32 on cpu"):

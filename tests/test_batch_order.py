@@ -26,14 +26,14 @@ def made() -> hl.Batch:
     return hl.Batch(torch.tensor([3, -100, 2, -100, 1, 0]))
 
 
-def test_other_targets_are_seen():
+def test_replaced_targets_change_the_loss():
     batch, other = made(), torch.tensor([3, 1, 2, 5, 1, -100])
     before = loss(batch)
     batch.targets = other
     assert loss(batch) == loss(hl.Batch(other)) != before
 
 
-def test_other_segments_are_seen():
+def test_replaced_segments_change_the_loss():
     batch = made()
     objective = hl.cross_entropy().over("sequence_mean")
     before = loss(batch, objective)
@@ -101,7 +101,7 @@ def test_with_fields_shares_the_order_and_not_the_fields():
     [copy.copy, copy.deepcopy, lambda b: pickle.loads(pickle.dumps(b)), lambda b: b.to("cpu")],
     ids=["copy", "deepcopy", "pickle", "to"],
 )
-def test_copies_find_their_order_anew(copied):
+def test_copies_of_a_batch_compute_their_own_order(copied):
     batch = made()
     before = loss(batch)
     other = copied(batch)

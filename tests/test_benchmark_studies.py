@@ -135,7 +135,7 @@ def test_tolerance_draws_curves(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_invariance_keeps_its_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invariant_rows_never_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "invariance.json"
     script = Path(measure.__file__).parent / "studies" / "invariance.py"
     command = [sys.executable, str(script), "--quick", "--output", str(output)]

@@ -418,7 +418,7 @@ def test_rows_of_an_earlier_commit_are_marked() -> None:
     assert "Rows marked" not in report.tables({"runs": runs, "rows": rows[:1] + rows[2:3]})
 
 
-def test_who_is_ahead() -> None:
+def test_rows_where_a_peer_is_faster_are_listed() -> None:
     def row(contestant: str, ms: float, working: int, accumulator: int = 0) -> dict:
         found = {"case": "a", "row": "a", "group": "table", "contestant": contestant, "work": "ce"}
         found |= {"width": 1024, "vocabulary": 1024, "dtype": "bfloat16", "run": 0, "ms": ms}

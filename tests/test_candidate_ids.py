@@ -39,7 +39,7 @@ def test_an_id_beyond_the_vocabulary_is_an_error() -> None:
         (torch.zeros(3, 2), TypeError, "candidate_ids: got torch.float32, want integers"),
     ],
 )
-def test_what_ids_must_be(ids: torch.Tensor, error: type[Exception], text: str) -> None:
+def test_malformed_ids_are_refused(ids: torch.Tensor, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         loss(ids)
 
@@ -146,7 +146,7 @@ def refuse(ids: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"got {ids.shape}, want other batch.candidate_ids")
 
 
-def test_what_terms_read_is_known() -> None:
+def test_check_term_reports_the_candidate_statistics_read() -> None:
     report = hl.check_term(everything(), outcome_scores=torch.randn(28, 5).double())
     assert report.statistics == tuple(
         sorted(["candidate_logps", "candidate_tail", "logp", "peak", "sum_p_squared"])

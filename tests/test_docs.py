@@ -61,7 +61,7 @@ def test_code_prints_what_it_says(page: str, capsys: pytest.CaptureFixture[str])
         assert capsys.readouterr().out.splitlines() == EXPECTED.findall(block)
 
 
-def test_code_of_ranks_says_what_it_says(tmp_path: Path) -> None:
+def test_code_for_two_ranks_prints_the_pages_output(tmp_path: Path) -> None:
     code = "\n".join(BLOCK.findall((ROOT / RANKS).read_text()))
     path = tmp_path / "script.py"
     path.write_text(f"{code}\ndistributed.destroy_process_group()\n")
@@ -161,7 +161,7 @@ def test_readme_can_be_pasted() -> None:
 
 
 @pytest.mark.parametrize(("line", "agrees"), [("print(1 + 1)  # 2", 0), ("print(1)  # 2", 1)])
-def test_pasting_sees_what_is_printed(
+def test_pasting_compares_printed_with_stated_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, agrees: int
 ) -> None:
     page = tmp_path / "page.md"
@@ -239,7 +239,7 @@ def test_steps_with_further_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert f"| {same['model']} | SFT | - | - | - | 54272 | - | - |" in after[1]
 
 
-def test_part_without_a_place() -> None:
+def test_a_generated_part_without_a_marker_is_refused() -> None:
     with pytest.raises(ValueError, match=r"README.md: has no place <!-- logits -->"):
         readme.fill("nothing")
     with pytest.raises(ValueError, match=r"a page: has no place <!-- claim -->"):
@@ -287,5 +287,5 @@ def test_verbs_say_what_they_return_and_raise_with_an_example(verb) -> None:
 @pytest.mark.parametrize(
     "made", [hl.Head, hl.Batch, hl.Totals, hl.Options, hl.Metrics, hl.clear_cache, hl.term]
 )
-def test_what_is_made_has_an_example(made) -> None:
+def test_public_classes_have_an_example(made) -> None:
     assert made.__doc__ and ">>> " in made.__doc__

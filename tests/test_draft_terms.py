@@ -357,7 +357,7 @@ def test_a_small_total_variation_keeps_its_digits(acts, step):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_nothing_from_oneself(backend):
+def test_a_draft_equal_to_its_verifier_has_no_divergence(backend):
     """For bitwise equal distributions, divergences and their gradients are 0 and the acceptance a
     is 1."""
     s = Setting(torch.float32)
@@ -570,7 +570,7 @@ def test_columns_beside_are_refused():
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("softcap", [None, 5.0])
-def test_the_likeliest_alone(backend, softcap, monkeypatch):
+def test_head_topk_of_one_takes_one_product(backend, softcap, monkeypatch):
     """`head_topk` with k = 1 runs one logit matmul, and returns the first of equal largest logits,
     also with a negative logit scale."""
     monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)

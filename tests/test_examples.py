@@ -46,7 +46,7 @@ def test_gspo_packed_lowers_its_loss(capsys: pytest.CaptureFixture[str]) -> None
     assert any(line.startswith("schedule   one_pass") for line in lines)
 
 
-def test_own_term_is_what_it_is_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_term_equals_the_loss_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     last = run_example("own_term", capsys)[-1]
     ours, by_hand, apart = map(float, re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", last))
     assert ours == pytest.approx(by_hand, abs=2e-5)

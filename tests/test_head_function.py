@@ -221,7 +221,7 @@ def test_upstream_and_main_grad(separable):
     assert weight.grad is None
 
 
-def test_what_is_refused():
+def test_unsupported_loss_functions_are_refused_by_name():
     hidden, weight, targets = problem()
     x, head, batch = hidden.requires_grad_(), hl.Head(weight), hl.Batch(targets)
     loss = losses()["token"]

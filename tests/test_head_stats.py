@@ -218,7 +218,7 @@ def test_the_number_of_products(monkeypatch, schedule, logits):
 # ---------------------------------------------------------------------- gradients
 
 
-def test_what_carries_none_is_detached():
+def test_statistics_outside_gradients_are_detached():
     hidden, weight, targets, _ = problem()
     head = hl.Head(weight.requires_grad_())
     found = hl.head_stats(hidden.requires_grad_(), head, targets, None, ("entropy",))
@@ -349,7 +349,7 @@ def test_a_batch_shares_its_packing():
         assert torch.equal(got, want)
 
 
-def test_it_unpacks_to_three():
+def test_head_stats_unpack_to_three_tensors():
     hidden, weight, targets, _ = problem()
     found = hl.head_stats(hidden, hl.Head(weight), targets)
     logp, lse, entropy = found

@@ -78,7 +78,7 @@ def test_a_loss_of_candidates(name: str, dtype: torch.dtype) -> None:
         assert error(head.weight.grad, w.grad) <= tolerance
 
 
-def test_what_carries_a_gradient() -> None:
+def test_only_named_candidate_statistics_carry_a_gradient() -> None:
     hidden, weight, batch = problem(torch.float64)
     hidden.requires_grad_()
     found = hl.head_stats(hidden, hl.Head(weight), batch)

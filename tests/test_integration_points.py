@@ -265,12 +265,13 @@ def test_without_a_gradient(mode):
         top = hl.head_topk(hidden, hl.Head(weight), 2)
         given = hl.logits_loss(hidden @ weight.T, batch, OBJECTIVE)
     assert out.plan.schedule == given.plan.schedule == "statistics"
-    assert not (out.loss.requires_grad or given.loss.requires_grad or found.logp.requires_grad)
+    assert not any(value.requires_grad for value in (out.loss, given.loss, *found))
     torch.testing.assert_close(out.loss, want.loss.detach())
     torch.testing.assert_close(given.loss, want.loss.detach())
     torch.testing.assert_close(found.logp, want.logps)
     assert top.ids.shape == (T, 2)
     assert out.metrics.compute() == pytest.approx(want.metrics.compute())
+    assert given.metrics.compute() == pytest.approx(want.metrics.compute())
 
 
 def test_everything_made_in_inference_mode():

@@ -46,7 +46,7 @@ def test_results_that_will_not_change(dtype: torch.dtype) -> None:
     assert hidden.grad is not None and not hidden.grad[:, 1].any() and hidden.grad[:, 0].all()
 
 
-def test_import_loads_nothing_but_itself() -> None:
+def test_import_loads_torch_and_headloss_alone() -> None:
     code = (
         "import json, sys, torch; before = set(sys.modules); import headloss; "
         "print(json.dumps([sorted(set(sys.modules) - before), torch.cuda.is_initialized()]))"

@@ -91,7 +91,7 @@ def case(name: str) -> tuple[Tensor, Tensor, hl.Batch]:
     [("recompute", "reference"), ("chunks", "reference"), ("recompute", "triton")],
 )
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_what_is_left_of_a_likely_token(rounded_anew, name, schedule, backend):
+def test_the_gradient_of_a_likely_token_is_within_budget(rounded_anew, name, schedule, backend):
     hidden, weight, batch = case(name)
     options = replace(SCHEDULES[schedule], backend=backend)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()

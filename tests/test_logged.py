@@ -66,7 +66,7 @@ def test_a_call_adds_one_vector_and_reads_nothing() -> None:
     assert reads.names.count("_local_scalar_dense") == 0  # tolist() of one vector is not counted
 
 
-def test_what_nothing_was_measured_on_is_left_out() -> None:
+def test_metrics_without_a_measurement_are_not_logged() -> None:
     logged = Logged()
     logged.add({}, {"a": hl.Mean(torch.zeros(()), torch.zeros(())), "b": hl.Max(torch.tensor(2.0))})
     logged.add({}, {"b": hl.Max(torch.tensor(1.0)), "c": hl.Min(torch.tensor(3.0))})

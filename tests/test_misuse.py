@@ -86,7 +86,7 @@ WRONG_DOORS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("match", WRONG_DOORS)
-def test_an_error_names_the_right_door(match: str) -> None:
+def test_an_error_names_the_right_function(match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         WRONG_DOORS[match]()
 
@@ -193,7 +193,7 @@ def test_what_is_no_term_is_refused_where_it_is_written() -> None:
     hl.term(lambda *both: both[0].logp)
 
 
-def test_who_misses_a_field_names_itself() -> None:
+def test_a_mask_function_names_itself_and_the_missing_field() -> None:
     for make in (hl.second_moment_mask, lambda data: hl.rejection_mask(data, "ratio", max=2.0)):
         name = "second_moment_mask" if make is hl.second_moment_mask else "rejection_mask"
         with pytest.raises(ValueError, match=f"{name}: reads batch.old_logps, which was not given"):
@@ -212,7 +212,7 @@ def test_who_misses_a_field_names_itself() -> None:
         (lambda: hl.clip_cov(low="x"), "clip_cov: low: got 'x'"),
     ],
 )
-def test_any_number_is_wanted_once(make: Any, text: str) -> None:
+def test_errors_about_numbers_ask_for_a_number_once(make: Any, text: str) -> None:
     with pytest.raises(TypeError, match=f"^{text}, want a (finite )?number$"):
         make()
 
@@ -345,7 +345,7 @@ def test_an_unscored_token_may_be_in_no_segment() -> None:
 # ---------------------------------------------------------------------- distance to a clip
 
 
-def test_what_can_only_be_meant_as_the_cap_of_cispo() -> None:
+def test_trls_cap_as_cispos_epsilon_high_warns() -> None:
     with pytest.warns(UserWarning, match=r"epsilon_high: got 1.28, .* TRL's 1.28 is 0.28 here"):
         hl.cispo(epsilon_high=1.28)
     with warnings.catch_warnings():
@@ -354,7 +354,7 @@ def test_what_can_only_be_meant_as_the_cap_of_cispo() -> None:
             hl.cispo(epsilon_high=distance)
 
 
-def test_what_can_only_be_meant_as_a_distance_under_trl(tmp_path) -> None:
+def test_a_distance_as_trls_epsilon_high_is_refused(tmp_path) -> None:
     pytest.importorskip("trl")
     from headloss import rl
 

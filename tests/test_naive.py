@@ -146,5 +146,5 @@ def test_merging_keeps_large_logits() -> None:
     torch.testing.assert_close(stats.logp, log_p[torch.arange(5), targets], rtol=1e-9, atol=1e-9)
 
 
-def test_it_is_short() -> None:
+def test_naive_has_at_most_150_lines() -> None:
     assert len(Path(naive.__file__).read_text().splitlines()) <= 150

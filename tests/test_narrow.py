@@ -123,7 +123,7 @@ def first_candidate(stats, batch):
     return -stats.candidate_logps[:, 0]
 
 
-def test_what_it_cannot_serve():
+def test_narrow_with_supports_or_candidates_is_refused():
     hidden, head, batch = problem(torch.float64)
     ids = batch.targets.clamp(min=0)[:, None]
     for field, term in (("support_ids", hl.cross_entropy()), ("candidate_ids", first_candidate())):

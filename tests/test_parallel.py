@@ -45,7 +45,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         ("cpu:nccl,cuda:nccl", "cuda:1"),
     ],
 )
-def test_what_the_host_knows_waits_for_no_gpu_if_it_can(monkeypatch, backends, device):
+def test_host_values_are_exchanged_on_the_cpu_if_the_group_can(monkeypatch, backends, device):
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert collectives.device_of(None) == torch.device(device)

@@ -241,7 +241,7 @@ def test_the_choice(changes, options, schedule):
         ({"given": True}, "held", "the logits are given"),
     ],
 )
-def test_what_cannot_be_served(changes, schedule, match):
+def test_an_explicit_schedule_that_cannot_serve_is_refused(changes, schedule, match):
     with pytest.raises(ValueError, match=f'schedule: got "{schedule}", but .*{match}'):
         planned(changes, schedule=schedule)
 

@@ -234,7 +234,7 @@ def test_scope_follows_the_level(name: str, level: str) -> None:
     assert (term.scope, term.per) == LEVELS[level]
 
 
-def test_scopes_of_the_others() -> None:
+def test_every_term_has_its_scope_and_denominator() -> None:
     found = {n: (t().scope, t().per) for n, t in ((f.__name__, f) for f in TERMS)}
     segment = {"gspo", "luspo", "gmpo", "dpo", "ipo", "simpo", "cpo", "orpo", "kto", "a2po"}
     for name, (scope, per) in found.items():

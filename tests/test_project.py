@@ -145,7 +145,7 @@ def test_arrows() -> None:
         ("engine.loop", "from ..naive import one_pass", ["engine.loop -> naive"]),
     ],
 )
-def test_arrows_are_seen(name: str, source: str, broken: list[str]) -> None:
+def test_imports_against_the_layers_are_reported(name: str, source: str, broken: list[str]) -> None:
     found = broken_arrows(name, source)
     assert [arrow.replace("headloss.", "") for arrow in found] == broken
 

@@ -220,7 +220,7 @@ def test_as_many_segments_as_positions() -> None:
     torch.testing.assert_close(out.loss, -logps.mean() / 2)
 
 
-def test_what_a_mean_over_prompts_lacks() -> None:
+def test_a_mean_over_prompts_without_prompts_is_refused() -> None:
     step, objective = Step(), hl.dapo().over("prompt_mean")
     with pytest.raises(
         ValueError, match="term dapo: is averaged over batch.prompts, which was not"

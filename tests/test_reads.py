@@ -74,7 +74,7 @@ def test_a_users_term_is_traced_once(traced: list[str]) -> None:
     ],
     ids=["dtype", "options", "weighted", "metrics"],
 )
-def test_what_an_entry_depends_on(traced: list[str], other: dict) -> None:
+def test_a_changed_input_kind_is_traced_anew(traced: list[str], other: dict) -> None:
     call(), call(**other), call(), call(**other)
     assert len(traced) == 2
 
@@ -106,7 +106,7 @@ def test_the_table_is_bounded(traced: list[str], monkeypatch: pytest.MonkeyPatch
     assert len(traced) == 5 and len(reads._TABLE) == 3
 
 
-def test_what_is_wrong_is_not_kept() -> None:
+def test_a_failed_trace_is_not_cached() -> None:
     hl.clear_cache()
     for _ in range(2):
         with pytest.raises(ValueError, match="old_logps"):
@@ -141,7 +141,7 @@ def test_an_option_without_a_hash_is_served() -> None:
     assert call(objective=lambda: mine(names={"a", "b"})) == 2 * call()
 
 
-def test_threads_share_it(traced: list[str]) -> None:
+def test_threads_share_one_trace(traced: list[str]) -> None:
     want, found = call(tokens=6), []
     threads = [threading.Thread(target=lambda: found.append(call(tokens=6))) for _ in range(8)]
     for thread in threads:

@@ -85,7 +85,7 @@ def test_sets_and_log_probs_are_those_of_the_scores(name: str) -> None:
         assert (drawn.support_ids == -1).all() and drawn.support_ids.shape[2] == 1
 
 
-def test_greedy_keeps_one() -> None:
+def test_greedy_decoding_records_one_id_per_token() -> None:
     model = load(llama())
     with record_support(model) as drawn:
         output = generate(model, do_sample=False)
@@ -94,7 +94,7 @@ def test_greedy_keeps_one() -> None:
     assert not drawn.logps(tokens)[:, 0].any()
 
 
-def test_what_the_model_itself_and_the_call_filter_is_seen() -> None:
+def test_filters_of_the_model_and_of_the_call_are_recorded() -> None:
     model = load(llama())
     model.generation_config.epsilon_cutoff = 0.05
 
@@ -167,7 +167,7 @@ def test_log_probs_are_those_of_the_batch() -> None:
         ({"prompt_lookup_num_tokens": 2}, "assisted_generation .*prompt_lookup=2"),
     ],
 )
-def test_what_draws_no_token_of_a_softmax_is_refused(options: dict[str, Any], match: str) -> None:
+def test_decoding_that_samples_no_softmax_is_refused(options: dict[str, Any], match: str) -> None:
     model = load(llama())
     with record_support(model) as drawn, pytest.raises(ValueError, match=match):
         generate(model, **options)
@@ -235,5 +235,5 @@ def tensors_of(recorder: Any) -> list[Tensor]:
     return [*steps, *recorder._step_logps, recorder._scores]
 
 
-def test_vocabulary_is_what_the_tests_take_it_for() -> None:
+def test_the_tiny_model_has_the_expected_vocabulary() -> None:
     assert load(llama()).config.vocab_size == VOCABULARY

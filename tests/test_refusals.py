@@ -450,7 +450,7 @@ def test_fixed_length(error, value) -> None:
 
 
 @pytest.mark.parametrize("k", [True, 2.0, "2", 0, V + 1])
-def test_how_many_of_the_likeliest(k) -> None:
+def test_head_topk_wants_k_from_1_to_the_vocabulary(k) -> None:
     with pytest.raises((ValueError, TypeError), match="k: got .*, want an integer in 1..9"):
         hl.head_topk(torch.randn(N, H), hl.Head(weight()), k)
 
@@ -488,6 +488,6 @@ OF_ANOTHER_TYPE = {
 
 
 @pytest.mark.parametrize("match", OF_ANOTHER_TYPE)
-def test_what_terms_and_batches_are_made_of(match: str) -> None:
+def test_parts_of_terms_and_batches_of_another_type_are_named(match: str) -> None:
     with pytest.raises((TypeError, ValueError), match=match):
         OF_ANOTHER_TYPE[match]()

@@ -43,7 +43,7 @@ def loss_of(model: Any) -> Tensor:
     return model(input_ids=IDS, labels=LABELS).loss
 
 
-def test_what_holds_works_with_one_warning(another: str) -> None:
+def test_an_untested_release_with_equal_losses_warns_once(another: str) -> None:
     models = [tiny("llama"), tiny("gemma2"), tiny("cohere")]
     want = [loss_of(model) for model in models]
     with warnings.catch_warnings(record=True) as caught:

@@ -56,7 +56,7 @@ def test_quick(tmp_path: Path) -> None:
     assert results["crossing"]["whole_ms"] > 0 and results["crossing"]["points"]
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contestant_with_wrong_results_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = step_cases.make_model(step_cases.QUICK["Qwen2.5-0.5B"], CPU)
     batch = step_cases.make_batch(model, 2, 16, CPU)
     whole = lambda pairs: replay.over_all  # noqa: E731
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["status"] == "failed" and "ms" not in row
 
 
-def test_where_the_whole_softmax_is_level() -> None:
+def test_the_k_with_the_full_softmaxs_time_is_interpolated() -> None:
     points = [{"k": k, "ms": ms} for k, ms in ((8, 1.0), (16, 2.0), (32, 4.0))]
     assert replay.level(points, 3.0) == pytest.approx(16 * 2**0.5)
     assert replay.level(points, 2.0) == pytest.approx(16) and replay.level(points, 5.0) is None

@@ -168,7 +168,7 @@ def test_leave_one_out() -> None:
         (rl.CISPO, {"loss_type": "cispo", "epsilon_high": 1.28}),
     ],
 )
-def test_as_trl_has_it(kind: type, same: dict[str, Any]) -> None:
+def test_trainers_run_as_trls_grpo_trainer(kind: type, same: dict[str, Any]) -> None:
     more = {"num_iterations": 2, "beta": 0.1, "scale_rewards": "batch"}
     theirs = make(trl.GRPOTrainer, config=trl.GRPOConfig, **same, **more)
     assert_same_run(theirs, make(kind, **more))
@@ -317,7 +317,7 @@ def unfindable() -> Any:
     return model
 
 
-def test_where_the_head_cannot_be_found() -> None:
+def test_a_model_without_a_findable_head_trains_on_its_logits() -> None:
     trainer = make(rl.GRPO, model=unfindable(), max_steps=1)
     logs, _ = train(trainer)
     assert math.isfinite(logs[0]["loss"])

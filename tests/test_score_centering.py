@@ -319,7 +319,7 @@ def test_metrics(name: str) -> None:
     assert metrics["score_centering/abs_c"] == pytest.approx(mean(sizes))
 
 
-def test_it_is_checked() -> None:
+def test_check_term_reports_fields_and_gradients() -> None:
     term = hl.score_centering()
     assert (term.scope, term.per, term.reduction.name) == ("token", "token", "token_mean")
     report = hl.check_term(term, candidate_sampling_logps=-torch.rand(28, 4) - 2)

@@ -147,7 +147,7 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_metric_is_the_value(kind: str) -> None:
+def test_the_generalized_divergences_metric_is_its_loss(kind: str) -> None:
     case = problem()
     term = hl.distillation(divergence=kind, tail="generalized")  # type: ignore[arg-type]
     out = hl.head_loss(case.hidden, case.head, case.batch, term)

@@ -120,7 +120,7 @@ def test_compiled(family: str) -> None:
         whole(input_ids=IDS, labels=LABELS)
 
 
-def test_the_rest_is_the_models_own() -> None:
+def test_generation_and_signature_are_the_models_own() -> None:
     model = tiny("llama", use_cache=True)
     own = functools.partial(model.generate, max_new_tokens=5, do_sample=False)
     want, logits = own(IDS), model(input_ids=IDS).logits

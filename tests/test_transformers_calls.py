@@ -248,7 +248,7 @@ def test_ends_tell_more_than_positions() -> None:
         ({"seq_idx": [0]}, "seq_idx: got list, want integers"),
     ],
 )
-def test_what_tells_no_documents_is_refused(told: dict[str, Any], match: str) -> None:
+def test_malformed_document_borders_are_refused(told: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         documents_of(told, torch.zeros(1, 8).long())
 

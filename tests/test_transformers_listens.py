@@ -16,22 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+from model_forwards import CE, DENSE, FORWARDS, OTHERS, Beside, LeavesOut, Llama, forward
 from test_head_models import tiny
 from torch import Tensor, nn
 
 import headloss as hl
 
 transformers = pytest.importorskip("transformers")
-from transformers.models.llama.modeling_llama import LlamaForCausalLM as Llama  # noqa: E402
-
 from headloss.integrations.followed import Followed  # noqa: E402
 from headloss.integrations.transformers import apply, remove  # noqa: E402
 
 IDS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.masked_fill(torch.arange(7) < torch.tensor([[3], [0]]), -100)
-OTHERS = torch.randint(2, 37, (2, 7), generator=torch.Generator().manual_seed(1))
 TERMS = hl.cross_entropy(label_smoothing=0.2) + 0.1 * hl.z_loss()
-CE = nn.functional.cross_entropy
 
 
 def of_class(kind: Any, family: str = "llama") -> Any:
@@ -77,186 +74,8 @@ def assert_same(got: Any, want: Any) -> None:
 # ---------------------------------------------------------------------- A and B: the forward's code
 
 
-class Forward(Llama):
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        hidden = self.model(input_ids=input_ids)[0]
-        loss, logits = self.after(hidden, labels, **kwargs)
-        return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
-
-    def after(self, hidden: Tensor, labels: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-
-def forward(after: Any) -> Any:
-    return type(after.__name__, (Forward,), {"after": after, "__module__": __name__})
-
-
-@forward
-def Beside(self, hidden, labels, **kwargs):
-    """A forward like Florence-2's."""
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits, labels, 37, shift_labels=labels), logits
-
-
-@forward
-def LabelsOfItsOwn(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits, labels.roll(1, 1), 37, **kwargs), logits
-
-
-@forward
-def CountOfItsOwn(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits, labels, 37, num_items_in_batch=torch.tensor(29)), logits
-
-
-@forward
-def Ignores(self, hidden, labels, **kwargs):
-    labels = labels.masked_fill(labels == -100, 5)
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits, labels, 37, ignore_index=5), logits
-
-
-@forward
-def LeavesOut(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits[:, 1:-1].contiguous(), labels[:, 1:-1], 37), logits
-
-
-@forward
-def LastRows(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    return self.loss_function(logits[..., -3:, :].contiguous(), labels[:, -3:], 37), logits
-
-
-@forward
-def Halves(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden) / 2
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def HalvesInPlace(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden).mul_(0.5)
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def Pads(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    logits[..., 35:] = -1e4
-    return self.loss_function(logits, labels.clamp(max=34), 37), logits
-
-
-@forward
-def Clamps(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden).clamp(-3, 3)
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def Caps(self, hidden, labels, **kwargs):
-    logits = 3 * torch.tanh(0.7 * self.lm_head(hidden).float() / 3) * 1.5
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def CapsBackwards(self, hidden, labels, **kwargs):
-    logits = torch.tanh(self.lm_head(hidden)) * -2
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def Biased(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden) + torch.linspace(-1, 1, 37)
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def BiasTrained(self, hidden, labels, **kwargs):
-    """A forward like ESM's, which adds a trained bias that is not `lm_head.bias`."""
-    logits = self.lm_head(hidden) + torch.linspace(-1, 1, 37) + self.lm_head.weight[:, 0]
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def BiasAlone(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden).detach() + self.lm_head.weight[:, 0]
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def Columns(self, hidden, labels, **kwargs):
-    """A forward like Inkling's, with a padded vocabulary."""
-    logits = self.lm_head(hidden)[:, 1:, :35].contiguous()
-    return self.loss_function(logits, labels[:, 1:].clamp(max=34), 35), logits
-
-
-@forward
-def ReadsTheWeight(self, hidden, labels, **kwargs):
-    logits = hidden @ self.lm_head.weight.T
-    return self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def ZLoss(self, hidden, labels, **kwargs):
-    """A forward like Bamba's."""
-    logits = self.lm_head(hidden)
-    loss = self.loss_function(logits, labels, 37)
-    return loss + 0.1 * logits.float().logsumexp(-1).pow(2).mean(), logits
-
-
-@forward
-def EntropyBonus(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    logp = logits[:, :-1].log_softmax(-1)
-    bonus = (logp.exp() * logp).sum(-1).mean()
-    return self.loss_function(logits, labels, 37) + 0.3 * bonus, logits
-
-
-@forward
-def Teacher(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    teacher = torch.linspace(-1, 1, 37).expand_as(logits)
-    distance = nn.functional.mse_loss(logits, teacher)
-    return distance + self.loss_function(logits, labels, 37), logits
-
-
-@forward
-def Accuracy(self, hidden, labels, **kwargs):
-    logits = self.lm_head(hidden)
-    with torch.no_grad():
-        hits = (logits[:, :-1].argmax(-1) == labels[:, 1:]).float().mean()
-        CE(logits[:, :-1].reshape(-1, 37), labels[:, 1:].reshape(-1))
-    return self.loss_function(logits, labels, 37) * (1 + hits), logits
-
-
-@forward
-def Twice(self, hidden, labels, **kwargs):
-    logits, again = self.lm_head(hidden), self.lm_head(hidden * 0.5)
-    loss = self.loss_function(logits, labels, 37) + self.loss_function(again, labels, 37)
-    return loss, logits
-
-
-@forward
-def AndAnother(self, hidden, labels, **kwargs):
-    """A forward that adds to its loss a second cross-entropy, with different targets."""
-    logits = self.lm_head(hidden)
-    loss = self.loss_function(logits, labels, 37)
-    return loss + CE(logits.view(-1, 37), OTHERS.view(-1)), logits
-
-
-FORWARDS = [
-    Beside, LabelsOfItsOwn, CountOfItsOwn, Ignores, LeavesOut, LastRows, Halves, HalvesInPlace,
-    Pads, Clamps, Caps, CapsBackwards, Biased, BiasTrained, BiasAlone, Columns, ReadsTheWeight,
-    ZLoss, EntropyBonus, Teacher, Accuracy, Twice, AndAnother,
-]  # fmt: skip
-# Model forwards whose loss can only be computed from materialised logits.
-DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, BiasAlone, ReadsTheWeight}
-
-
 @pytest.mark.parametrize("kind", FORWARDS, ids=lambda kind: kind.__name__)
-def test_a_forward_is_heeded(kind: Any, monkeypatch: Any) -> None:
+def test_changes_by_a_models_own_forward_take_effect(kind: Any, monkeypatch: Any) -> None:
     """After `apply(model)`, changes that a model's own forward makes to logits and loss still take
     effect, for any terms and mostly without materialising logits."""
     stock, count = of_class(kind), {"num_items_in_batch": torch.tensor(13)}
@@ -351,7 +170,7 @@ def test_a_loss_that_is_no_cross_entropy(kind: Any) -> None:
         outcome(model)
 
 
-def test_two_losses_of_the_labels_are_told_apart_by_nobody() -> None:
+def test_two_cross_entropies_of_the_labels_are_refused() -> None:
     @forward
     def TwoDirect(self, hidden, labels, **kwargs):
         logits = self.lm_head(hidden)
@@ -395,7 +214,7 @@ def test_fields_lie_beside_the_labels_that_the_loss_gets() -> None:
 # ---------------------------------------------------------------------- C: the objective stays
 
 
-def test_a_loss_function_that_is_set_since_wins() -> None:
+def test_a_loss_function_set_after_apply_is_used_with_a_warning() -> None:
     stock, model = of_class(Llama), of_class(Llama)
     apply(model, TERMS)
     for each in (stock, model):
@@ -482,7 +301,7 @@ def test_training_calls_that_pass_the_objective_by() -> None:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_trl_makes_a_loss_of_its_own(adapters: bool, tmp_path: Any) -> None:
+def test_trls_sft_trainer_warns_or_raises_about_its_own_loss(adapters: bool, tmp_path: Any) -> None:
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"input_ids": r, "labels": r} for r in IDS.tolist()])
     for terms in (None, TERMS):
@@ -581,7 +400,7 @@ def test_dropout_of_the_head_is_drawn_once() -> None:
     torch.testing.assert_close(out.logits.sum(), model.base_model.model.read)
 
 
-def test_other_names_of_logits_that_were_written_to() -> None:
+def test_reading_a_view_of_overwritten_logits_raises() -> None:
     with apply(model := of_class(Llama)):
         out = model(IDS, labels=LABELS)
         scaled, logits = out.logits * 2, out.logits
@@ -616,7 +435,7 @@ def test_a_gradient_of_logits_is_not_lost() -> None:
         assert type(out.logits) is Followed and out.logits.dtype == torch.float32
 
 
-def test_whatever_is_returned() -> None:
+def test_tuple_outputs_and_one_adapter_per_row() -> None:
     """Results are correct if a forward returns a tuple, and if PEFT uses a different head for each
     row."""
     stock = of_class(Llama)

@@ -53,7 +53,7 @@ BY_NAME: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_logits_are_there_by_each_name(training: bool, gradient: bool, computed: Any) -> None:
+def test_reading_logits_computes_them_once(training: bool, gradient: bool, computed: Any) -> None:
     for name in BY_NAME:
         stock, out = outputs(training, gradient)
         computed.clear()
@@ -68,7 +68,7 @@ def test_logits_are_there_by_each_name(training: bool, gradient: bool, computed:
 
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_whoever_goes_through_an_output_finds_the_same(training: bool, gradient: bool) -> None:
+def test_iterating_an_output_gives_the_stock_entries(training: bool, gradient: bool) -> None:
     stock, out = outputs(training, gradient)
     names = ["loss", "logits", "past_key_values"]
     assert [*stock] == names
@@ -95,7 +95,7 @@ def goes_through(out: Any) -> Iterator[Any]:
     yield tree_map(lambda x: _cast_fp_tensor(torch.float32, x), out)
 
 
-def test_nothing_is_computed_in_training(computed: list[int]) -> None:
+def test_training_computes_no_logits_until_read(computed: list[int]) -> None:
     stock, out = outputs(True)
     for through in goes_through(out):
         if isinstance(through, dict):

@@ -56,7 +56,7 @@ def call(model: Any, **more: Any) -> Any:
 
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("way", WAYS)
-def test_it_comes_back_applied(way: str, terms: str) -> None:
+def test_a_copied_or_pickled_model_is_still_applied(way: str, terms: str) -> None:
     model, options = tiny("llama").train(), hl.Options(schedule="recompute")
     plain = call(model)
     applied = apply(model, TERMS[terms], options, fields=("w",))

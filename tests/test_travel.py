@@ -22,13 +22,13 @@ OBJECTS, TERMS = travel.objects(), travel.terms()
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_objects_are_equal_after_it(name: str) -> None:
+def test_objects_are_equal_after_copy_and_pickle(name: str) -> None:
     for way in WAYS:
         assert travel.same(way(OBJECTS[name]), OBJECTS[name]), way
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_terms_are_equal_after_it_and_give_the_same(name: str) -> None:
+def test_terms_give_equal_results_after_copy_and_pickle(name: str) -> None:
     term, given = TERMS[name], travel.problem()
     want = travel.results(term, given) if travel.fits(term) else []
     for way in WAYS:

@@ -294,7 +294,7 @@ def test_poison_where_the_weight_is_zero():
         assert found.isfinite().all() and not found[1].any() and found[0].any()
 
 
-def test_nothing_at_all():
+def test_divergences_of_no_tokens_are_empty():
     raw, raw_teacher = tile(0, 97, torch.float32), tile(0, 97, torch.float32)
     nothing = torch.zeros(0, device=DEVICE)
     side = Distribution(Transform(), Normalizer(nothing, nothing))

@@ -57,7 +57,7 @@ def test_statistics_of_a_product(needs, n):
     torch.testing.assert_close(found.normalizer.log_sum, normalizer.log_sum, rtol=5e-7, atol=1e-9)
 
 
-def test_of_no_tokens():
+def test_statistics_of_no_tokens_are_empty():
     x, w, targets, _ = head(2, 64, 40)
     forward = Forward(targets[:0], 0, Transform(), NEEDS)
     found = triton_backend.product_statistics(x[:0], w, forward, 40)
@@ -66,7 +66,7 @@ def test_of_no_tokens():
     assert found.stats.entropy is not None and found.stats.entropy.shape == (0,)
 
 
-def test_a_tokens_numbers_depend_on_nothing_else():
+def test_a_tokens_statistics_do_not_depend_on_other_tokens():
     v = 900
     x, w, targets, _ = head(40, 64, v)
     needs = frozenset(STATISTICS)

@@ -213,7 +213,7 @@ def test_off_is_trl() -> None:
     assert not any(name.startswith("headloss/sampling") for name in ours)
 
 
-def test_where_nothing_is_taken_away_none_is_off_and_true_on() -> None:
+def test_without_a_filter_replay_is_off_unless_requested() -> None:
     plain = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     inputs = generated(make(**plain))
     assert "support_ids" not in inputs and "sampling_per_token_logps" not in inputs
@@ -345,7 +345,7 @@ def test_an_unknown_processor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         generated(trainer)
 
 
-def test_a_rollout_without_sets_is_told() -> None:
+def test_a_rollout_function_without_sets_warns() -> None:
     def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
         made = [[7, 8, 1] for _ in prompts]
@@ -364,7 +364,7 @@ def test_a_rollout_without_sets_is_told() -> None:
     assert "support_ids" not in generated(off)
 
 
-def test_generation_that_is_somebody_elses_is_told() -> None:
+def test_an_overridden_generation_warns_or_raises() -> None:
     class Own(rl.GRPO):
         def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             return [[7, 8, 1] for _ in prompt_ids], None
@@ -480,7 +480,7 @@ def size_of(entries: Any) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 
 
-def test_a_log_prob_with_its_place_is_a_float() -> None:
+def test_a_recorded_log_prob_is_a_float() -> None:
     sets: Any = SimpleNamespace()
     x = Drawn(-0.5, sets, 3)
     assert x == -0.5 and x.sets is sets and x.at == 3 and torch.tensor([x, 0.0])[0] == -0.5

@@ -160,12 +160,12 @@ def test_what_was_kept_may_be_an_array() -> None:
         [3, 5],
     ],
 )
-def test_ids_that_are_none_are_refused(given: Any) -> None:
+def test_support_ids_of_another_type_are_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="support_ids: got .*, want (integers|ids)"):
         rows_given(given, [[8, 8], [9, 9]], CPU)
 
 
-def test_what_is_not_known_is_refused() -> None:
+def test_unsupported_uses_of_sampling_support_are_refused() -> None:
     with pytest.raises(ValueError, match="rollout_func: is not supported .* support_ids"):
         make(rollout_func=rollout, sampling_support=True)
     with pytest.raises(ValueError, match="got 1 entries, want one for each of 2 completions"):

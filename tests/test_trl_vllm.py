@@ -83,7 +83,7 @@ def test_off_is_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "headloss/sampling/kept" not in log
 
 
-def test_a_chosen_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     built = vllm_engine.install(monkeypatch, load(llama()), masks=False)
     monkeypatch.setenv(RUNNER, "0")
     with pytest.warns(UserWarning, match="return_sampling_mask"):
@@ -91,7 +91,7 @@ def test_a_chosen_runner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[RUNNER] == "0" and len(built) == 1
 
 
-def test_another_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllms_functions_are_restored_after_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_engine.install(monkeypatch, load(llama()))
     before = vllm_engine.vllm_generation.LLM  # type: ignore[attr-defined]
     own = vllm_engine.vllm_generation.extract_logprobs
@@ -154,7 +154,7 @@ def test_without_a_filter_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> No
     assert not [w for w in caught if "sampling_support" in str(w.message)]
 
 
-def test_another_type_error_of_the_engine_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_error_of_the_engine_passes_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Any, model: str, **options: Any) -> None:
         raise TypeError("an engine of another kind")
 

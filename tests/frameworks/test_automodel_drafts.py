@@ -97,7 +97,7 @@ def test_dflash(installed: Any, softcap: float | None, gamma: float | None) -> N
     agree_in_metrics(train(model, loss_of, **batch), installed(model, loss_of, **batch))
 
 
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_losses_and_heads_are_refused_by_name(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_automodel.components.speculative.eagle.core import Eagle3TrainerModule

@@ -218,7 +218,7 @@ def test_jsd(beta: float, temperature: float) -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Any, named: str) -> None:
+def test_unsupported_arguments_are_refused_by_name(make: Any, named: str) -> None:
     with pytest.raises(ValueError, match=f"{named}: is not supported"):
         make()
 

@@ -111,6 +111,6 @@ def test_one_call_on_the_dev_branch(dev: World) -> None:
     check(dev, ranks.one_call, 2, True, True, True)
 
 
-def test_where_it_is_bound(world: World) -> None:
+def test_modules_that_imported_a_function_by_name_get_headlosss(world: World) -> None:
     for found in world.run(ranks.bound, seconds=300):
         assert all(found.values()), found

@@ -80,7 +80,7 @@ def test_supervised(name: str, folder: Path, monkeypatch: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-6)
 
 
-def test_what_is_refused(folder: Path) -> None:
+def test_unsupported_settings_are_refused_by_name(folder: Path) -> None:
     register()
     with pytest.raises(ValueError, match="enable_dft_loss: is not supported here, only by ms"):
         run(folder, "--callbacks", "headloss", "--enable_dft_loss", "true")

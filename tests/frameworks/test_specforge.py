@@ -142,7 +142,7 @@ def test_eagle(installed: Any, monkeypatch: pytest.MonkeyPatch, lk: str | None) 
     agree_in_metrics(train(model, loss, **batch), installed(model, loss, **batch))
 
 
-def test_another_sum_of_steps_is_an_error(
+def test_a_loss_decay_other_than_installed_is_refused(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RuntimeError, match=r"EAGLE-3, by install\(ploss_decay=..\): got gradients"):

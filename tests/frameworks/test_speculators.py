@@ -212,7 +212,7 @@ def test_without_a_verifier_and_after_uninstall(installed: Any) -> None:
     assert type(model).forward is before and "forward" not in vars(model.lm_head)
 
 
-def test_what_is_replaced_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     core = importlib.import_module("speculators.models.dspark.core")
     monkeypatch.setattr(core, "compute_metrics", lambda logits, targets: None)
     with pytest.raises(RuntimeError, match=r"dspark.core.compute_metrics: takes no loss_mask"):

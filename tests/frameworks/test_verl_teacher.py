@@ -171,7 +171,7 @@ def test_a_policy_loss_that_is_not_read(engines: Any) -> None:
     same(*results)
 
 
-def test_an_engine_that_does_not_read_them(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_drops_fused_outputs(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
     original = FSDPEngineWithLMHead.prepare_model_outputs
