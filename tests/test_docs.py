@@ -197,6 +197,22 @@ def check_links(page: str, text: str) -> None:
         assert not anchor or anchor in anchors(path), f"{page}: {target}"
 
 
+def test_every_result_and_drawing_is_used() -> None:
+    """Every result page and picture is linked, and every data file is named in a page or script, or
+    has the name of a linked page or picture."""
+    docs, benchmarks = ROOT / "docs", ROOT / "benchmarks"
+    pages = [*ROOT.glob("*.md"), *docs.rglob("*.md"), *benchmarks.glob("*.md")]
+    prose = "\n".join(path.read_text() for path in pages)
+    scripts = [*benchmarks.rglob("*.py"), *docs.glob("*.py")]
+    text = prose + "\n".join(path.read_text() for path in scripts)
+    files = [*(benchmarks / "results").iterdir(), *(docs / "drawings").iterdir()]
+    data = [path for path in files if path.suffix in (".json", ".jsonl")]
+    linked = {path for path in files if path not in data and f"/{path.name})" in prose}
+    unused = set(files) - linked - {path for path in data if path.name in text}
+    stems = {path.stem for path in linked}
+    assert not {path.name for path in unused if path not in data or path.stem not in stems}
+
+
 MADE = [(file, part) for file, parts in readme.PLACES.items() for part in parts]
 
 

@@ -1,5 +1,7 @@
 """Correctness checks on several ranks before any timing: every placement within the error budget.
 
+Imported by parallel.py. Page: docs/across-devices.md.
+
 The oracle computes plain logits in float64 on one rank; the error budget follows from plain torch
 (see headloss.testing). T tokens, H hidden width, V vocabulary.
 """

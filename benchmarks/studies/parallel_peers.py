@@ -1,5 +1,7 @@
 """Cross-entropies of other libraries over vocabulary slices, with the inputs of `parallel.py`.
 
+Imported by parallel.py. Page: docs/across-devices.md.
+
 T tokens, H hidden width, V vocabulary; each rank has all hidden states and V / ranks rows of the
 weight. Each implementation returns the mean loss, with gradients of hidden states and weight slice.
 """

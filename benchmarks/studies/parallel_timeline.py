@@ -1,5 +1,7 @@
 """Timeline of back-to-back calls on several GPUs, by one rank's clock.
 
+Imported by parallel.py. Page: docs/across-devices.md.
+
 Before its weight gradient, each call launches a kernel that only waits (`PAUSE`). The timeline
 shows the time from one call's `PAUSE` kernel to the next call's `PAUSE` kernel: the weight gradient
 of the first call, and the beginning of the second call. The module also times a rank's matrix

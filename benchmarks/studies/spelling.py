@@ -1,5 +1,7 @@
 """A task of spelling words backward: problems, a letter tokenizer, and models with large logits.
 
+Imported by clip_sides.py and stacks.py. Page: docs/does-it-matter.md.
+
 The standard deviation of the head's initial rows sets the size of the largest logit. Supervised
 training teaches the model to spell words backward, and leaves the logits about as large as before.
 Models and data are made locally, without a network.

@@ -1,4 +1,7 @@
-"""Clock, peak memory and command line that several studies share."""
+"""Clock, peak memory and command line that several studies share.
+
+Imported by candidates.py, draft_models.py, given.py and support.py, which name their pages.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 build the four trainers of a configuration: headloss's, stock TRL's, one with full logits and one
 with a float64 head.
 
+Imported by trainers.py. Page: docs/train.md.
+
 Completions are computed from the prompts, so that a run depends neither on the number of processes
 nor on the generator.
 """

@@ -1,5 +1,8 @@
 """Runs of one configuration of `trainer_cases` by headloss and by its reference, and
-differences."""
+differences.
+
+Imported by trainers.py. Page: docs/train.md.
+"""
 
 from __future__ import annotations
 
