@@ -200,6 +200,20 @@ def test_metrics():
     assert not s.run(hl.dspark(teacher_head=s.verifier), hl.Options(metrics=False)).metrics
 
 
+def test_metrics_of_blocks_in_any_order():
+    s, ids, slots = Setting(), torch.arange(T) // BLOCK, torch.arange(T) % BLOCK
+    hidden, weight = (t.detach() for t in s.leaves)
+    found = []
+    for order in torch.arange(T), torch.arange(T).flip(0):
+        segments = hl.Segments.from_ids(ids[order], count=T // BLOCK)
+        fields = {"teacher_hidden": s.states[order], "slots": slots[order]}
+        batch = hl.Batch(s.targets[order], segments, **fields)
+        term = hl.dspark(teacher_head=s.verifier)
+        out = hl.head_loss(hidden[order], hl.Head(weight), batch, term)
+        found.append([out.metrics[f"dspark/{name}"].value for name in ("accept_len", "eal")])
+    torch.testing.assert_close(*found)
+
+
 # ---------------------------------------------------------------------- per token
 
 
@@ -269,7 +283,7 @@ def test_divergences_outside_are_refused():
     teacher = hl.teacher(s.verifier)
     for fields, more, message in [
         (batch, {"teacher": teacher}, r"divergences: got \(\) with teacher=Teacher.*want both"),
-        (batch, {"teacher": teacher, "divergences": ("kl",)}, "divergences: kind: got 'kl', want"),
+        (batch, {"teacher": teacher, "divergences": ("kl",)}, "got 'kl', want .*'log_acc"),
         (batch, {"gradients": ("js",)}, "gradients: got 'js', want names out of"),
         (s.targets, {"teacher": teacher, "divergences": ("js",)}, "teacher: got no teacher in the"),
     ]:
@@ -496,8 +510,13 @@ def test_fields_of_a_teacher_are_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             hl.head_loss(*call, hl.Batch(s.targets, **fields), term)
-    with pytest.raises(ValueError, match="teacher_hidden: got shape"):
-        hl.Batch(s.targets, teacher_hidden=s.states[:3])
+    for more in {}, {"teacher_index": index}:
+        with pytest.raises(ValueError, match="teacher_hidden: got shape .*" + "".join(more)):
+            hl.Batch(s.targets, teacher_hidden=s.states[:3, None], **more)
+    batch = hl.Batch(s.targets, teacher_hidden=s.states, teacher_lse=torch.zeros(T))
+    cooler = hl.nla(teacher_head=s.verifier, temperature=0.5)
+    with pytest.raises(ValueError, match="teacher_lse: got 2 teachers"):
+        hl.head_loss(*call, batch, term + cooler)
 
 
 # ---------------------------------------------------------------------- additional columns
@@ -561,7 +580,7 @@ def test_columns_beside_are_refused():
     with pytest.raises(ValueError, match=r"beside\[0\]: got shape \(53, 8\), want \(53, 3\)"):
         hl.Head(weight, beside=((features, weight),))
     head = hl.Head(weight, beside=((features[:2], torch.randn(V, 3)),))
-    with pytest.raises(ValueError, match=r"beside\[0\]: got shape \(2, 3\), want a row for each"):
+    with pytest.raises(ValueError, match=r"beside\[0\]: got shape \(2, 3\), want a row each"):
         hl.head_loss(torch.randn(T, H), head, hl.Batch(torch.zeros(T).long()), hl.cross_entropy())
 
 

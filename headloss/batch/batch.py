@@ -307,6 +307,8 @@ class Batch:
             of_token = "" if name == "prompts" else f"{shape} per token"
             of_segment = "" if name in OF_TOKENS else f"({self.segments.count},) per segment"
             want = ", or ".join(filter(None, [of_token, of_segment]))
+            if name == "teacher_hidden" and "teacher_index" in self.fields:
+                want = "(M, H), rows for teacher_index"
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from torch.autograd.forward_ad import unpack_dual
 
 from ..arguments import IGNORE, check_dense, check_device, check_own_places
-from ..batch.batch import LOGPS, Batch, check_ids
+from ..batch.batch import LOGPS, Batch
 from ..batch.packing import Packing
 from ..head.dtensor import local_head
 from ..head.head import Head, autocast_dtype, check_head, check_transform, transform_of
@@ -238,24 +238,6 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
         if got != want and not options.sequence_parallel:
             raise ValueError(f"targets: got shape {got}, want hidden's {want}")
     return batch
-
-
-def check_teacher_fields(batch: Batch) -> None:
-    """Check a teacher's stored outcomes, [.., K] integers with a log-prob each, and fields that
-    belong to a single form of teacher."""
-    ids, logps = (batch.fields.get(name) for name in INPUTS["topk"])
-    if isinstance(ids, Tensor) and isinstance(logps, Tensor):
-        check_ids("teacher_topk_ids", ids, batch.targets.shape)
-        if logps.shape != ids.shape:
-            got, want = (t.shape[-1] if t.dim() else None for t in (logps, ids))
-            raise ValueError(
-                f"teacher_topk_logps: got a last dimension of {got}, want a log-prob for each of "
-                f"teacher_topk_ids, {want}"
-            )
-    if "teacher_index" in batch.fields and "teacher_hidden" not in batch.fields:
-        raise ValueError("teacher_index: got rows of no teacher_hidden, want teacher_hidden [M, H]")
-    if "teacher_lse" in batch.fields and isinstance(ids, Tensor):
-        raise ValueError("teacher_lse: got it beside stored outcomes, whose log-probs need none")
 
 
 # ---------------------------------------------------------------------- fields and terms

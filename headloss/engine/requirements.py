@@ -18,7 +18,7 @@ from ..head.head import Head, check_one_per_token
 from ..head.products import sum_dtype
 from ..kernels.transform import Transform
 from ..logits.linear import NeedsGrad
-from ..losses.teacher import Teacher
+from ..losses.teacher import Teacher, check_teachers
 from ..losses.term import Objective
 from ..losses.trial import measures_of
 from ..objective.external import LossFunction
@@ -155,8 +155,7 @@ def _checked(a: Arguments, objective: Objective) -> torch.dtype | None:
     if a.tensor.device != batch.targets.device and not a.tensor.is_meta:
         got = f"targets on {batch.targets.device}"
         raise ValueError(f"batch: got {got}, want {name}'s device {a.tensor.device}")
-    if objective.teachers:
-        checks.check_teacher_fields(batch)
+    check_teachers(objective.teachers, batch, a.options.static)
     return compute_dtype
 
 

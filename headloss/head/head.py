@@ -277,7 +277,7 @@ class Head:
         named += [(f"beside[{i}]", x) for i, pair in enumerate(self.beside) for x in pair]
         for i, (features, _) in enumerate(self.beside):
             if features.shape[:-1] != hidden.shape[:-1]:
-                raise _misfit(f"beside[{i}]", features, "a row for each of hidden's", hidden)
+                raise _misfit(f"beside[{i}]", features, "a row each", hidden, "hidden states")
         for name, value in named:
             if not isinstance(value, Tensor):
                 continue

@@ -99,8 +99,7 @@ class DenseTeacher:
         else:
             self.source = _of_hidden(context, batch, teacher, wide)
             if "teacher_index" in batch:
-                count = len(self.source.features[0])
-                self.rows = SharedRows.of(batch.teacher_index, count, batch.live is not None)
+                self.rows = SharedRows.of(batch.teacher_index, batch.live is not None)
             self.teacher = self.source.context.transform
         self.keeps = keeps and isinstance(self.source, LinearLogits)
         # True if the student's softmax has the head's temperature, so that the softmax statistics

@@ -165,8 +165,9 @@ def draft_weights(
 
     DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
     weighs a token by the expected number of accepted tokens from that token on, computed from
-    log-probs without a gradient. Each block of drafted tokens is a segment; unscored tokens of a
-    block count as accepted. `hl.draft_weights` leaves the denominator of the reduction unchanged.
+    log-probs without a gradient. Each block of drafted tokens is a segment, with its tokens in
+    order; unscored tokens of a block count as accepted. `hl.draft_weights` leaves the denominator
+    of the reduction unchanged.
 
     Args:
         weights: "decay" or "d_pace".
@@ -199,8 +200,10 @@ def _observe_blocks(stats: Any, batch: PackedBatch) -> dict[str, Observed]:
     token that the verifier always adds."""
     if "slots" not in batch or batch.segments.group is not None:
         return _observe(stats, batch)
-    log_a, hits = stats.log_acceptance, stats.top1
-    in_order = batch.slots == _up_to(torch.ones_like(log_a), batch) - 1
+    order = batch.slots.argsort(stable=True)
+    order = order[batch.segments.ids[order].argsort(stable=True)]
+    log_a, hits, slots = (x[order] for x in (stats.log_acceptance, stats.top1, batch.slots))
+    in_order = slots == _up_to(torch.ones_like(log_a), batch) - 1
     reach = torch.where(in_order, _up_to(log_a, batch).exp(), 0)
     run = (in_order & (_up_to(1 - hits, batch) == 0)).double()
     lengths = {"accept_len": 1 + batch.segments.sum(reach), "eal": 1 + batch.segments.sum(run)}

@@ -31,7 +31,10 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
         with naming(name):
             check_names(signature.parameters.values(), args, kwargs)
             made = function(*args, **kwargs)
-        options = {option: kwargs.get(option, default) for option, default in defaults.items()}
-        return replace(made, name=name, options=tuple(options.items()))
+        options = ((option, kwargs.get(option, default)) for option, default in defaults.items())
+        # A head belongs to the term's teacher. Ranks compare the options of terms, but ranks with
+        # shards of a teacher's head have different tensors.
+        plain = tuple(option for option in options if option[0] != "teacher_head")
+        return replace(made, name=name, options=plain)
 
     return make

@@ -5,13 +5,15 @@ T scored tokens, K stored outcomes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..arguments import IGNORE
+from ..batch.batch import Batch, check_ids
 from ..batch.packing import MissingField
 from ..head.head import Head
 from ..statistics.divergence import ACCEPTANCE, MIXED, Measure
@@ -48,18 +50,19 @@ class Teacher:
     head: Head | None = field(repr=False)
     tail: Tail = "bucket"
 
-    def _identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[Any, ...]:
+        """Return the comparison key of head, temperature and tail."""
         if not isinstance(self.head, Head):  # `head_loss` raises for any other type
-            return self.temperature, id(self.head), self.tail
-        return self.temperature, tuple(map(_identity, vars(self.head).values())), self.tail
+            return id(self.head), self.temperature, self.tail
+        return tuple(map(_identity, vars(self.head).values())), self.temperature, self.tail
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Teacher):
             return NotImplemented
-        return self is other or self._identity() == other._identity()
+        return self is other or self.identity() == other.identity()
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(self.identity())
 
     def source(self, batch: Container[str]) -> str:
         """Return the form of the teacher's input in a batch: "logits", "hidden" or "topk"."""
@@ -151,9 +154,8 @@ class SharedRows(NamedTuple):
     on_host: Tensor
 
     @classmethod
-    def of(cls, index: Tensor, count: int, static: bool = False) -> SharedRows:
-        """Group neighbouring tokens that read one row of `teacher_hidden`; raise ValueError for a
-        row index outside [0, count).
+    def of(cls, index: Tensor, static: bool = False) -> SharedRows:
+        """Group neighbouring tokens that read one row of `teacher_hidden`.
 
         With static shapes every token is a group of its own, because grouping would read the
         device.
@@ -161,15 +163,11 @@ class SharedRows(NamedTuple):
         if static:
             return cls(index, None, index, index)
         rows, run = index.unique_consecutive(return_inverse=True)
-        for row in rows[(rows < 0) | (rows >= count)].tolist()[:1]:
-            want = f"0 <= row < {count} of teacher_hidden at a scored position"
-            raise ValueError(f"teacher_index: got {row}, want {want}")
         return cls(index, rows, run, run.cpu())
 
     def take(self, index: Tensor) -> SharedRows:
         """Return the `teacher_hidden` rows of a subset of the tokens."""
-        part = self.index[index]
-        return self.of(part, int(part.max()) + 1) if len(part) else self
+        return self.of(self.index[index]) if len(index) else self
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
@@ -184,6 +182,44 @@ class SharedRows(NamedTuple):
         return self.rows[first : last + 1], self.run[tokens] - first
 
 
+def check_teachers(teachers: Sequence[Teacher], batch: Batch, static: bool) -> None:
+    """Check a batch's fields of teachers: stored outcomes, [.., K] integers with a log-prob each,
+    and fields that belong to a single form of teacher.
+
+    Rows of `teacher_index` are not checked with static shapes, because the check reads the device.
+    """
+    if not teachers:
+        return
+    fields = batch.fields
+    ids, logps = (fields.get(name) for name in INPUTS["topk"])
+    if isinstance(ids, Tensor) and isinstance(logps, Tensor):
+        check_ids("teacher_topk_ids", ids, batch.targets.shape)
+        if logps.shape != ids.shape:
+            got, want = (t.shape[-1] if t.dim() else None for t in (logps, ids))
+            raise ValueError(
+                f"teacher_topk_logps: got a last dimension of {got}, want a log-prob for each of "
+                f"teacher_topk_ids, {want}"
+            )
+    index, states = fields.get("teacher_index"), fields.get("teacher_hidden")
+    if isinstance(index, Tensor):
+        if not isinstance(states, Tensor):
+            raise ValueError(
+                "teacher_index: got rows of no teacher_hidden, want teacher_hidden [M, H]"
+            )
+        outside = ((index < 0) | (index >= len(states))) & (batch.targets != IGNORE)
+        for row in [] if static else index[outside].tolist()[:1]:
+            want = f"0 <= row < {len(states)} of teacher_hidden at a scored position"
+            raise ValueError(f"teacher_index: got {row}, want {want}")
+    if "teacher_lse" in fields:
+        if isinstance(ids, Tensor):
+            raise ValueError("teacher_lse: got stored outcomes, whose log-probs need none")
+        if (several := len({teacher.identity()[:2] for teacher in teachers})) > 1:
+            raise ValueError(
+                f"teacher_lse: got {several} teachers, want one head and one temperature, to which "
+                "the log-sum-exp belongs"
+            )
+
+
 def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> dict[str, Measure]:
     """Return the value of a teacher's divergence by name; raise for an unknown divergence, or for a
     term without a teacher."""
@@ -193,11 +229,11 @@ def measures_by_name(teacher: Teacher | None, divergences: Collection[str]) -> d
         raise TypeError(f"divergences: got {divergences!r}, want a tuple of names")
     if (teacher is None) != (not divergences):
         raise ValueError(f"divergences: got {divergences!r} with teacher={teacher!r}, want both")
-    with naming("divergences"):
-        return {
-            name: ACCEPTANCE if name == ACCEPTANCE.kind else measure_of(name)
-            for name in divergences
-        }
+    for name in divergences:
+        one_of((*KINDS, ACCEPTANCE.kind), divergences=name)
+    return {
+        name: ACCEPTANCE if name == ACCEPTANCE.kind else measure_of(name) for name in divergences
+    }
 
 
 class SampleExtras(dict[object, Tensor]):

@@ -91,6 +91,15 @@ def candidates(s: Setup) -> None:
     )
 
 
+def teacher_row(s: Setup) -> None:
+    """Let the last rank's tokens read a row that `teacher_hidden` does not have."""
+    fields = {"teacher_hidden": torch.ones(1, H), "teacher_index": torch.full((T,), int(s.last))}
+    batch, head = hl.Batch(s.targets, s.segments, **fields), hl.Head(s.weight)  # type: ignore[arg-type]
+    s.run = lambda verb=hl.head_loss: verb(  # type: ignore[method-assign,misc]
+        s.hidden, head, batch, hl.nla(teacher_head=head), s.options
+    )
+
+
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
     """Add a batch field with `k` values per token. On the last rank, the field has `more`
     additional values per token or, if `more` is 0, different values."""
@@ -226,6 +235,7 @@ INVALID_CALLS: dict[str, tuple[str, Spoil, str]] = {
     "kind": ("vocabulary", kind, "objective: got str"),
     "outside": ("vocabulary", outside, "targets: got .* at position 2, want -100 or 0 <= target"),
     "objective": ("vocabulary", objective, "objective: differs"),
+    "teacher_row": ("segments", teacher_row, "teacher_index: got 1, want 0 <= row < 1"),
     "options": ("vocabulary", options, "options: differs"),
     "gradient": ("vocabulary", gradient, "hidden.requires_grad: differs"),
     "temperature": ("vocabulary", temperature, "temperature: differs"),

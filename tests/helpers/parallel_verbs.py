@@ -215,7 +215,7 @@ def teacher_heads() -> None:
         entries, and `lk_hybrid`, which is not a sum over vocabulary entries."""
         return hl.distillation(teacher_head=teacher) + hl.lk_hybrid(teacher_head=teacher)
 
-    options = hl.Options(per_token=("lk_hybrid/acceptance",))
+    options = hl.Options(per_token=("lk_hybrid/acceptance",), check_ranks=True)
     acceptance = hl.nla(teacher_head=whole)
     want = hl.head_loss(p.hidden, hl.Head(p.weight), batch, objective(whole) + acceptance, options)
     (into_hidden,) = torch.autograd.grad(want.loss, p.hidden)
