@@ -7,7 +7,6 @@ a = sum min(p, q).
 from __future__ import annotations
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import headloss as hl
 from headloss.kernels import reference, triton
 from headloss.kernels.pair import Distribution, Divergence, Pair
 from headloss.kernels.transform import Transform
-from headloss.logits.linear import LinearLogits
 from headloss.statistics.divergence import ACCEPTANCE, Measure
 from headloss.statistics.softmax import Normalizer
 from headloss.testing import error, trained_looking
@@ -584,42 +582,7 @@ def test_columns_beside_are_refused():
         hl.head_loss(torch.randn(T, H), head, hl.Batch(torch.zeros(T).long()), hl.cross_entropy())
 
 
-# ---------------------------------------------------------------------- the verifier's argmax
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_head_topk_of_one_takes_one_product(backend, softcap, monkeypatch):
-    """`head_topk` with k = 1 runs one logit matmul, and returns the first of equal largest logits,
-    also with a negative logit scale."""
-    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
-    hidden, weight, _ = trained_looking(7, 8, 300)
-    weight[[5, 200]] = 6 * hidden[3]
-    head = hl.Head(weight, softcap=softcap, logit_scale=-0.7, temperature=torch.rand(7) + 0.5)
-    weight[[70, 201]] = -6 * hidden[4]
-    want = head.logits(hidden).log_softmax(1)
-    for options in ({}, {"memory_budget": 4 * 90}):
-        with FlopCounterMode(display=False) as counter:
-            found = hl.head_topk(hidden, head, 1, hl.Options(backend=backend, **options))
-        assert counter.get_total_flops() == 2 * 7 * 8 * 300
-        assert torch.equal(found.ids[:, 0], want.argmax(1)) and found.ids[4] == 70
-        torch.testing.assert_close(found.logps[:, 0], want.amax(1))
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_one_tile_of_logits_at_a_time(k, monkeypatch):
-    """`head_topk` frees a tile of logits before the next tile is computed."""
-    raw, tiles, alive = LinearLogits.raw, [], []
-
-    def recorded(self, *where):
-        alive.append(sum(tile() is not None for tile in tiles))
-        tiles.append(weakref.ref(logits := raw(self, *where)))
-        return logits
-
-    monkeypatch.setattr(LinearLogits, "raw", recorded)
-    head = hl.Head(torch.randn(4096, 8))
-    hl.head_topk(torch.randn(64, 8), head, k, hl.Options(memory_budget=1 << 18))
-    assert alive == [0] * len(alive) and len(alive) > 3
+# ---------------------------------------------------------------------- checks, micro-batches
 
 
 @pytest.mark.parametrize("made_of", ["logits", "hidden", "topk"])

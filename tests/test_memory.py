@@ -5,6 +5,8 @@ T tokens, H hidden width, V vocabulary. All tensors created by operators are rec
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from headloss.head import products
 from headloss.kernels.interface import Forward
 from headloss.kernels.reference import tile as reference
 from headloss.kernels.transform import Transform
+from headloss.logits.linear import LinearLogits
 from headloss.testing import trained_looking
 
 T, H, V, CHUNK = 128, 12, 512, 16
@@ -147,6 +150,22 @@ def test_head_topk():
         hl.head_topk(hidden, head, 5, hl.Options(chunk_tokens=CHUNK))
     assert live.largest <= CHUNK * V
     assert live.peak <= 5 * CHUNK * V * FLOAT
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_head_topk_holds_one_tile_of_logits_at_a_time(k, monkeypatch):
+    """`head_topk` frees a tile of logits before the next tile is computed."""
+    raw, tiles, alive = LinearLogits.raw, [], []
+
+    def recorded(self, *where):
+        alive.append(sum(tile() is not None for tile in tiles))
+        tiles.append(weakref.ref(logits := raw(self, *where)))
+        return logits
+
+    monkeypatch.setattr(LinearLogits, "raw", recorded)
+    head = hl.Head(torch.randn(4096, 8))
+    hl.head_topk(torch.randn(64, 8), head, k, hl.Options(memory_budget=1 << 18))
+    assert alive == [0] * len(alive) and len(alive) > 3
 
 
 # ---------------------------------------------------------------------- the peak

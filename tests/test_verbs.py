@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import headloss as hl
 from headloss.testing import plain, random_batch, trained_looking, within_budget
@@ -339,6 +340,25 @@ def test_head_topk_feeds_distillation():
     data = hl.Batch(batch.targets, teacher_topk_ids=top.ids, teacher_topk_logps=top.logps)
     out = hl.head_loss(hidden, hl.Head(weight), data, hl.distillation())
     assert float(out.loss) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_head_topk_of_one_takes_one_product(backend, softcap, monkeypatch):
+    """`head_topk` with k = 1 runs one logit matmul, and returns the first of equal largest logits,
+    also with a negative logit scale."""
+    monkeypatch.setattr("headloss.kernels.triton.records.BLOCK", 64)
+    hidden, weight, _ = trained_looking(7, 8, 300)
+    weight[[5, 200]] = 6 * hidden[3]
+    head = hl.Head(weight, softcap=softcap, logit_scale=-0.7, temperature=torch.rand(7) + 0.5)
+    weight[[70, 201]] = -6 * hidden[4]
+    want = head.logits(hidden).log_softmax(1)
+    for options in ({}, {"memory_budget": 4 * 90}):
+        with FlopCounterMode(display=False) as counter:
+            found = hl.head_topk(hidden, head, 1, hl.Options(backend=backend, **options))
+        assert counter.get_total_flops() == 2 * 7 * 8 * 300
+        assert torch.equal(found.ids[:, 0], want.argmax(1)) and found.ids[4] == 70
+        torch.testing.assert_close(found.logps[:, 0], want.amax(1))
 
 
 # ---------------------------------------------------------------------- plan
