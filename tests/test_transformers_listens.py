@@ -44,7 +44,7 @@ def loss_function_of(terms: Any) -> Callable[..., Tensor]:
                  shift_labels=None, **_):  # fmt: skip
         targets = shift_labels
         if targets is None:
-            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
+            targets = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
         targets = targets.masked_fill(targets == ignore_index, -100)
         loss = hl.logits_loss(logits.float(), hl.Batch(targets), terms).loss
         if num_items_in_batch is None:
@@ -164,7 +164,7 @@ def test_a_loss_that_is_no_cross_entropy(kind: Any) -> None:
     """A model whose loss is not a cross-entropy keeps its loss with a warning; `apply(model,
     terms)` raises."""
     want = outcome(of_class(kind))
-    with apply(model := of_class(kind)), pytest.warns(UserWarning, match="asks for no loss func"):
+    with apply(model := of_class(kind)), pytest.warns(UserWarning, match="calls no loss func"):
         assert_same(outcome(model), want)
     with apply(model, TERMS), pytest.raises(RuntimeError, match="its loss is not the objective"):
         outcome(model)
@@ -503,6 +503,14 @@ def test_counts_that_differ_are_one_entry_and_one_launch() -> None:
         model(input_ids=IDS, labels=LABELS, num_items_in_batch=torch.tensor(13)).loss.backward()
     named = [n for n in launches if not any(v in n for v in ("slice", "empty", "view", "detach"))]
     assert not named
+
+
+def test_transforms_of_functions_are_named() -> None:
+    apply(model := of_class(Llama))
+    with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func"):
+        torch.func.grad(
+            lambda p: torch.func.functional_call(model, p, IDS, {"labels": LABELS}).loss
+        )(dict(model.named_parameters()))
 
 
 def test_inference_mode() -> None:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..engine.checks import check_eager
 from .followed import HeadCall
 from .sharding import externals, in_place_of, is_unit
 
@@ -41,6 +42,7 @@ class FollowedHead:
     cross_entropy: Callable[..., Any] | None = None
 
     def __init__(self, model: Any) -> None:
+        check_eager("head_loss")
         self.module, self.thread = _product(model), threading.get_ident()
         self.external, self.unit = externals(self.module), is_unit(self.module)
 

@@ -184,10 +184,16 @@ def AndAnother(self, hidden, labels, **kwargs):
     return loss + CE(logits.view(-1, 37), OTHERS.view(-1)), logits
 
 
+@forward
+def Flat(self, hidden, labels, **kwargs):
+    logits = self.lm_head(hidden)
+    return self.loss_function(logits.view(-1, 37), labels.view(-1), 37, **kwargs), logits
+
+
 FORWARDS = [
     Beside, LabelsOfItsOwn, CountOfItsOwn, Ignores, LeavesOut, LastRows, Halves, HalvesInPlace,
     Pads, Clamps, Caps, CapsBackwards, Biased, BiasTrained, BiasAlone, Columns, ReadsTheWeight,
-    ZLoss, EntropyBonus, Teacher, Accuracy, Twice, AndAnother,
+    ZLoss, EntropyBonus, Teacher, Accuracy, Twice, AndAnother, Flat,
 ]  # fmt: skip
 # Model forwards whose loss can only be computed from materialised logits.
 DENSE = {HalvesInPlace, Pads, Clamps, CapsBackwards, BiasAlone, ReadsTheWeight}

@@ -233,7 +233,8 @@ class Applied:
                 output = own(*args, **kwargs)
             if not call.losses and not own_loss:
                 self._unreached(
-                    "its forward asks for no loss function and takes no cross-entropy of its logits"
+                    "its forward calls no loss function, and no cross-entropy of its logits and "
+                    "the call's labels without weights, smoothing or reduction='none'"
                 )
             return call.end(output)
         finally:

@@ -34,10 +34,11 @@ def batch_of(
     """
     labels, targets, fields = call["labels"], call["shift_labels"], dict(fields)
     if targets is None:
-        targets = next_in_row(labels, dim=1, fill=IGNORE)
+        dim = labels.dim() - 1  # A forward may flatten its labels.
+        targets = next_in_row(labels, dim, fill=IGNORE)
         for name, value in fields.items():
             if is_beside(value, labels.shape):
-                fields[name] = next_in_row(value, dim=1)
+                fields[name] = next_in_row(value, dim)
     targets, segments = targets.to(device), fields.pop("segments", None)
     if segments is None and needs_segments(objective):
         if call["shift_labels"] is not None:
