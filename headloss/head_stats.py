@@ -89,7 +89,8 @@ def head_stats(
     tokens before any gradient. Schedule "auto" chooses *frozen* (the work of two matmuls) for a
     head without gradient under `gradients=("logp",)`, *held* (three matmuls) if the softmax terms
     (or logits) of all tokens fit `memory_budget`, else *recompute* (four matmuls). `torch.compile`
-    always runs *recompute*, as a registered operator without a graph break.
+    always runs *recompute*, as a registered operator without a graph break; a teacher, columns
+    beside the head and a vocabulary group cause a graph break.
 
     Args:
         options: see `Options`. The backward pass writes `main_grad`. The option `upstream` raises

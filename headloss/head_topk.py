@@ -53,7 +53,8 @@ def head_topk(
 
     Raises:
         ValueError: k outside 1..V, hidden states that do not fit the head, a temperature that is
-            not a finite number > 0 (a temperature tensor is not checked with `static=True`).
+            not a finite number > 0 (a temperature tensor is not checked with `static=True`),
+            `sequence_parallel=True`.
 
     >>> import torch, headloss as hl
     >>> hl.head_topk(torch.ones(1, 2), hl.Head(torch.tensor([[0.0, 1], [5, 5], [2, 2]])), k=2).ids
@@ -62,6 +63,8 @@ def head_topk(
     check_head(head)
     check_eager("head_topk", hidden, head.weight)
     check_options(options := DEFAULT if options is None else options)
+    if options.sequence_parallel:
+        raise ValueError("sequence_parallel: got True, want False: hidden holds all tokens")
     head = local_head(head)
     compute = autocast_dtype(hidden)
 

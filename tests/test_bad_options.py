@@ -269,6 +269,13 @@ def test_auto_serves_what_an_explicit_choice_could_not():
             lambda: hl.head_topk(hidden(), hl.Head(weight()), 2.5),
         ),
         (TypeError, "head: got Tensor", lambda: hl.head_topk(hidden(), weight(), 1)),
+        (
+            ValueError,
+            "sequence_parallel: got True, want False",
+            lambda: hl.head_topk(
+                hidden(), hl.Head(weight()), 1, hl.Options(sequence_parallel=True)
+            ),
+        ),
     ],
 )
 def test_the_other_verbs(error, match, make):
