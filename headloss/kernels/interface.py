@@ -2,9 +2,9 @@
 
 n tokens, v columns of the vocabulary starting at `first`, H hidden width, K columns of a token.
 `raw` [n, v] are the logits of a matrix product, z = transform(raw), p = softmax(z) over the whole
-vocabulary. A function returns the statistics of a tile of logits (a `SoftmaxState`) or, with the
-gradient coefficients c_target, c_prob, c_entropy and c_uniform of a token with target y, the
-gradient dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
+vocabulary. Forward functions return a tile's statistics, a `SoftmaxState`. Gradient functions
+return, for target y and gradient coefficients c_target, c_prob, c_entropy and c_uniform, dL/dz_j =
+c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform with p = softmax(z).
 
 Tiles and matrices have any row stride and unit stride along the row; memory between rows is never
 touched. Vectors are contiguous, and float32 (float64 with float64 tiles) unless stated otherwise. n
@@ -40,9 +40,9 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """Inputs of the kernels for the gradient of the logits, in addition to the logits.
 
-    Logits recomputed for the gradient may be rounded differently from the logits of the statistics.
-    At a target, the gradient is computed from the log-prob in `logps`, so that 1 - p keeps all
-    digits. If p of a column is near 1, the largest logit in `normalizer` replaces the logit z.
+    The backward pass may round recomputed logits differently from the forward pass. At a target,
+    the gradient is computed from the log-prob in `logps`, so that 1 - p keeps all digits. A
+    recomputed logit whose probability p is near 1 counts as the largest logit in `normalizer`.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -112,7 +112,7 @@ class ShiftedSums(NamedTuple):
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
     column: Tensor  # The column of the vocabulary slice that a token's sum leaves out, [n] int64.
-    far: Tensor  # Bool [n]: True for a token whose sum is invalid, because `shift` is too small.
+    far: Tensor  # Bool [n]: True if rows[t] is invalid, as a logit of token t far exceeds shift[t].
 
 
 class LogitRows(NamedTuple):
@@ -134,7 +134,7 @@ class Walk(NamedTuple):
     transform: Transform
     needs: frozenset[str] | None  # Statistics to compute; None if `normalizer` is given.
     coefficients: SoftmaxCoefficients | None = None  # Gradient coefficients, [n] each.
-    slopes: Tensor | None = None  # P closed-form derivatives of 5 fields (`Slope`), [P, 5, n].
+    slopes: Tensor | None = None  # P closed-form derivatives (`Slope`: 5 numbers each), [P, 5, n].
     normalizer: Normalizer | None = None  # Shape [n].
 
 
@@ -143,14 +143,14 @@ class Support(NamedTuple):
     whose column lies in the *window*, a range of vocabulary columns."""
 
     ids: Tensor  # Vocabulary column [P] int64 of each pair; a negative number stands for no column.
-    offsets: Tensor  # Shape [n + 1], int64, from 0: token t has ids[offsets[t]:offsets[t + 1]].
+    offsets: Tensor  # Int64 [n + 1], offsets[0] = 0: token t has ids[offsets[t]:offsets[t + 1]].
     first: int  # First vocabulary column of the window of `size` columns.
     size: int
 
 
 class Order(NamedTuple):
-    """Permutation of rows: output row i is made from input row rows[i]; output rows from index
-    `count` on are arbitrary."""
+    """Permutation of a tile's rows: for each i < count, output row i is computed from input row
+    rows[i]. The output rows `count` and above hold arbitrary values."""
 
     rows: Tensor  # Shape [n], int64.
     count: Tensor  # Shape [1], int64.
@@ -202,9 +202,9 @@ class Acts(Protocol):
         None: the first n rows. `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Return each gradient sum times its row factors (equally many in all sums) and the scalar
-        `factor`, in float32 or wider and rounded once to the gradient's dtype. A sum that already
-        has the gradient's dtype is overwritten."""
+        """Return each gradient sum, multiplied in float32 or wider by the scalar `factor` and the
+        sum's row factors, then rounded to the gradient's dtype. All sums with row factors have
+        equally many rows. A gradient sum that already has the gradient's dtype is overwritten."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -212,9 +212,9 @@ class Acts(Protocol):
         self, x: Tensor, w: Tensor, support: Support, onto: Tensor | None = None
     ) -> Tensor:
         """Return the dot product x[token] . w[id - first] of each pair (token, id), [P]; 0 for an
-        id outside of [first, first + size). The dot products are in float32 (in float64 with
-        float64 operands), or are added to `onto`. The operands x [n, H] and w [size, H] may have
-        any strides and differ in dtype."""
+        id outside of [first, first + size). The result is in float32 (float64 for float64
+        operands); if `onto` [P] is given, the dot products are added to `onto`. The operands x [n,
+        H] and w [size, H] may have any strides and differ in dtype."""
 
     def support_partials(self, raw: Tensor, support: Support, forward: Forward) -> SoftmaxState:
         """Return statistics [n] of each token's softmax over its columns in [first, first + size),
@@ -234,19 +234,19 @@ class Acts(Protocol):
         add: bool = False,
         uneven: bool = False,
     ) -> None:
-        """Write to `out` [n, H], or `add` to `out`, each token's sum of values[pair] * rows[id -
-        first] over the token's pairs (token, id) with ids in [first, first + size). A token's sum
-        runs over its pairs in order, in float32 or wider, and is rounded once. A pair whose value
-        is 0 reads no row of `rows`. `support_sums` computes the gradient of hidden states or, with
-        tokens and columns exchanged, of the weight. Set `uneven` if a few rows of `out` have most
-        of the (token, id) pairs; `uneven` requires `first` = 0 and ids below `support.size`."""
+        """Write to (or `add` to) `out` [n, H] each token's sum of values[pair] * rows[id - first]
+        over the token's pairs (token, id) with ids in [first, first + size). Each token's products
+        are added in the order of its ids, in float32 or wider; the sum is rounded once. For a 0 in
+        `values`, no row of `rows` is read. The sums are the gradient of hidden states or, with
+        tokens and columns exchanged, of the weight. Pass uneven=True if most pairs belong to a few
+        rows of `out`, `support.first` is 0, and all ids are below `support.size`."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
     def divergence(self, raw: Tensor, raw_teacher: Tensor, pair: Pair) -> Tensor:
-        """Return a tile's summands of K divergences and of their mean slopes, [n, K, 2]; a mean
-        slope is the sum over k of p_k times the divergence's derivative in p_k. Contributions to
-        the log-acceptance are merged by `divergence.merge_shares`."""
+        """Return a tile's contributions [n, K, 2] to K divergences and their mean slopes, the sum
+        over columns k of the student's p_k times the divergence's derivative in p_k.
+        `divergence.merge_shares` merges several tiles' contributions to the log-acceptance."""
 
     def part_gradient_(
         self,
@@ -257,9 +257,9 @@ class Acts(Protocol):
     ) -> Tensor:
         """Return the gradient of `part` (divergences or stored top-k teacher log-probs) with
         respect to the raw logits, in float32 (or float64). If `extra` [n, v] is given, the gradient
-        is added to `extra` in place. With `others`, the inputs of the loss terms without a teacher,
-        write the gradient of the whole loss over `raw`, as `logit_gradient_` does. The transforms
-        of `part` and `others` may differ only in the temperature."""
+        is added to `extra` in place. If `others` (inputs of the loss terms without a teacher) is
+        given, the gradient of the whole loss overwrites the raw logits. Loss terms with and without
+        a teacher may differ in temperature, but not in scale or soft cap."""
 
 
 class Kernels(Acts, Protocol):
@@ -274,15 +274,14 @@ class Kernels(Acts, Protocol):
     # ------------------------------------------------------------------ matmuls with an epilogue
 
     def can_fuse(self, x: Tensor, w: Tensor) -> bool:
-        """Return True if the `product_` functions accept x and w; else they raise ValueError."""
+        """Return False if functions named `product_..` raise ValueError for operands x and w."""
 
     def product_partials(
         self, x: Tensor, w: Tensor, forward: Forward, exp_tile: ExpTile | None = None
     ) -> SoftmaxState:
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], from float32 sums of 16-bit
         operands. If given, `exp_tile` [n, v] receives exp(z - shift) of the logits z. The result's
-        `max_logit` is a logit not far below the token's largest logit, or the largest logit if
-        `top1` is needed. `softmax.merge` and `softmax.finish` accept any logit as `max_logit`."""
+        `max_logit` is not far below the token's largest logit, and equal if `top1` is needed."""
 
     def product_statistics(
         self,
@@ -310,16 +309,16 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
-        With `sums`, also return a `ShiftedSums` (sums from which the hidden gradient follows), if n
-        > 0 and the dtype is not float16."""
+        If sums=True, n > 0 and the dtype is not float16, the second result is a `ShiftedSums` (sums
+        from which the hidden gradient follows), else None."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
     ) -> Tensor:
         """Return the gradient of the hidden states, dL/draw @ w [n, H] in float32, where dL/draw
-        (the gradient of the raw logits) is rounded to the dtype of w. If c_target and c_prob are
-        the only gradient coefficients, the gradient can be computed from `sums`, without the
-        logits; the normalizer must then be of the whole vocabulary."""
+        (the gradient of the raw logits) is rounded to the dtype of w. If `sums` (the `ShiftedSums`
+        of the forward pass) is given, the hidden gradient is computed without the logits; the loss
+        must then depend only on the target's logit and the log-sum-exp."""
 
     def narrow_weight_(
         self,
@@ -353,13 +352,14 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return factors s [n] such that s * e is the gradient of the raw logits, where `exp_tile`
-        holds e = exp(z - shift). In the target's column, the call replaces e by the gradient of the
-        target's raw logit, divided by the token's factor s. Of the gradient coefficients, only
-        c_target and c_prob may be present, and there must be no soft cap. With `least` [n], each
-        |s| is at least a small fraction of `least`, the size of the values that `chosen_gradient_`
-        later adds to the token's row. The second result is x [n, H] with row i multiplied by s[i],
-        in float32 or wider and rounded once. With `order`, row i of every result is computed from
+        """Return a factor per token, [n]: the factor times the token's row exp(z - shift) of
+        `exp_tile` is the gradient of the raw logits. The call overwrites each token's target column
+        in `exp_tile` with the gradient of the target's raw logit divided by the returned factor. Of
+        the gradient coefficients, only c_target and c_prob may be present, and there must be no
+        soft cap. With `least` [n] (the size of gradients that `chosen_gradient_` later adds to a
+        row), each returned factor is at least a small fraction of `least` in absolute value. The
+        second result is x [n, H] with each row multiplied by its returned factor in float32 or
+        wider, then rounded to the dtype of x. With `order`, row i of every result is computed from
         row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
@@ -386,14 +386,14 @@ class Kernels(Acts, Protocol):
         """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are
         kept, a kept row with an index below c stays in place, and a kept row with an index of at
         least c moves to the place of a row that is not kept, so that GPU programs in any order
-        never read a row that is already overwritten. If more than `most` rows are kept, no row
-        moves, and the `count` of the returned `Order` is n."""
+        never read a row that is already overwritten. If `keep` selects more than `most` rows,
+        return the identity permutation of all n rows."""
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
-        row for which `live` is False gets statistics and gradients of 0. If `needs` and `out` are
-        both given, the caller computes `coefficients` with an entropy of 0; the call itself then
-        adds the terms that depend on the entropy, and the derivatives `slopes`, to the gradient."""
+        row for which `live` is False gets statistics and gradients of 0. If one call computes
+        statistics and gradient, the caller makes `coefficients` for an entropy of 0; `given_rows`
+        adds the gradient terms that depend on the entropy or on the derivatives `slopes`."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded

@@ -3,11 +3,13 @@ teacher over the whole vocabulary), for every backend.
 
 n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
 temperature. Every divergence is a sum over the vocabulary, to which tiles of logits and ranks
-contribute summands. The log-acceptances of tiles or ranks are merged by log-sum-exp.
+contribute summands. The log-acceptance log sum min(p, q) over the whole vocabulary is the
+log-sum-exp of the log-acceptances of the tiles or ranks.
 
-Name and value of each divergence, with the mixture m = b q + (1-b) p for a number b, and the
-derivative s_j of the value with respect to p_j (for forward_kl, the gradient d/dz_j with respect to
-the student's logit z_j):
+The table has the name of each divergence; the divergence's value, where m = b q + (1-b) p is a
+mixture of q and p with a number b; and s_j, the value's derivative with respect to p_j (for
+forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
+
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
     js                b KL(q || m) + (1-b) KL(p || m)    s_j = (1-b) log p_j/m_j
@@ -24,14 +26,16 @@ arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
 sum min(p, q). Computed as 1 - total variation, a small acceptance a would have no correct digit.
-The gradient of log a with respect to the student's logit z_j is r_j s_j - p_j R, where r = min(p,
-q) / a, s_j is 1 where p_j < q_j (1/2 where equal, else 0), and the mean slope R is sum r s. The
+The gradient of the log-acceptance log a = log sum min(p, q) with respect to the student's logit z_j
+is r_j s_j - p_j R, where r_k = min(p_k, q_k) / a, s_k is 1 where the student's p_k is below the
+teacher's q_k (1/2 where equal, else 0), and the mean slope R is the sum over k of r_k s_k. The
 gradient of the log-acceptance log a is bounded, however small the acceptance a is.
 
 The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
 part of the teacher's vocabulary. If the teacher's probabilities sum to w < 1, the total variation
 grows by (1 - w) / 2, and the gradient of forward_kl with respect to the student's logit z_j is w
-p_j - q_j. The kernels store w - 1 as the mean slope (sum_k p_k s_k) of forward_kl.
+p_j - q_j. For forward_kl, the kernels store w - 1 (w is the sum of the teacher's probabilities) in
+place of the mean slope sum_k p_k s_k.
 """
 
 from __future__ import annotations
@@ -101,8 +105,8 @@ class StoredTopk(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """K columns of each token whose log-probs have a derivative in addition to the gradient
-    coefficients c_target, c_prob, c_entropy and c_uniform; tensors [n, K] of unit stride."""
+    """K vocabulary columns of each token whose log-probs enter the loss, in addition to the
+    target's log-prob. Every field is a tensor [n, K] of unit stride."""
 
     # Distinct columns, relative to the tile; a number outside of [0, v) is a column that the tile
     # lacks.

@@ -1,4 +1,4 @@
-"""Rounding of sums of products by GPU hardware."""
+"""Rounding error of sums of products that the tensor cores of a GPU compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def accumulator_bias(device: torch.device, h: int) -> float:
     A tensor core's accumulator rounds toward zero. On a Hopper GPU, a logit that is a sum of h
     products comes out too small by a fraction of 0.8e-9 h to 1.1e-9 h (measured with h = 512 to
     8192 and logits up to 60, of random and of trained heads; see benchmarks/NOTES.md). For a device
-    that is not a Hopper GPU, the function returns 0, for lack of measurements.
+    that is not a Hopper GPU, `accumulator_bias` returns 0, because the rounding of no other GPU was
+    measured.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return 0.0

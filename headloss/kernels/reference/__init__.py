@@ -1,7 +1,7 @@
 """The reference backend: the functions of `interface.Acts` in plain PyTorch, on any device and in
 any dtype.
 
-Tests compare each function of a different backend with the reference function of the same name.
+Tests compare each function of the triton backend with the reference function of the same name.
 """
 
 from __future__ import annotations

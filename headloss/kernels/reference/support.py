@@ -24,9 +24,9 @@ WIDTH = 256  # Number of columns of a matrix that are converted to a wider dtype
 def _blocks(support: Support, elements: int = 1) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yield, for each block of b tokens: the slice of the tokens, the indices [b, K] of the tokens'
     pairs (token, column), each column minus `first` (0 outside of the window [first, first +
-    size)), and the mask of the pairs whose column lies in the window. The number of tokens in a
-    block is limited, so that temporary tensors with `elements` numbers per pair (token, column)
-    stay small."""
+    size)), and the mask of the pairs whose column lies in the window. The number b of tokens in a
+    block is limited, so that a temporary tensor with `elements` numbers for each pair (token,
+    column) stays small."""
     ids, offsets, first, size = support
     counts = offsets.diff()
     most = int(counts.max()) if len(counts) else 0

@@ -108,8 +108,9 @@ def _block(
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
     """Return log p [n, v] from the logits z, clamped to at least FLOOR (-1e4). A recomputed largest
-    logit may be rounded differently from the largest logit of the statistics. Near a probability p
-    = 1, the recomputed largest logit is used, so that 1 - p is exact."""
+    logit may be rounded differently from the largest logit of the statistics. Where a row's largest
+    probability is near 1, the row's recomputed largest logit replaces the largest logit of the
+    statistics, so that 1 - p is exact for this probability p."""
     max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)
@@ -119,9 +120,10 @@ def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
 
 def gradient_from_logp(log_p: Tensor, slope: Tensor | None, c: SoftmaxCoefficients) -> Tensor:
     """Return the gradient dL/dz at the target or at chosen columns, computed from the log-probs of
-    these columns. Where the derivative `slope` = dL/dlogp and the gradient coefficient c_prob
-    cancel, the result keeps all digits of 1 - p (p is the column's probability); elsewhere, all
-    digits of p. Every `log_p` is at most 0, and the coefficients have the dimensions of `log_p`."""
+    these columns. For a column whose probability p is near 1, the formula uses 1 - p = -expm1(log
+    p), which keeps all digits where `slope` = dL/dlogp and the gradient coefficient c_prob cancel;
+    for all other columns, the formula uses p = exp(log p). Every element of `log_p` is at most 0;
+    the gradient coefficients in `c` have as many dimensions as `log_p`."""
     prob, slope = (torch.zeros_like(log_p) if t is None else t for t in (c.prob, slope))
     g = torch.where(log_p > SURE, prob + slope + prob * log_p.expm1(), slope + prob * log_p.exp())
     if c.entropy is not None:
@@ -145,9 +147,8 @@ def put_(tile: Tensor, backward: Backward, values: Tensor) -> None:
 
 def grad_z(log_p: Tensor, c: SoftmaxCoefficients, out: Tensor) -> Tensor:
     """Write p (c_prob + c_entropy log p) + c_uniform [n, v] to `out`, with gradient coefficients
-    [n, 1], and return `out`. The result is the gradient dL/dz except for the coefficient
-    `c_target`, which is to be added at each token's target only. The tensor `log_p` is
-    overwritten."""
+    [n, 1], and return `out`. The output is the gradient dL/dz without the coefficient `c_target`,
+    which the caller adds at each token's target. The tensor `log_p` is overwritten."""
     g = torch.exp(log_p, out=out)
     if c.entropy is not None:
         assert c.prob is not None

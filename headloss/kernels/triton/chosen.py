@@ -38,21 +38,23 @@ TOKENS = 8
 
 
 class Shifts(NamedTuple):
-    """Operands of the kernel that computes one logit per token, the shift in exp(z - shift)."""
+    """Operands of the kernel that computes each token's shift, the logit that the epilogue of the
+    matmul subtracts in exp(z - shift)."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
     z: LogitScaling
     shift: Tensor  # Output [n].
-    more: Tensor  # Output [2, pitch]: the target's logit, and the column of the shift.
+    # Output [2, pitch]: the target's logit, and the index of the column whose logit is `shift`.
+    more: Tensor
     pitch: int  # The number n of tokens, rounded up to a multiple of 16.
 
 
 @triton.jit(do_not_specialize=["first", "n"], do_not_specialize_on_alignment=["targets"])
 def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
     """Store each token's shift (the logit of one column, which exp(z - shift) subtracts) and the
-    index of this column. The shift is the logit of the token's target or, for a target outside of
-    this slice of the vocabulary, of an arbitrary column."""
+    index of this column. The shift is the target's logit or, if this slice of the vocabulary lacks
+    the token's target, the logit of an arbitrary column."""
     row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     real = row < n
     target = tl.load(targets + row, mask=real, other=0) - first
@@ -69,8 +71,8 @@ def shifts_kernel(of, targets, first, n, v, h, TOKENS: tl.constexpr):
 
 @triton.jit
 def shift_column(to, rows, inside):
-    """Return the index, in this vocabulary slice, of the column whose logit is the token's shift;
-    -1 beyond the last token."""
+    """Return the index, in this vocabulary slice, of the column whose logit is subtracted as the
+    shift in exp(z - shift); -1 for a row beyond the last token."""
     bits = tl.load(to.more + to.pitch + rows, mask=inside, other=0.0)
     return tl.where(inside, bits.to(tl.int32, bitcast=True), -1)
 
@@ -183,9 +185,10 @@ def chosen_gradient_(
 def target_gradient_(
     tile: Tensor, x: Tensor, w: Tensor, backward: Backward, columns: Tensor | None = None
 ) -> None:
-    """Write the gradient at each token's target, accurate to the digits of the target's log-prob,
-    into `tile`. By default, the target id determines the target's column in the tile; with
-    `columns` [n], the target of token t is in column columns[t]."""
+    """Compute the gradient of each token's target logit from the target's log-prob, so that 1 - p
+    keeps its digits for a probability p near 1, and write the gradient into `tile`. By default, the
+    target id determines the target's column in the tile; with `columns` [n], the target of token t
+    is in column columns[t]."""
     n, v = tile.shape
     a = gradient_inputs(backward)
     first = backward.first

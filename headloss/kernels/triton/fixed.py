@@ -18,7 +18,8 @@ from .tiles import place_of
 
 ROWS = 128
 COLUMNS = 128
-BYTES = 128  # Bytes of each row of `a` in one step of the loop over k.
+# Bytes of each row of `a` [n, k] that one step of the loop over the inner dimension k reads.
+BYTES = 128
 # Number of row tiles that are computed one after another with each column tile, so that the columns
 # of `b` stay in the L2 cache.
 GROUP = tl.constexpr(8)
@@ -71,8 +72,8 @@ def fixed_product(
     n, k = a.shape
     m = b.shape[1]
     add = out is not None
-    # Copy an operand that does not begin at a multiple of 16 bytes, because Triton would compile a
-    # different kernel for it.
+    # Copy an operand whose address is not a multiple of 16 bytes, because Triton compiles a
+    # separate kernel for such pointers.
     if a.stride(1) != 1 or a.data_ptr() % 16:
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out
@@ -81,8 +82,9 @@ def fixed_product(
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         rows = ROWS
         columns = COLUMNS
-        # The small rank of a LoRA adapter needs no wide tile. (On tensor cores the tile's shape
-        # decides the summation order over k.)
+        # A small number m of columns, such as the rank of a LoRA adapter, needs no wide tile. (On
+        # tensor cores, the shape of a tile decides the order in which the k products of a dot
+        # product are added.)
         if m <= COLUMNS // 2 and not tf32 and (wide or a.dtype == torch.float32):
             rows = ROWS // 4
             columns = max(16, triton.next_power_of_2(m))

@@ -107,8 +107,8 @@ def per_row(value, z, row, inside=None):
 
 @triton.jit
 def transformed(raw, z, outer):
-    """Return transformed logits (after scale, soft cap and temperature) of raw logits; `outer` is
-    the result of `per_row(z.outer, ..)`."""
+    """Return the logits after scale, soft cap and temperature, from raw logits; `outer` is the
+    factor `z.outer`, which `per_row` divides by a token's temperature."""
     x = raw.to(tl.float32)
     if z.inner is not None:
         x, _ = tanh_and_slope(x * z.inner)
@@ -157,10 +157,10 @@ def coefficient(pointer, row, inside=None):
 
 @triton.jit
 def grad_z(p, log_p, at, c):
-    """Return the gradient dL/dz of a column, without the term c_target that the target's column
-    adds. `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform). `c` holds the
-    gradient coefficients (a `SoftmaxCoefficients`); a field is None if the loss lacks this
-    coefficient."""
+    """Return the gradient dL/dz of a column from p and log p; the caller adds the coefficient
+    c_target at the target's column. `at` holds the gradient coefficients (c_prob, c_entropy,
+    c_uniform). `c` holds the gradient coefficients (a `SoftmaxCoefficients`); a field is None if
+    the loss lacks this coefficient."""
     if c.entropy is not None:
         g = p * (at[0] + at[1] * log_p)
     else:
@@ -172,7 +172,8 @@ def grad_z(p, log_p, at, c):
 
 @triton.jit
 def under_cap(g, raw, z):
-    """Return the gradient `g` times the derivative of the soft cap at raw logits."""
+    """Return the gradient `g` times the derivative of the logits' soft cap, evaluated at the raw
+    logits `raw`."""
     if z.inner is not None:
         _, slope = tanh_and_slope(raw.to(tl.float32) * z.inner)
         g *= slope
@@ -205,8 +206,8 @@ def gradient_from_logp(log_p, slope, at, c):
 
 @triton.jit
 def coefficients(c, row, inside=None):
-    """Return the gradient coefficients (c_prob, c_entropy, c_uniform) of one or several tokens, as
-    `grad_z` reads them; `inside` masks the tokens below n."""
+    """Load the gradient coefficients (c_prob, c_entropy, c_uniform) of one or several tokens; the
+    mask `inside` is False for a row beyond the last token."""
     prob, entropy = coefficient(c.prob, row, inside), coefficient(c.entropy, row, inside)
     return prob, entropy, coefficient(c.uniform, row, inside)
 

@@ -2,13 +2,13 @@
 dtype.
 
 The packed batch has T rows, the vocabulary slice has v columns starting at `first`, and z =
-transform(raw) are the logits after scale, soft cap and temperature. Row t begins `offsets[t]`
-elements behind the first logit, so that padded, shifted and packed layouts need no copy. Memory
-between rows, such as padding, is never read.
+transform(raw) are the logits after scale, soft cap and temperature. The logits of row t begin
+`offsets[t]` elements after the start of the logits tensor, so that padded, shifted and packed
+layouts need no copy. Memory between rows, such as padding, is never read.
 
 A GPU program walks along a row of logits once for the statistics and, if coefficients are given, a
-second time for the gradient. In a launch with two passes, the second pass begins at the columns
-that the first pass read last, which are still in the L2 cache.
+second time for the gradient. If one launch makes both passes, the gradient's pass begins at the
+columns that the statistics' pass read last, which are still in the L2 cache.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from .walk import logit_gradient, logits_of, row_partials, write_gradient
 
 
 class Shape(NamedTuple):
-    """Launch configuration: the numbers to tune on a device (benchmarks/studies/given.py)."""
+    """Launch configuration of the kernel; the script benchmarks/studies/given.py finds the fastest
+    values for a GPU."""
 
     warps: int  # Warps of a program.
     turns: int = 16  # Rows that a program handles one after another.
     registers: int | None = None  # Largest number of registers per thread.
 
 
-# Launch configurations by number of columns: the first entry whose key is at most v applies.
+# Launch configuration by the smallest number v of vocabulary columns that the configuration is used
+# for.
 SHAPES = {
     98304: Shape(warps=32, turns=4, registers=64),
     16384: Shape(warps=16, turns=4, registers=64),
@@ -59,9 +61,11 @@ class Given(NamedTuple):
     targets: Tensor
     z: LogitScaling
     normalizer: Normalizer | None
-    to: SoftmaxState | None  # Memory of the statistics; None if `normalizer` is given.
-    # Gradient coefficients. If the kernel also computes the statistics, the caller computes `c`
-    # with an entropy of 0, and the kernel adds the terms that depend on the entropy.
+    # Memory to which the kernel writes statistics; None if the caller already has the statistics.
+    to: SoftmaxState | None
+    # Gradient coefficients. If the kernel also computes the statistics, the caller computes the
+    # gradient coefficients with an entropy of 0, and the kernel adds the gradient terms that depend
+    # on the entropy.
     c: SoftmaxCoefficients
     slopes: Tensor | None  # Shape [SLOPES, 5, T].
     out: Tensor | None  # Output gradient.
@@ -81,8 +85,8 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
 
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
-    """Return the loss's derivative with respect to a token's log-prob, evaluated from the closed
-    forms that `slope_parts` loaded."""
+    """Return the loss's derivative with respect to a token's log-prob `logp`: the sum of SLOPES
+    closed-form functions of `logp`, whose numbers are in `parts`."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
         rate = parts[5 * i]
@@ -133,7 +137,8 @@ def given_kernel(
         column = tl.load(of.targets + row) - first
         mine = (column >= 0) & (column < length)
         target = tl.load(x + column, mask=mine, other=float("-inf"))
-        # Load early, because the computation of the statistics hides the loads' latency.
+        # Load the gradient's operands before the statistics are computed, because the computation
+        # hides the latency of the loads.
         if GRADIENT:
             y = of.out + tl.multiple_of(tl.load(of.out_offsets + row), ALIGNED)
             at_target = coefficient(of.c.target, row)

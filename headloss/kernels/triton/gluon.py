@@ -1,11 +1,11 @@
 """Hopper kernels in Gluon for the matmuls of product.py, with epilogues that overlap matmuls.
 
 One warp loads slices of x and w into a ring buffer in shared memory. Two groups of four warps read
-the same slices of w, and each group multiplies half of the rows. The ring buffer is the only
-synchronisation between the two groups of multiplying warps. While one group of warps runs its
-epilogue, the other group multiplies slices that are still in the ring buffer, so that the tensor
-cores do not wait. The module product.py has the portable Triton kernel, whose warps do all steps
-together.
+the same slices of w, and each group multiplies half of the rows. The two groups of multiplying
+warps synchronise only through the ring buffer of slices in shared memory. While one group of warps
+runs its epilogue, the other group multiplies slices that are still in the ring buffer, so that the
+tensor cores do not wait. The portable Triton kernel in product.py has no such overlap: all its
+warps load, multiply and run the epilogue together.
 
 x [n, H], w [v, H] and the output [n, v] are tensor descriptors.
 """

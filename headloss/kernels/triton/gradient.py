@@ -1,9 +1,9 @@
 """Triton kernels for the gradient, from a tile [n, v] of logits or of e = exp(z - shift) in bf16.
 
-The GPU programs of a launch go through the tile's memory in ascending order. An `Order` (a
-permutation of rows) moves the rows with a gradient to the front: row i is computed from row
-order.rows[i], so that later products read dense rows. Rows may be reordered in the tile's memory,
-because no program reads a row that is already overwritten.
+The GPU programs of a launch, in ascending order of their index, read ascending addresses of the
+tile. An `Order` (a permutation of rows) moves the rows with a gradient to the front: row i is
+computed from row order.rows[i], so that later products read dense rows. Rows may be reordered in
+the tile's memory, because no program reads a row that is already overwritten.
 
 If c_target and c_prob are the only gradient coefficients and there is no soft cap, the gradient in
 a column j other than the target is p_j c_prob = s e_j, where e_j = exp(z_j - shift), and the factor
@@ -76,8 +76,9 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # With e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e times a linear
-        # function of log2 e. The gradient at the target's column is overwritten afterwards.
+        # If the tile holds e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is
+        # computed as e * (level + slope * log2(e)). Later code overwrites the element at the
+        # target's column with a gradient that includes the coefficient c_target.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2
@@ -153,8 +154,8 @@ def logit_gradient_(
     return out
 
 
-# Smallest |s| / |c_target|, for the factor s by which a row's exp(z - shift) is multiplied; at this
-# ratio, all elements of the row except the target's are negligible.
+# Smallest ratio |s| / |c_target| in a gradient s exp(z - shift) + c_target [column = target]: so
+# small that s exp(z - shift) is negligible.
 SMALLEST = Constant(2.0**-90)
 
 
@@ -187,7 +188,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # Copy the row from its old place, which no GPU program overwrites, to its new place.
+    else:  # Copy the row to its new place in the tile.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

@@ -2,15 +2,17 @@
 product or over the ranks of a sharded vocabulary.
 
 n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. One kernel launch adds
-up the sums of all blocks of columns, and applies the formulas of `softmax.finish`. The kernel that
-merges partial sums also recomputes the sums of every token whose shift (the logit that exp(z -
-shift) subtracts) is far below the token's largest logit, and writes exp(z - shift) = 1 at the
-column whose logit is the shift.
+up the sums of all column blocks of the matmul x @ w.T, and computes the statistics by the formulas
+of `softmax.finish`. If a token's shift (the logit subtracted in exp(z - shift)) is far below the
+token's largest logit, the same launch computes the token's sums again from recomputed logits. For
+every token whose shift is not far below the largest logit, the launch writes exp(z - shift) = 1 at
+the column whose logit is the shift.
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
-order of a Triton reduction depends on the layout, and the layout depends on the divisors of
-addresses; therefore sums are folded in halves. No kernel is compiled for a particular number n of
-tokens, so that all numbers of tokens run the same instructions.
+order in which a Triton reduction adds depends on the register layout, which depends on the divisors
+of addresses. Therefore a tile is summed in an explicit order: its first half is added to its second
+half, again and again. No kernel is compiled for a particular number n of tokens, so that all
+numbers of tokens run the same instructions.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Epilogue(NamedTuple):
 
     # Shift [n]: the logit of one column per token, subtracted from all logits before exp.
     shift: Tensor
-    # Shape [2, pitch], two numbers per token: the target's logit (-inf if this slice of the
+    # Two rows of numbers per token, [2, pitch]: the target's logit (-inf if this slice of the
     # vocabulary lacks the target), and the index of the column whose logit is `shift`, as the bits
     # of an int32.
     more: Tensor
@@ -63,8 +65,8 @@ class Epilogue(NamedTuple):
     # Row length of the tensors `parts` and `more`: the number n of tokens, rounded up to a multiple
     # of 16 so that every row is aligned.
     pitch: int
-    # Number of elements, blocks * pitch, from the start of one kind of sum in `parts` (such as the
-    # sums of exp) to the start of the next kind (such as the entropy sums).
+    # Number of elements, blocks * pitch, of each array in `parts`: all sums of exp, all entropy
+    # sums, all logit sums, all largest logits.
     stride: int
     z: LogitScaling
     flags: Flags
@@ -72,8 +74,8 @@ class Epilogue(NamedTuple):
 
 class Merge(NamedTuple):
     """Operands of the kernel that merges the partial sums of a matmul's column blocks. The results
-    are stored in memory after the tensor `epilogue.more`, as rows that the functions `measured` and
-    `partials_of` read."""
+    are written as rows into the memory behind the tensor `epilogue.more`; the functions `measured`
+    and `partials_of` make named tuples of these rows."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -95,9 +97,10 @@ def parts_of(of):
 
 @triton.jit
 def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
-    """Return max_logit, sumexp_m1 and entropy_sum, from recomputed logits, of the tokens `far`
-    (whose shift is far below the largest logit), and store exp(z - max_logit) of their logits in
-    `of.exp_tile`, if given. One GPU program reads the weight only once for all its tokens."""
+    """For each token of the mask `far`, whose shift is far below the token's largest logit,
+    recompute the logits z, return max_logit, sumexp_m1 and entropy_sum, and store exp(z -
+    max_logit) in `of.exp_tile`, if given. One GPU program reads the weight only once for all its
+    tokens."""
     COLUMNS: tl.constexpr = 128  # Vocabulary columns per step.
     DEPTH: tl.constexpr = 64  # Elements of the hidden width H per step.
     WRITES: tl.constexpr = of.exp_tile is not None
@@ -132,9 +135,9 @@ def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
 def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags):
     """Write the normalizer and the statistics, as computed by `softmax.finish`, to rows of `out`.
 
-    `highest` is the pair (largest logit, sumexp_m1 relative to the largest logit), from which the
-    normalizer is computed. The statistics are computed from `sums`, so that the bits of the
-    statistics do not depend on whether top1 is wanted.
+    `highest` is the pair (max z, sum exp(z - max z) - 1) of each token's logits z, from which the
+    softmax normalizer is computed. The statistics are computed from `sums` and not from `highest`,
+    so that their bits are equal with and without the statistic top1.
     """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
@@ -160,8 +163,8 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
 @triton.jit(do_not_specialize=["n"])
 def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
-    """Merge a matmul's sums over blocks of columns into statistics. `of` is a `Merge`; `vocabulary`
-    is the number of columns on all ranks together."""
+    """Merge a matmul's sums over blocks of columns into statistics. The argument `of` is a `Merge`
+    record, and `vocabulary` is the number of vocabulary columns of all ranks together."""
     HALVES: tl.constexpr = 6
     BLOCKS: tl.constexpr = 1 << HALVES  # Number of column blocks whose sums are added at once.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -265,8 +268,8 @@ def merge_kernel(
         log_scale = tl.maximum(tl.where(top, 0.0, max_of_rank - max_logit), FLOOR)
         scale = exp(log_scale)
         mass = 1 + sumexp_m1_of_rank
-        # Leave the largest term out of the sum only once, even if the slices of several ranks
-        # contain an equal largest logit.
+        # The sum `sumexp_m1` leaves out the term exp(0) = 1 of the largest logit: leave out only
+        # one such term, even if the slices of several ranks contain an equal largest logit.
         sumexp_m1 += tl.where(top & (taken == 0), sumexp_m1_of_rank, mass * scale)
         taken = taken | top
         if flags.entropy:

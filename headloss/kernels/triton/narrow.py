@@ -1,27 +1,27 @@
 """Triton kernels for a head of small hidden width, built like fused attention: the weight serves as
 keys and values, and tiles of logits stay on the chip.
 
-n tokens, v columns of the vocabulary, H hidden width, at most WIDEST, padded to a power of two in
-the kernel. Each GPU program owns rows of one matrix (hidden states or weight) and loops over the
-rows of the other matrix. The forward pass computes a token's statistics and, on request, the sum
-over j of exp(z_j - shift) dz_j/draw_j w_j, where w_j is row j of the weight, and `shift` is the
-logit of one column, which the sum leaves out (see product.py). If c_target and c_prob are the only
-gradient coefficients, the hidden gradient follows from the sum of exp(z_j - shift) dz_j/draw_j w_j.
-For gradients the kernel recomputes each tile of logits, turns the tile into its gradient, and
-multiplies the gradient at once by the hidden states (for the weight) or by the weight (for the
-hidden states).
+n is the number of tokens, v the number of vocabulary columns, and H the hidden width, which is at
+most 256 and is padded to a power of two in the kernel. Each GPU program owns rows of one matrix
+(hidden states or weight) and loops over the rows of the other matrix. The forward pass computes a
+token's statistics and, on request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j
+except one column k, where w_j is row j of the weight, and the shift is the logit z_k of column k
+(see product.py). If c_target and c_prob are the only gradient coefficients, the hidden gradient
+follows from the sum of exp(z_j - shift) dz_j/draw_j w_j. For gradients the kernel recomputes each
+tile of logits, turns the tile into its gradient, and multiplies the gradient at once by the hidden
+states (for the weight) or by the weight (for the hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
-already fill a GPU. The results of the 16 parts of the vocabulary are added in a fixed order, so
-that a token's result never depends on other tokens. A table marks the tiles of logits that need a
-mask: tiles that contain the column of a token's target or shift (the logit that exp(z - shift)
-subtracts), and tiles at the end of the vocabulary.
+already fill a GPU. The sums over the 16 parts of the vocabulary are added in a fixed order, so that
+a token's result never depends on the batch's other tokens. A table marks the tiles of logits that
+need a mask: tiles that contain the column of a token's target or shift (the logit that exp(z -
+shift) subtracts), and tiles at the end of the vocabulary.
 
-For the weight's gradient, a vector of tokens lies along the columns of a tile, and a thread reads
-many elements of the vector. If c_target and c_prob are the only gradient coefficients, the kernel
-computes |c_prob| p as exp2(z log2 e + d), with one number d = log2 |c_prob| - log2 sum exp z per
-token. Tokens with a negative c_prob come before all other tokens, so that a token's position
-determines the sign of its c_prob.
+In the kernel for the weight's gradient, tokens are the columns of a tile, so that each thread reads
+many elements of a vector with one element per token. If c_target and c_prob are the only gradient
+coefficients, the kernel computes |c_prob| p as exp2(z log2 e + d), with one number d = log2
+|c_prob| - log2 sum exp z per token. Tokens with a negative gradient coefficient c_prob come before
+all tokens with a positive one, so that the kernel knows the sign from a token's position.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .tiles import biased
 
 WIDEST = 256  # Largest hidden width.
 PARTS = 16  # Parts of the vocabulary.
-# The number of tokens is padded to a multiple of BLOCK, which every tile's number of tokens
-# divides.
+# The number of tokens is padded to a multiple of BLOCK, and thereby to a multiple of the number of
+# tokens in any tile.
 BLOCK = 128
 NOTHING = 1e30  # Value of log2 sum exp z for padding tokens, so that their p is 0.
 
@@ -76,8 +76,9 @@ class Tokens(NamedTuple):
     """Inputs of `narrow_kernel` with one entry per token; for the weight's gradient, padded to
     whole tiles of tokens."""
 
-    # Column [n] of each token's target or, for statistics, of its shift; any number outside of 0..v
-    # - 1 if the column lies in a different slice of the vocabulary.
+    # Column [n] of each token: the target or, for statistics, the column whose logit is the shift
+    # in exp(z - shift). A number outside of 0..v - 1 stands for a column in a different slice of
+    # the vocabulary.
     column: Tensor
     # Gradient of the raw logit at `column`, [n]; None if the kernel computes statistics.
     target: Tensor | None
@@ -112,9 +113,10 @@ def lines(of, first, count, SIZE: tl.constexpr, cut: tl.constexpr):
 
 @triton.jit
 def differentiated(z, tokens, columns, inside, marked, a, v):
-    """Return a tile's logits z, log2 p, the terms of row sums (p for statistics, else the gradient)
-    and the gradient of its raw logits. The indices `tokens` run along one dimension of the tile,
-    and the indices `columns` run along the other dimension."""
+    """Return four values for each logit of a tile: the logit z, log2 p, the summand of row sums (p
+    for statistics, else the gradient of the raw logit), and the gradient of the raw logit. The
+    indices `tokens` run along one dimension of the tile, and the indices `columns` run along the
+    other dimension."""
     z = biased(z, a.z, columns, v)
     slope = 1.0
     if a.z.inner is not None:
@@ -122,8 +124,8 @@ def differentiated(z, tokens, columns, inside, marked, a, v):
     outer = per_row(a.z.outer, a.z, tokens, inside)
     log2_p = z * (outer * LOG2E) - tl.load(a.log2_sumexp + tokens, inside)
     if a.target is None:
-        # Load each token's column before the branch on `marked`, so that the compiler moves the
-        # load out of the loop over tiles.
+        # Load each token's column before the branch for tiles with a mask, so that the compiler
+        # moves the load out of the loop over tiles.
         column = tl.load(a.column + tokens, inside)
         if marked != 0:
             log2_p = tl.where((columns == column) | (columns >= v), LOWEST, log2_p)
@@ -145,12 +147,18 @@ def narrow_kernel(
     stationary,  # Hidden states or weight [count, H], a `Matrix` or a tensor descriptor.
     streamed,  # Weight or hidden states [length, H].
     marks,  # Matrix of bytes, one byte per tile of logits: not 0 if the tile needs a mask.
-    out,  # Output [parts * count, H]: one sum [count, H] per part of the vocabulary; or None.
-    bias,  # Output [count] float32, each column's sum of the gradient over tokens; or None.
-    factor,  # Scalar by which the output `out` is multiplied, but not the output `bias`; or None.
+    # Output [parts * count, H]: a partial result [count, H] for each part of the vocabulary; or
+    # None.
+    out,
+    # Output [count] float32, the bias gradient: the sum over tokens of each column's gradient; or
+    # None.
+    bias,
+    # Scalar that multiplies the output `out` (the output `bias` is not multiplied); or None.
+    factor,
     some,  # Mask [count] of the rows of `out` that are written; None: write all rows.
     a,  # A `Tokens` record.
-    # An `Epilogue` for statistics, with one block of columns per part of the vocabulary; else None.
+    # For statistics, an `Epilogue` (operands for the sums over blocks of columns) with one block
+    # per part of the vocabulary; else None.
     of,
     count,
     length,
@@ -239,14 +247,15 @@ def _sweep(
     factor: Tensor | None = None,
     some: Tensor | None = None,
     of: Epilogue | None = None,  # For statistics.
-    # Index [n] of each token's row in `streamed`, for the weight's gradient alone.
+    # Row of `streamed` that holds each token's hidden states, [n], for the weight's gradient alone.
     place: Tensor | None = None,
 ) -> None:
-    """Run the kernel over the tiles of stationary [count, H] @ streamed.T [H, length]; the tile
-    sizes depend on the head's shape alone. A tile is marked (computed with a mask) if it contains a
-    token's column, or ends beyond the last row of `streamed`. A token whose column lies in a
-    different rank's slice of the vocabulary marks an arbitrary tile, which costs time and changes
-    no result."""
+    """Run the kernel over all tiles of the logits `stationary` [count, H] @ `streamed`.T [H,
+    length], where one operand is the hidden states and the second operand is the weight. The tile
+    sizes depend on the head's shape alone. A tile of logits is computed with a mask if it contains
+    the target or the shift column of a token, or ends beyond the last row of the operand
+    `streamed`. A token whose target lies in a different rank's slice of the vocabulary makes an
+    arbitrary tile use a mask, which costs time and changes no result."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     shapes = TOKENS if place is None else COLUMNS
@@ -312,8 +321,8 @@ def narrow_hidden(
         if len(x):
             _sweep(x, w, a, PARTS, parts)
         return reduce(Tensor.add_, parts).clone()
-    # `sums` leave out one column per token: the target, or an arbitrary column if another slice of
-    # the vocabulary holds the target.
+    # For each token, `sums.rows` (a weighted sum of the rows of w) leaves out one row of w: the
+    # target's row, or an arbitrary row if a different slice of the vocabulary holds the target.
     p = (sums.shift - sum(backward.normalizer)).exp()
     others = (backward.coefficients.prob * p).unsqueeze(1)
     g = backward.transform.vjp_(others.clone(), sums.shift.unsqueeze(1), is_z=True)[:, 0]

@@ -1,5 +1,5 @@
-"""Triton kernel that computes an order of rows with kept rows first, on the device, so that the CPU
-queues later kernels without waiting for the number of kept rows."""
+"""Triton kernel that computes, on the GPU, a permutation of rows that puts kept rows first, so that
+the CPU launches later kernels without waiting for the number of kept rows."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ class Part(NamedTuple):
     """Operands of the kernel for the gradient of divergences or of stored top-k teacher
     log-probs."""
 
-    # With stored top-k teacher log-probs, the softmax over all columns that are not stored.
+    # Softmax of the student over all columns or, with stored top-k teacher log-probs, over all
+    # columns that are not stored.
     student: Softmax
     # Mean slopes (sums of p_k s_k) [n, K] of K divergences. With stored top-k teacher log-probs,
     # the derivative [n] of the loss with respect to the log-sum-exp over the columns that are not
@@ -83,7 +84,8 @@ class Part(NamedTuple):
     log_acceptance: Tensor | None = None  # Shape [n].
     teacher: Teacher | None = None
     stored: BlockedColumns | None = None
-    # Derivatives of the loss with respect to the logits z of the stored columns, [n, K].
+    # Derivatives [n, K] of the loss with respect to the logits z of the K columns of stored top-k
+    # teacher log-probs.
     slopes: Tensor | None = None
     # Contiguous gradient [n, v] of an earlier launch, which the kernel adds to its own gradient.
     extra: Tensor | None = None
@@ -102,7 +104,7 @@ def log_1_plus(x):
 
 @triton.jit
 def against_mixture(log_q, log_p, beta):
-    """Return log p/m with m = beta q + (1 - beta) p, exactly 0 where p and q agree."""
+    """Return log(p / m) with m = beta q + (1 - beta) p; the result is exactly 0 where p = q."""
     d = log_p - log_q
     share = tl.where(d > 0, beta, 1 - beta)
     return tl.where(d > 0, 0.0, d) - log_1_plus(share * expm1(-tl.abs(d)))
@@ -223,7 +225,8 @@ launch_divergence = Launcher(divergence_kernel, num_warps=WARPS)
 
 
 def softmax(side: Distribution | None) -> Softmax:
-    """Return the `Softmax` (kernel arguments) of a distribution; NO_SIDE for None."""
+    """Return the `Softmax` (kernel arguments) of a distribution, or the placeholder NO_SIDE if the
+    argument `side` is None."""
     return NO_SIDE if side is None else Softmax(records.scaling(side.transform), side.normalizer)
 
 
@@ -325,7 +328,8 @@ def pair_gradient_kernel(
                 else:
                     slope = slope_in_p(log_q, log_p, kinds[k].beta, kinds[k].name)
                     g += weight * (p * (slope - pivot))
-            g = tl.where(alive == 0, 0.0, g)  # A row whose weights are all 0 may have NaN logits.
+            # The logits of a row may be NaN if the weights of all its divergences are 0.
+            g = tl.where(alive == 0, 0.0, g)
         if a.targets is not None:
             # All terms of a loss have the same soft cap, so that the tanh of a logit is computed
             # once, for the divergence and for the terms without a teacher.

@@ -5,8 +5,8 @@ The epilogue sums over each tile of float32 logits while the tile is in register
 exp(z - shift) is the logit of one column per token, computed beforehand: the target's logit if this
 slice of the vocabulary holds the target, else the logit of an arbitrary column. The logit `shift`
 in exp(z - shift) is known before the matmul, so that the epilogue need not compute the largest
-logit of a row. The sums leave out the column of the shift, where e = exp(z - shift) is 1, so that
-the log-prob of a likely target keeps its digits.
+logit of a row. A token's sums leave out the term exp(0) = 1 of the column whose logit is the shift,
+so that the log-prob of a likely target keeps its digits.
 
 On Hopper, the kernels of gluon.py overlap a tile's epilogue with the next tile's product.
 
@@ -82,8 +82,8 @@ def sums(z, log2_shift, ENTROPY: tl.constexpr):
 
 @triton.jit
 def sum_tile(z, m, block, exp_tile, of, n, v):
-    """Store the sums over a tile's columns, as the epilogue for statistics; with `exp_tile`, also
-    store exp(z - shift) of the logits z."""
+    """Epilogue of the forward matmul: store the sums over the columns of a tile of logits z and, if
+    `exp_tile` is given, the values exp(z - shift)."""
     sumexps, entropy_sums, logit_sums, max_logits = parts_of(of)
     rows = m * BM + tl.arange(0, BM)
     inside = rows < n
@@ -101,8 +101,8 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    # Leave the column of the shift in exp(z - shift) out of the largest logit: its recomputed logit
-    # could exceed the shift, which was summed over H in a different order.
+    # Leave the column whose logit is the shift out of the largest logit: the matmul adds the
+    # logit's products in a different order, so that its result could exceed the shift.
     if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
@@ -140,8 +140,8 @@ def in_gluon() -> Any:
 
 
 def product_of(z: LogitScaling, device: torch.device, holds: bool) -> Launcher:
-    """Return the launcher of the matmul kernel for statistics; with `holds`, the kernel also writes
-    exp(z - shift) of the logits z."""
+    """Return the launcher of the forward matmul kernel for a head's statistics; with `holds`, the
+    kernel also writes exp(z - shift) of the logits z, where the shift is one logit per token."""
     if z.outer > LEAST_SCALE and overlaps(device):
         return in_gluon().launch_exp if holds else in_gluon().launch_product  # type: ignore
     return launch_exp if holds else launch_product
@@ -207,9 +207,10 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return the statistics as rows: the input of the function `measured` or, if `vocabulary` is
-    None, of the function `partials_of`. `sweep` is a pair (number of column blocks, function that
-    computes the sums over the blocks) and replaces the matmul kernel."""
+    """Return one tensor [n] per statistic: finished statistics as the function `measured` reads
+    them or, if `vocabulary` is None, partial sums as the function `partials_of` reads them. If
+    given, `sweep` replaces the matmul kernel: a pair of the number of column blocks and a function
+    that writes the sums over each block's columns to an `Epilogue`."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]
@@ -247,7 +248,8 @@ def statistics_of(
 
 @triton.jit
 def gradient_of(raw, lse, at, outer, a):
-    """Return the gradient of a block of raw logits, without the term c_target at the targets."""
+    """Return the gradient of a block of raw logits; the coefficient c_target of the targets is not
+    yet included."""
     log_p = transformed(raw, a.z, outer) - lse
     return under_cap(grad_z(tl.exp2(log_p * LOG2E), log_p, at, a.c), raw, a.z)
 

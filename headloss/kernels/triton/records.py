@@ -1,9 +1,10 @@
 """Named tuples of kernel arguments (*records*), and the checks before a launch.
 
 A record is one kernel argument with only the fields that the kernel reads, because every tensor
-adds a microsecond to a launch. A field that is None or 1 is known when the kernel is compiled, at
-no cost to the launch, while a `tl.constexpr` field would cost two microseconds. Kernels compare
-single fields with None, because Triton 3.6 cannot compare a named tuple that contains None.
+adds a microsecond to a launch. A field of a named tuple whose value is None or 1 is a compile-time
+constant in Triton, at no cost to the launch, while a `tl.constexpr` field would cost two
+microseconds. Kernels compare single fields with None, because Triton 3.6 cannot compare a named
+tuple that contains None.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class LogitScaling(NamedTuple):
     inner: float | None
     outer: float
     factor: float
-    # Temperature of each token [n], by which a kernel must divide `outer` and `factor`; None:
-    # `outer` and `factor` include the temperature.
+    # Temperature of each token, [n]: a kernel divides `outer` and `factor` by the token's
+    # temperature. With temperature=None, `outer` and `factor` are already divided by the
+    # temperature.
     temperature: Tensor | None
     same: int | None  # Flag: 1 if z equals the raw logits, else None.
     # Factor by which a matmul's result is multiplied before the bias is added.
@@ -69,25 +71,28 @@ class GradientInputs(NamedTuple):
     order: Order | None = None
     tile: Matrix | None = None  # Raw logits or exp(z - shift), [n, v].
     shifts: Tensor | None = None  # Shift [n] of each row, if `tile` holds exp(z - shift).
-    # One factor per row, [n], by which later matmuls multiply the rows of the gradient `to`.
+    # Factors of rows, [n]: later matmuls multiply each row of the gradient `to` by the row's
+    # factor.
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    # Derivative of the loss with respect to each log-prob in `column_logps`; None: the gradient
-    # coefficient c_target is this derivative.
+    # Derivative of the loss with respect to each log-prob in `column_logps`; if None, the gradient
+    # coefficient c_target is the derivative with respect to these log-probs.
     column_slopes: Matrix | None = None
-    # Raw logit [n] of the chosen column, if each token has a single one.
+    # Raw logit [n] of each token's chosen column, given only if each token has exactly one chosen
+    # column.
     column_raw: Tensor | None = None
     x: Matrix | None = None  # Hidden states [n, H].
     # Output [n, H]: row i is row i of the hidden states times multiples[i].
     features: Tensor | None = None
-    # Lower bounds [n], up to a constant factor, of the absolute values of the row factors
-    # `multiples`.
+    # Size [n] of the gradients that are later added to each row; the absolute value of a factor in
+    # `multiples` is at least a small fraction of this size.
     least: Tensor | None = None
 
 
 class BlockedColumns(NamedTuple):
-    """Columns of each row of a tile, for kernels that walk along a row in blocks."""
+    """K columns of each row of a tile, sorted and grouped by block, for kernels that walk along a
+    row block by block."""
 
     # Column indices [n, K] within the tile, in ascending order; some may lie outside of the tile.
     places: Matrix
@@ -97,7 +102,8 @@ class BlockedColumns(NamedTuple):
 
 def blocked_columns(columns: Tensor, v: int, block: int) -> tuple[BlockedColumns, Tensor]:
     """Sort the columns [n, K] of each row of a tile [n, v], and find the columns in each block of
-    `block` tile columns. Return a `BlockedColumns`, and the order [n, K] that sorts each row."""
+    `block` tile columns. Return the sorted columns as a `BlockedColumns`, and the permutation [n,
+    K] that sorts each row's columns."""
     places, order = columns.sort(1)
     borders = torch.arange(0, v + block, block, device=columns.device)
     bounds = torch.searchsorted(places, borders.expand(len(places), -1).contiguous())
@@ -191,6 +197,6 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """Return a view [n, v] of the tile's memory in the narrower dtype `backward.dtype`; each row of
-    the view begins at a row of the tile."""
+    """Return a tile [n, v] of the dtype `backward.dtype` in the memory of `tile`; row i of both
+    tiles begins at the same address."""
     return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

@@ -18,8 +18,9 @@ from .records import Matrix, matrix_of, programs_on
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
 WIDEST = 4096  # Number of elements that a program scales at once.
-# Largest number of GPU programs in a launch that scales rows. With few programs, a launch ends
-# quickly if the scale factor (known only on the GPU) is 1.
+# Largest number of GPU programs in a launch that scales rows. The number of programs is small, so
+# that a launch ends quickly if the scale factor (known only on the GPU) is 1 and nothing has to be
+# scaled.
 MOST_PROGRAMS = 132 * 8
 
 
@@ -93,7 +94,7 @@ class Scaled(NamedTuple):
 
     value: Tensor
     out: Tensor
-    size: int  # Number of elements of the sum; if `rows` is given, of one row of the sum.
+    size: int  # Number of elements of `value`; of one row of `value` if the field `rows` is given.
     rows: Tensor | None  # Factors of rows, [n].
 
 
@@ -114,7 +115,7 @@ def scaled_kernel(
         blocks = n * in_row
         if of.rows is None:
             blocks = in_row
-            # Rows scaled in place by a factor of 1 stay as they are.
+            # Skip a gradient sum that is scaled in place by a factor of 1.
             if of.value.dtype == of.out.dtype:
                 blocks = tl.where(number == 1, 0, in_row)
         for block in range(tl.program_id(0).to(tl.int64), blocks, tl.num_programs(0)):

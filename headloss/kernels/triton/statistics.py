@@ -37,8 +37,8 @@ class PartialsInputs(NamedTuple):
 
 @triton.jit
 def columns_at(support, at, end):
-    """Return each pair's column within the window (a range of vocabulary columns), and the mask of
-    pairs inside of the window."""
+    """Return the column of each pair (token, column), counted from the start of a window of
+    vocabulary columns, and a mask that is False for a pair outside of the window."""
     inside = at < end
     column = tl.load(support.ids + at, mask=inside, other=-1) - support.first
     present = inside & (column >= 0) & (column < support.size)
@@ -65,7 +65,8 @@ def partials_kernel(of, first, v, BLOCK: tl.constexpr, ONTO: tl.constexpr):
             entropy_sum = tl.load(to.entropy_sum + row)
         if to.logit_sum is not None:
             logit_sum = tl.load(to.logit_sum + row)
-    # Triton 3.6 cannot compare a field with None after a loop.
+    # Compare fields with None before the loop: Triton 3.6 cannot compare a named tuple's field with
+    # None after a loop.
     WITHOUT: tl.constexpr = of.without is not None
     SUPPORT: tl.constexpr = of.support is not None
     begin = 0

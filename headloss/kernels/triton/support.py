@@ -1,12 +1,13 @@
 """Triton kernels for a softmax over a set of allowed columns per token: logits, statistics, the
 gradient of the logits, and the products of this gradient with weight and hidden states.
 
-n tokens, P pairs (token, allowed column), H hidden width. Matrices have the type `Strided`; raw
-logits, values and gradients are vectors [P] with one element per pair. One GPU program serves one
-token or, for the weight gradient, one column. Forward and backward pass together gather, for each
-of the P pairs, a row of the weight twice and a row of the hidden states once; each gather of P rows
-reads 2PH bytes in a 16-bit dtype. A program has many loads in flight, so that the bandwidth of
-memory or of L2 limits the speed; tensor cores would not make the dot products faster.
+n tokens, P pairs (token, allowed column), H hidden width. Matrices are passed as `Strided` (pointer
+and two strides); raw logits, values and gradients are vectors [P] with one element per pair (token,
+allowed column). One GPU program serves one token or, for the weight gradient, one column. Forward
+and backward pass together gather, for each of the P pairs, a row of the weight twice and a row of
+the hidden states once; each gather of P rows reads 2PH bytes in a 16-bit dtype. Each GPU program
+keeps many loads in flight, so that the bandwidth of GPU memory or of the L2 cache limits the speed;
+tensor cores would not make the dot products faster.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ launch_gradient = Launcher(gradient_kernel, num_warps=1)
 
 
 def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tensor:
-    # Start from zeros, because no program writes the value of a pair beyond the last offset, which
-    # belongs to no token.
+    # Start from zeros, because no program writes the elements from index offsets[n] on, which
+    # belong to no token.
     out = torch.zeros_like(raw)
     if len(backward.targets) and len(raw):
         a = gradient_inputs(backward)
@@ -129,19 +130,21 @@ class Pieces(NamedTuple):
     """Division of each token's pairs (token, column) into pieces of at most PIECE consecutive
     pairs: token t has the pieces ends[t - 1] to ends[t]."""
 
-    # Token of each piece (run of at most PIECE pairs), [M]; n for an entry that is not used.
+    # Token to which each of M pieces belongs, [M], where a piece is a run of at most PIECE pairs of
+    # one token; an unused entry holds n, the number of tokens.
     tokens: Tensor
     ends: Tensor  # Shape [n].
-    # Cumulative sum [n], over the tokens, of the number of pieces (runs of at most PIECE pairs); a
-    # token with a single piece adds 0.
+    # Cumulative sum [n], over the tokens, of the number of pieces of at most PIECE pairs; a token
+    # whose pairs fit into one piece counts as 0.
     cut_ends: Tensor
-    # Tokens with more than PIECE pairs, [R]; an unused entry has the value n.
+    # Indices [R] of the tokens with more than PIECE pairs; an unused entry holds n, the number of
+    # tokens.
     cut: Tensor
 
 
 def pieces_of(starts: Tensor, count: int, every: bool) -> Pieces:
     """Cut each token's pairs (token, column), `count` in all, into pieces of at most PIECE pairs.
-    With `every`, a token without pairs has one empty piece (a run of pairs)."""
+    With every=True, a token without any pair gets one empty piece (run of pairs)."""
     n = len(starts) - 1
     device = starts.device
     pieces = (starts.diff() + (PIECE - 1)).div(PIECE, rounding_mode="floor")
@@ -171,8 +174,8 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 @triton.jit
 def count_of(ends, token):
-    """Return the end of a token's range of pieces (runs of at most PIECE pairs), and the number of
-    pieces in the range."""
+    """Return ends[token] and the number of the token's pieces, ends[token] - ends[token - 1], from
+    the cumulative numbers of pieces `ends`."""
     end = tl.load(ends + token)
     return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
 
@@ -215,9 +218,11 @@ def sums_kernel(
     support,
     rows,
     out,
-    pieces,  # `Pieces` (runs of pairs of one token), or None if no token is cut.
-    # Output for tokens whose pairs are cut into several pieces (runs of pairs): one sum [h] per
-    # piece.
+    # `Pieces`, the division of each token's pairs (token, column) into short runs; None: no
+    # division.
+    pieces,
+    # Output with one partial sum [h] per piece, for tokens whose pairs (token, column) are cut into
+    # several pieces of at most PIECE pairs.
     sums,
     h,
     n,
@@ -236,8 +241,8 @@ def sums_kernel(
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
-        # One program sums all columns of a piece (run of pairs), because finding the pairs takes
-        # longer than summing a part of the columns.
+        # One program sums all h columns of a piece (a run of pairs of one token), because finding
+        # the pairs of a piece takes longer than summing some of the columns.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)
@@ -260,7 +265,7 @@ def pieces_kernel(
     out,
     h,
     n,
-    # Number R of tokens in `pieces.cut`, that is, tokens with more than PIECE pairs (token,
+    # Length R of the tensor `pieces.cut`, which lists the tokens with more than PIECE pairs (token,
     # column).
     count,
     ADD: tl.constexpr,
@@ -306,7 +311,8 @@ def support_sums(
     # token's pieces hold PIECE pairs.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
-    # A token has at most len(rows) pairs, because a token's ids are distinct.
+    # A token's pairs are cut into several pieces only if `rows` has more than PIECE rows, because a
+    # token's ids are distinct.
     if len(pieces.cut) and len(rows) > PIECE:
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)

@@ -11,9 +11,9 @@ import triton.language as tl
 
 
 class Constant(tl.constexpr):
-    """Global constant of kernels. Each launch compares all globals of its kernel with the globals'
-    values at compile time; unlike a `Constant`, a `tl.constexpr` makes a new object for each
-    comparison."""
+    """Global constant of kernels. At each launch, Triton compares all globals of the kernel with
+    their values at compile time. The comparison of a `tl.constexpr` makes a new object; the
+    comparison of a `Constant` makes none."""
 
     def __ne__(self, other: Any) -> bool:
         return self.value != other.value  # type: ignore[no-any-return]

@@ -1,12 +1,12 @@
 """Two passes along a row of logits for the kernel of given.py: the first computes the row's
 statistics, the second writes the row's gradient. A NaN logit gives a NaN result.
 
-A row of v logits begins at x and its gradient at y; `length` is v, or 0 for a row that is not read.
-`to` is a `SoftmaxState` (a field is None if its sum is not wanted), z is a `LogitScaling`, and
-`normalizer` is (max_logit, log_sum). `at` holds the gradient coefficients (c_prob, c_entropy,
-c_uniform), each multiplied by the derivative of a transformed logit with respect to the raw logit,
-but without the soft cap's factor of this derivative. `c` is a named tuple of gradient coefficients;
-a field is None if the loss lacks this coefficient.
+`x` points to a row of v logits, and `y` to the row's gradient; `length` is v, or 0 for a row that
+is not read. `to` is a `SoftmaxState` of output memory, with None for a sum that is not wanted; `z`
+is a `LogitScaling` (scale, soft cap and temperature); `normalizer` is the pair (max_logit,
+log_sum). `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform), each already
+multiplied by scale / temperature, the derivative dz/draw without the soft cap's factor. `c` is a
+named tuple of gradient coefficients; a field is None if the loss lacks this coefficient.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # In each lane, `sumexp_m1` leaves out the term exp(0) = 1 of the lane's largest logit: add this
-    # 1, times the lane's scale, for every lane except one that has the row's largest logit.
+    # A lane's `sumexp_m1` leaves out the lane's largest term, exp(0) = 1, while the row's
+    # `sumexp_m1` leaves out only one such term: add 1 times the lane's scale, for every lane except
+    # one that has the row's largest logit.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -83,9 +84,9 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
     vector lanes keeps an online-softmax state until the end of the row, so that lanes exchange no
     values during the pass.
 
-    In each vector lane, the sum of exponentials leaves out the largest logit: when a logit arrives,
-    the larger of the logit and the maximum so far becomes the maximum, and the exponential of the
-    smaller is added to the sum.
+    In each vector lane, the sum of exponentials leaves out the lane's largest logit. When a logit
+    arrives, the larger of the logit and the old maximum becomes the new maximum, and the
+    exponential of the smaller of the two is added to the sum.
     """
     ENTROPY: tl.constexpr = to.entropy_sum is not None
     lanes = tl.arange(0, WIDTH)
@@ -124,8 +125,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
-    """Return two tensors for a block of columns of a row: the gradient of the raw logits, without
-    the term c_target in the target's column, and the derivative of the soft cap."""
+    """Return two tensors for a block of columns of a row: the gradient of the raw logits, to which
+    the caller adds c_target at the target's column, and the derivative of the soft cap."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
@@ -143,8 +144,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the gradient of a row of logits, from the last columns to the first. The coefficient
-    c_target is left out, because it is added only at the target."""
+    """Write the gradient of a row of logits, from the last columns to the first. The gradient lacks
+    the coefficient c_target, which the caller adds at the target's column."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
