@@ -80,7 +80,8 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
-    """Return the `PlanInputs` that the engine would derive from tensors of the given sizes."""
+    """Return the `PlanInputs` that a call of `head_loss` would derive from tensors of these
+    sizes."""
     objective = objective_of(arguments.objective)
     dtype = DTYPES[arguments.dtype]
     length = arguments.segment_length

@@ -40,7 +40,8 @@ class TermReport:
             a teacher.
         fields: the batch fields that the term reads.
         gradients: the statistics on which the term's value depends differentiably.
-        cuts: the divisions of the batch whose parts gave the same term values as the whole batch.
+        cuts: the ways to divide the batch (such as at segment borders) for which the term, called
+            on each part, gave the same values as on the whole batch.
     """
 
     statistics: tuple[str, ...]
@@ -55,20 +56,21 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """Check a term on a random batch of 28 tokens in 6 segments, in float64.
 
     The term must give equal values on the whole batch, on every division of the batch that the
-    term's scope allows, and on permuted segments. Two evaluations on the same input must agree, and
-    must not change the input. The term must have a gradient with respect to at least one statistic,
-    and to no other input.
+    term's scope allows, and on permuted segments. Two evaluations of the term on the same input
+    must give equal values, and must not change the input. The term must have a gradient with
+    respect to at least one statistic, and to no other input.
 
     Args:
         term: the term, or its factory.
-        **fields: tensors for batch fields that random normal numbers do not suit: [28] per token,
-            [6] per segment, or [28, K] for fields with K values per token. By default, a term that
-            reads candidates gets four candidates per token, a term that reads prompts gets two
-            prompts, and a term with a teacher gets random divergences.
+        **fields: tensors for batch fields for which the default values, random normal numbers, are
+            not valid: [28] for one value per token, [6] for one value per segment, or [28, K] for K
+            values per token. By default, the check passes four candidates per token to a term that
+            reads candidates, two prompts to a term that reads prompts, and random numbers in place
+            of divergences to a term with a teacher.
 
     Returns:
-        A `TermReport`: statistics and fields that the term reads, and the ways to divide the batch
-            for which the term's values equal its values on the whole batch.
+        A `TermReport`: the statistics and fields that the term reads, and the ways to divide the
+            batch that do not change the term's values.
 
     Raises:
         ValueError: for a term that fails a check, which the message names.
@@ -116,8 +118,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     """Return a packed batch with every field that the term reads, and the term's `Reads` (the
     statistics and fields that it reads)."""
     unit = term.segments_per_unit
-    # Repeat the lengths until the number of segments is a multiple of the term's unit, such as a
-    # pair.
+    # Repeat the segment lengths, so that the number of segments is a multiple of
+    # `segments_per_unit` (2 for a loss on pairs of segments).
     lengths = LENGTHS if len(LENGTHS) % unit == 0 else LENGTHS * unit
     tokens = sum(lengths)
     segments = Segments.from_lengths(torch.tensor(lengths, device="cpu"))
@@ -137,10 +139,12 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
         name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
         fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
-    for _ in range(64):  # Each iteration adds one missing batch field.
+    # Each iteration adds one batch field that the term reads and that was missing.
+    for _ in range(64):
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
-        # Check ids but not probabilities: the trial run's random probabilities do not sum to 1.
+        # Check ids but not probabilities, because the random numbers used as probabilities do not
+        # sum to 1.
         batch.with_fields(candidate_probs=None, teacher_topk_logps=None)._survey().check(1 << 31)
         packed = Packing(batch).view(batch, torch.float64)
         try:
@@ -159,8 +163,9 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """Return lists of pieces of the batch: cut at segment borders and cut into single tokens (both
-    if the term's scope allows), and the whole batch with permuted segments."""
+    """Return lists of sub-batches, by the name of the division: sub-batches cut at segment borders,
+    sub-batches of one token (each division only if the term's scope allows it), and the whole batch
+    with permuted segments."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:

@@ -50,7 +50,8 @@ def parsers(version: str) -> tuple[Parser, dict[str, Parser]]:
 
 @contextlib.contextmanager
 def until_nobody_reads() -> Iterator[None]:
-    """End the process without a traceback when the reader of its output has closed, as `| head`."""
+    """End the process without a traceback if the reader of stdout (such as `| head`) has closed the
+    pipe."""
     try:
         yield
     finally:
@@ -59,6 +60,7 @@ def until_nobody_reads() -> Iterator[None]:
         try:
             print(end="\n" if failed else "", flush=True)
         except BrokenPipeError:
-            # Python flushes stdout again at exit, which must not fail.
+            # Python flushes stdout again at exit: write to os.devnull, so that this flush does not
+            # fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(141)  # the exit code of a shell for SIGPIPE

@@ -40,8 +40,8 @@ def head_function(
     """Compute a framework's own loss of log-probs and entropies, with its gradient, without storing
     the logits.
 
-    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..]; loss_fn gets log-probs and
-    entropies [..], and the loss is 0-dim.
+    Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..]; the function `loss_fn` gets
+        log-probs and entropies, [..] each, and returns a 0-dim loss.
 
     Args:
         hidden, head, batch, options: as for `head_loss`. `batch` gives the scored positions and the
@@ -59,12 +59,12 @@ def head_function(
             - "sequence": a sum over segments; each summand is a function of one segment's tokens.
 
             With `separable` "token" or "sequence" the call runs in one pass (the work of three
-            matmuls), in chunks. loss_fn is called once per chunk. Each call gets tensors of the
-            full shape, with 0 outside of the chunk, and headloss uses only the gradient at the
-            chunk's positions. A final call of loss_fn on all positions gives the loss. loss_fn must
-            be pure, and no tensor in loss_fn's closure may require a gradient. float16 inputs run
-            as with separable=None, since the largest derivative over all tokens decides the
-            gradients' scale.
+            matmuls), in chunks. loss_fn is called once per chunk. Each call of loss_fn gets
+            log-probs and entropies in the full shape [..], with 0 outside of the chunk, and
+            headloss uses only the gradient at the chunk's positions. A final call of loss_fn on all
+            positions gives the loss. loss_fn must be pure, and no tensor in loss_fn's closure may
+            require a gradient. float16 inputs run as with separable=None, since the largest
+            derivative over all tokens decides the gradients' scale.
 
     Returns:
         The loss, 0-dim, which supports one backward pass.

@@ -80,10 +80,11 @@ class Output:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """Measurements by name; empty with `Options(metrics=False)`. RuntimeError on first access
-        if the batch was changed in place since the call."""
+        """Measurements by name; empty with `Options(metrics=False)`. RuntimeError if the batch was
+        changed in place between the call of `head_loss` and the first access to
+        `Output.metrics`."""
         metrics = self._measure()
-        # Release the closure, which keeps the batch alive.
+        # Replace the function `_measure`, whose closure would keep the batch alive.
         vars(self)["_measure"] = lambda: metrics
         return metrics
 
@@ -93,8 +94,8 @@ class Output:
         return {**vars(self), "metrics": self.metrics, "_measure": Metrics}
 
     def __repr__(self) -> str:
-        """Return values of the loss and the terms, which are read from the device, and metric
-        names."""
+        """Return a text with the values of the loss and of each loss term, read from the device,
+        and with the names of the metrics."""
         terms = ", ".join(f"{name} {value.item():.6g}" for name, value in self.terms.items())
         per_token = f"logps={brief(self.logps)}, entropies={brief(self.entropies)}"
         return (
@@ -145,7 +146,7 @@ def head_loss(
             dtypes under autocast).
         head: the weight and the transform of the logits (scale, soft cap, temperature).
         batch: targets [..] and the fields that the terms read.
-        objective: terms, e.g. `hl.gspo() + 1e-4 * hl.z_loss()`.
+        objective: a sum of loss terms, such as `hl.gspo() + 1e-4 * hl.z_loss()`.
         options: schedule, memory, metrics; see `Options`.
 
     Returns:

@@ -107,8 +107,8 @@ def head_stats(
 
     Raises:
         ValueError, TypeError: as `head_loss`.
-        RuntimeError: a second backward pass under *held* or *frozen*, because the first backward
-            pass overwrites its saved tensors.
+        RuntimeError: a second backward pass under the schedule "held" or "frozen", because the
+            first backward pass overwrites its saved tensors.
 
     >>> import torch, headloss as hl
     >>> head = hl.Head(torch.zeros(10, 4))
@@ -141,7 +141,8 @@ def head_stats(
         try:
             batch = check_targets(targets_or_batch, hidden, options)
         except Exception as error:
-            # Raise the error later, on all ranks, when the ranks compare their arguments.
+            # Raise the error about bad targets later, when the ranks compare their arguments, so
+            # that every rank raises.
             batch = error
     if teacher is not None and isinstance(batch, Batch):
         with naming("teacher"):

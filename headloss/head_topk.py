@@ -82,7 +82,8 @@ def head_topk(
         rows = t.expand(hidden.shape[:-1]).flatten()
         transform = replace(transform, temperature=rows.to(sum_dtype(x.dtype)))
     nowhere = hidden.new_full((len(x),), -1, dtype=torch.int64)
-    with torch.autocast(hidden.device.type, enabled=False):  # Autocast would round the products.
+    # Autocast would round the matrix products.
+    with torch.autocast(hidden.device.type, enabled=False):
         factors = head.factors(x, shard.dropout)
         backend = kernels.choose(options.backend, x.device, x.dtype) if k == 1 else "reference"
         source = LinearLogits(
@@ -121,7 +122,8 @@ def _rows(source: LinearLogits, rows: slice, width: int, k: int) -> tuple[Tensor
             columns = columns.unsqueeze(1)
         else:
             partials = source.acts.partials(raw, forward, partials)
-            # Apply the transform before top-k, as a negative scale would reverse the raw order.
+            # Apply scale, soft cap and temperature before top-k, because a negative logit scale
+            # reverses the order of the raw logits.
             values, columns = forward.transform(raw).topk(min(k, raw.shape[1]))
         del raw  # Free the tile before the next tile is computed.
         best = torch.cat([best, values], 1)

@@ -26,7 +26,7 @@ class Current:
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
-    def __reduce__(self) -> str:  # A copied or unpickled `CURRENT` is the constant itself.
+    def __reduce__(self) -> str:  # Copy and unpickle as the global `CURRENT`.
         return "CURRENT"
 
 
@@ -38,14 +38,15 @@ REAL = ("advantages", *OF_TOKENS)
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
-# The kind of a field: the dtype (None for CURRENT), and the shape of a token's value, () for a
-# number.
+# The dtype of a batch field (None for a field set to `headloss.CURRENT`), and the shape of the
+# field's value at one token: () for a number.
 Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
 def kind_of(value: Tensor | Current, rank: int, wide: torch.dtype | None) -> Kind:
-    """Return the kind (dtype, shape per token) of a field [.., K] with `rank` dimensions before K;
-    floating vectors get the dtype `wide`."""
+    """Return the dtype and the shape per token of a field whose first `rank` dimensions are
+    positions or segments; a floating-point field with one number per token gets the dtype
+    `wide`."""
     if isinstance(value, Current):
         return None, ()
     more = tuple(value.shape[rank:])
@@ -63,9 +64,9 @@ class Batch:
             target -100 is not scored.
         segments: the division of positions into sequences. By default, each row of a [B, T] batch
             is a segment, and a [T] vector is a single segment.
-        advantages: [..] per token or [S] per segment. Advantages whose shape fits [..] and
-            [S] are per token. If segments run across ranks, advantages are per token only if their
-            shape is [..] on all ranks.
+        advantages: [..] per token or [S] per segment. If the shape fits both [..] and [S],
+            advantages are per token. If segments run across ranks, advantages are per token only if
+            their shape is [..] on all ranks.
         old_logps, ref_logps, sampling_logps: [..] log-probs of the targets under the policy in the
             ratio's denominator, the reference model, and the sampler. `old_logps=hl.CURRENT` means
             the log-probs of this call, detached.
@@ -186,9 +187,10 @@ class Batch:
         return cls(shift(labels, fill=IGNORE), segments, **fields)
 
     def with_fields(self, **fields: Tensor | Current | None) -> Batch:
-        """Return a batch of the same tokens with fields added, replaced or removed (None). Values
-        are aligned with the targets. The new batch shares the packing of this batch, unless a field
-        of vocabulary ids (such as `candidate_ids` or `support_ids`) changes.
+        """Return a batch of the same tokens with fields added, replaced or removed (None). The
+        value of a field at position t belongs to the target at position t. The new batch shares the
+        packing of this batch, unless a field of vocabulary ids (such as `candidate_ids` or
+        `support_ids`) changes.
 
         >>> batch = Batch(torch.tensor([3, 1])).with_fields(old_logps=torch.zeros(2))
         """
@@ -233,14 +235,14 @@ class Batch:
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes for copies and pickles, without the `Survey` of the tokens, which
-        is cheap to make again."""
+        """Return the attributes for copies and pickles. The `Survey` (extremes and counts of the
+        tokens) is omitted, because it is cheap to make again."""
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:
         """Return the survey (extremes and counts read from the device) of the batch's tensors; make
         a survey now if the last survey is of other tensors. RuntimeError if targets, segments or
-        stored ids were changed in place since the last survey."""
+        stored ids were changed in place since the extremes and counts were last computed."""
         survey = self._last_survey
         support = self.support
         fields = self.fields
@@ -312,8 +314,8 @@ class Batch:
             raise ValueError(f"{name}: got shape {tuple(value.shape)}, want {want}")
 
     def per_token(self, name: str) -> bool:
-        """True for a field with one value (or row) per position; False for a field with one value
-        per segment."""
+        """True if the batch field `name` has one value (or row) per position; False if the field
+        has one value per segment."""
         return self._fits(name)[0]
 
     def _fits(self, name: str) -> tuple[bool, bool]:
@@ -335,7 +337,8 @@ class Batch:
 
     def kinds(self, wide: torch.dtype) -> dict[str, Kind]:
         """Return the dtype and the shape per token of each field, by the field's name. For
-        floating-point vectors the dtype is `wide`, because terms receive vectors in this dtype."""
+        floating-point vectors the dtype is the argument `wide`, because loss terms receive vectors
+        in the dtype `wide`."""
         rank = self.targets.dim()
         fields = self.fields.items()
         return {n: kind_of(v, rank if self.per_token(n) else 1, wide) for n, v in fields}

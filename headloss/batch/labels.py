@@ -20,8 +20,8 @@ Shift = Callable[..., Tensor]
 
 
 def goes_on(ids: Tensor, shape: torch.Size) -> Tensor:
-    """[..] bool, True where the next position has the same segment; `ids` are segment ids and
-    `shape` is [..]."""
+    """Return a bool tensor of the given `shape`: True where the next position has the same segment
+    id in `ids`."""
     ids = ids.reshape(-1)
     inside = torch.zeros_like(ids, dtype=torch.bool)
     inside[:-1] = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
@@ -57,8 +57,9 @@ def aligned(
     `Batch.from_labels`. `shift` moves each value one position to the left.
 
     Raises:
-        ValueError: a field of the labels' shape without an alignment in `align`; an unknown
-            alignment or field name in `align`; a pair of ids and offsets, which cannot be shifted.
+        ValueError: `align` names no alignment for a field of the labels' shape; `align` holds an
+            unknown alignment or field name; a field given as a pair (ids, offsets) is aligned with
+            the labels, although such a pair cannot be shifted.
     """
     ways = align if isinstance(align, Mapping) else dict.fromkeys(fields, align)
     for way in (*ways.values(), *([] if ways is align else [align])):
@@ -68,7 +69,7 @@ def aligned(
         raise ValueError(f"align: got {sorted(absent)}, want names of fields: {sorted(fields)}")
     result = dict(fields)
     for name, value in fields.items():
-        pair = isinstance(value, tuple)  # A pair of ids and offsets.
+        pair = isinstance(value, tuple)  # True for `support_ids` given as (ids, offsets).
         if not (pair or is_beside(value, shape)) or name == "prompts":
             continue
         if pair and ways.get(name) == "labels":

@@ -128,7 +128,7 @@ class PackedBatch:
         return replace(self, _read={**self._read, **fields})
 
     def slice(self, chunk: Chunk) -> PackedBatch:
-        """Return the packed batch of a chunk of tokens."""
+        """Return the part of this packed batch that belongs to the tokens of `chunk`."""
         tokens = chunk.rows
         return replace(
             self,
@@ -143,9 +143,9 @@ class PackedBatch:
 
 
 def answers(batch: PackedBatch) -> Segments:
-    """Return a `Segments` object that assigns the S segments to their prompts, for sums and means
-    over all answers to a prompt. Segments without tokens are included; each extra segment that
-    static shapes add counts as a prompt by itself."""
+    """Return a `Segments` object whose elements are the batch's S segments (answers) and whose
+    groups are the prompts, for sums and means over all answers to a prompt. Segments without tokens
+    are included; each extra segment that static shapes add counts as a prompt by itself."""
     of_tokens = batch.prompts
     segments = batch.segments
     prompts = batch.as_given("prompts")
@@ -165,16 +165,16 @@ class Packing:
     CPU memory.
 
     Args:
-        batch: the batch to pack. Unless shapes are static, `Batch._survey` must have counted the
-            batch's targets and ids.
-        unit: None, or for static shapes (no device reads) the number of extra segments appended to
-            the batch's segments. Positions without a target, or with an invalid segment id, are
-            assigned to the extra segments appended for static shapes, so that packing need not read
-            the device.
+        batch: the batch to pack; unless shapes are static, `Batch._survey` must have been called
+            before.
+        unit: for static shapes (no device reads), the number of extra segments appended to the
+            batch's segments; else None. Positions without a target, or with an invalid segment id,
+            are assigned to the extra segments appended for static shapes, so that packing need not
+            read the device.
     """
 
     shape: torch.Size  # Shape of the targets as given.
-    count: int  # Number of segments as given, S.
+    count: int  # Number S of the batch's segments, without extra segments.
     targets: Tensor  # Shape [T].
     segments: Segments  # Segments of sorted tokens.
     # Shape [T]: position of each token; None if the tokens are all N positions in order.
@@ -182,7 +182,8 @@ class Packing:
     scored: Tensor  # Shape [N], bool: True for a scored position; absent with static shapes.
     # Shape [T], bool: True for a scored token; None without static shapes.
     live: Tensor | None = None
-    lengths: list[int] | None = None  # Scored tokens of each segment; None if `unit` was given.
+    # Number of scored tokens of each segment; None with static shapes.
+    lengths: list[int] | None = None
     support: SupportPairs | None = None  # Allowed ids; None if each token allows all ids.
 
     def __init__(self, batch: Batch, unit: int | None = None) -> None:

@@ -26,11 +26,11 @@ class Totals:
     """Global denominators: numbers of scored tokens, segments and prompts over micro-batches and
     ranks.
 
-    Totals are finite numbers >= 0, or 0-dim tensors, whose values are not read. The total `prompts`
-    is None if no batch has the field `prompts`. A prompt with segments in several micro-batches or
-    on several ranks is counted in each micro-batch and on each rank. The dict `kept` holds (tokens,
-    segments[, prompts]) for each boolean field of the batch, for terms restricted with
-    `.where(field)`; `kept` may also be given as the third positional argument.
+    Each total is a finite number >= 0, or a 0-dim tensor; the value of a tensor is not checked. The
+    total `prompts` is None if no batch has the field `prompts`. A prompt with segments in several
+    micro-batches or on several ranks is counted in each micro-batch and on each rank. The dict
+    `kept` holds (tokens, segments[, prompts]) for each boolean field of the batch, for terms
+    restricted with `.where(field)`; `kept` may also be given as the third positional argument.
 
     >>> first, second = Totals(300, 4, 2), Totals(212, 4, 1)
     >>> first + second
@@ -150,7 +150,8 @@ class Totals:
 
     @property
     def _counts(self) -> list[Number]:
-        """The list of those totals among `tokens`, `segments` and `prompts` that are not None."""
+        """The list of the totals `tokens`, `segments` and `prompts`, without a total that is
+        None."""
         return [n for n in (self.tokens, self.segments, self.prompts) if n is not None]
 
     @property
@@ -160,7 +161,8 @@ class Totals:
         return [*self._counts, *(n for name in sorted(self.kept) for n in self.kept[name])]
 
     def _with(self, numbers: Sequence[Number]) -> Totals:
-        """Return `Totals` with new numbers, in the order of `_numbers`."""
+        """Return `Totals` with the same names and new numbers, which are given in the order of the
+        property `_numbers`."""
         size = len(self._counts)
         names = ["", *sorted(self.kept)]
         counts = {name: tuple(numbers[i * size : (i + 1) * size]) for i, name in enumerate(names)}
@@ -187,8 +189,9 @@ class Reduction:
     """A rule for the weights w_t, as a function of (length of each token's segment [T], total
     tokens [], total segments []).
 
-    `prompt_mean` gets the number of tokens of each token's prompt in place of lengths, and the
-    number of prompts in place of segments.
+    The reduction `prompt_mean` works on prompts in place of segments, so that its first argument is
+    the number of tokens of each token's prompt, and its third argument is the total number of
+    prompts.
     """
 
     name: str
@@ -206,11 +209,12 @@ class StandardWeight:
     """The function by which the library's own reductions (such as a mean over tokens) compute each
     token's weight in the loss. Without `by_length`, a token's weight is 1 / (total number of
     tokens, of segments or of prompts, times `length`). With `by_length`, the weight is 1 / (n m)
-    for n tokens in the token's segment or prompt, and m segments or prompts in all. Totals may be
-    plain numbers. The argument `lengths` may be None without `by_length`."""
+    for n tokens in the token's segment or prompt, and m segments or prompts in all. The total
+    numbers of tokens and segments may be Python numbers. The argument `lengths` may be None without
+    `by_length`."""
 
-    # Total (of tokens, segments or prompts) by which the weight is divided; with "none", the weight
-    # is 1 / `length`, a constant.
+    # Name of the total by which each token's weight is divided; with "none", each token's weight is
+    # the constant 1 / `length`.
     of: Literal["tokens", "segments", "prompts", "none"]
     by_length: bool = False  # Divide the weight by the length of the token's segment or prompt.
     length: Number = 1  # A constant by which each token's weight is divided.

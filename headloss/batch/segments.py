@@ -42,9 +42,10 @@ class Segments:
     """A division of tokens of any shape into S segments, made by a `from_` method or `rows`.
 
     Args:
-        ids: [..] int64, the segment of each token. A token with a negative id, which must be
-            unscored, is in no segment.
-        count: S, including segments without tokens, which count in reductions.
+        ids: [..] int64, the segment of each token. A token with a negative id is in no segment, and
+            its target must be -100.
+        count: the number S of segments; a segment without tokens also counts, for instance in a
+            mean over segments.
         group: process group whose ranks share the S segments; each rank holds some of the tokens.
     """
 
@@ -60,8 +61,8 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # The common length of all segments, or 0 if the lengths differ. None if the segment ids are
-        # not known to be 0, 1, 2 .. in ascending order.
+        # The common length of all segments, or 0 if the lengths differ. The length is None if the
+        # segment ids are not known to be 0, 1, 2 .. in ascending order.
         self._row = row
         # True if the segment ids are sorted, and the number of tokens per segment on this rank is
         # known.
@@ -74,7 +75,8 @@ class Segments:
         return f"Segments(count={self.count}, shape={tuple(self.ids.shape)})"
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes of a copy, without `_row` if `ids` were changed in place."""
+        """Return the attributes for copies and pickles; the common segment length `_row` becomes
+        None if the segment ids were changed in place."""
         return {**vars(self), "_row": self._row if self._ascends else None}
 
     @classmethod
@@ -208,7 +210,7 @@ class Segments:
         return torch.cat([values, values.new_zeros(1)])[self._bins.view(self.ids.shape)]
 
     def _local_sum(self, values: Tensor) -> Tensor:
-        """[S] float64 sums over this rank's tokens."""
+        """Return the sum of `values` over this rank's tokens of each segment, [S] float64."""
         values = values.reshape(-1)
         if values.numel() == 0 or self.count == 0:
             return values.new_zeros(self.count, dtype=torch.float64)
@@ -232,8 +234,8 @@ class Segments:
 
     def _own_sum(self, gradient: Tensor) -> Tensor:
         """Return the vjp of `expand`: for each segment, the sum of the upstream gradient over the
-        tokens of this rank. No all-reduce is needed, because the vjp of `Segments.sum` adds up the
-        ranks."""
+        tokens of this rank. No all-reduce over ranks is needed here, because the vjp of
+        `Segments.sum` contains an all-reduce."""
         return self._local_sum(gradient).to(gradient.dtype)
 
     def _over_ranks(self, values: Tensor) -> Tensor:
@@ -298,8 +300,8 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
     """Return the value as an integer of 64 bits; TypeError for anything but an integer, ValueError
     for an integer out of range or below `least`."""
     try:
-        # Keep an int unchanged: `operator.index` of a dynamic size would become a constant of the
-        # compiled graph.
+        # Do not call `operator.index` on an int: under torch.compile, the call would turn a dynamic
+        # size into a constant of the compiled graph.
         number = value if isinstance(value, int) else operator.index(value)
     except (TypeError, ValueError):
         number = None

@@ -18,7 +18,8 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-HIGH = 1 << 32  # Above every column id, so that position * HIGH + column is unique.
+# Larger than every column id, so that each pair has a unique number position * HIGH + column.
+HIGH = 1 << 32
 
 
 class SupportIds:
@@ -57,9 +58,9 @@ class SupportIds:
 
     def survey(self, targets: Tensor) -> Tensor:
         """Six int64 numbers, [6]: the largest and the smallest id at a scored position; the number
-        of offsets that fall or do not begin at 0 or end at P; the number of repeated ids within a
-        position; the number of scored positions whose target is not among their ids; the number of
-        scored positions with ids."""
+        of invalid offsets (offsets must not decrease, must begin at 0 and must end at P); the
+        number of repeated ids within a position; the number of scored positions whose target is not
+        among their ids; the number of scored positions with ids."""
         targets, n, pairs = targets.reshape(-1), targets.numel(), self._pairs
         ids = pairs.ids
         offsets = pairs.offsets
@@ -131,7 +132,8 @@ class SupportIds:
 
 
 class SupportPairs:
-    """Pairs of T packed tokens and their columns, in the order of tokens."""
+    """P pairs of a token and a vocabulary column that the token allows, for T packed tokens, sorted
+    by token."""
 
     ids: Tensor  # Columns [P], int64; a negative entry marks an unused entry (no column).
     offsets: Tensor  # [T + 1] int64: token t has the columns ids[offsets[t] : offsets[t + 1]].
@@ -182,8 +184,8 @@ class SupportPairs:
         return self.offsets.tolist() if width is None else range(0, len(self.ids) + 1, width)
 
     def window(self, rows: slice, first: int, size: int) -> Support:
-        """Return the pairs (a token and a column of its softmax) of the tokens `rows`, with columns
-        in [first, first + size)."""
+        """Return those pairs of a token and an allowed column whose token is in `rows` and whose
+        column is in [first, first + size)."""
         begin = self._ends[rows.start]
         end = self._ends[rows.stop]
         ids = self.ids[begin:end]
@@ -206,7 +208,8 @@ class SupportPairs:
         if key not in self._sorted:
             begin = self._ends[rows.start]
             end = self._ends[rows.stop]
-            # Convert columns to 32 bits, which a GPU sorts in half the passes.
+            # Convert vocabulary columns to 32 bits: a GPU's radix sort needs half as many passes
+            # for 32-bit integers as for 64-bit integers.
             columns, pairs = self.ids[begin:end].int().sort(stable=True)
             self._sorted[key] = pairs, self.tokens(pairs + begin) - rows.start, columns
         pairs, tokens, columns = self._sorted[key]
@@ -215,7 +218,7 @@ class SupportPairs:
         return pairs, Support(tokens, offsets, 0, rows.stop - rows.start)
 
     def take(self, index: Tensor) -> SupportPairs:
-        """Return the columns of the tokens `index`, in that order."""
+        """Return the pairs of the tokens `index`, in the order of `index`."""
         if self.width is not None:
             ids = self.ids.view(-1, self.width)[index].reshape(-1)
             taken = SupportPairs(ids, width=self.width)

@@ -56,7 +56,7 @@ def pairs_of(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[P] column ids of the True elements of a [N, V] mask, row by row, and [N] their number per
     row. For a row of `mask` whose elements are all True, no ids are returned.
 
-    On a GPU, the CPU waits for the number P of ids.
+    If `mask` is on a GPU, the CPU waits until the number P of returned ids is known.
     """
     restricted = mask & ~mask.all(1, keepdim=True)
     return restricted.nonzero()[:, 1], restricted.sum(1)
@@ -85,8 +85,9 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
         lists: `lists[b][c]` has the ids of token c of completion b: a list, a NumPy array or a
             tensor; None or an empty list for a token without ids. Use None in place of the list
             `lists[b]` if no token of completion b has ids.
-        columns: C, by default the length of the longest completion. Shorter completions get tokens
-            without ids; longer completions are cut to C tokens.
+        columns: C, by default the length of the longest completion. A completion shorter than C
+            tokens is padded with tokens that have no ids; a completion longer than C tokens is cut
+            to C tokens.
 
     Raises:
         TypeError: ids that are not integers.

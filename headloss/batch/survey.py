@@ -17,8 +17,8 @@ from .segments import Segments, count_in
 # Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
 # Number larger than every vocabulary id. If a field of ids contains repeated ids or impossible
-# probabilities, BAD is stored in place of the field's largest id, so that the comparison with the
-# vocabulary size finds the error.
+# probabilities, BAD is stored in place of the field's largest id, so that the later check of ids
+# against the vocabulary size raises an error.
 BAD = (1 << 63) - 1
 NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
 
@@ -26,9 +26,10 @@ NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or 
 class Survey:
     """Extremes and counts of a batch's targets, segment ids and id fields.
 
-    On a GPU, the constructor starts an asynchronous copy to the CPU, and `numbers` waits for this
-    copy alone. The constructor does not compare ids with a vocabulary; each call compares the
-    extremes of the ids with the vocabulary size of its head.
+    On a GPU, the constructor of `Survey` starts an asynchronous copy of the results to the CPU, and
+    the first access to `Survey.numbers` waits for the end of the copy. The constructor does not
+    compare ids with a vocabulary; each call compares the extremes of the ids with the vocabulary
+    size of its head.
 
     Args:
         id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
@@ -38,7 +39,9 @@ class Survey:
         tensors: all tensors whose extremes and counts are computed.
     """
 
-    packing: Any = None  # The `Packing` made by the first call; batches of equal tokens share it.
+    # The `Packing` of the batch, made by the first loss computed on the batch; batches with the
+    # same tokens share the `Packing`.
+    packing: Any = None
 
     def __init__(
         self,
@@ -95,8 +98,8 @@ class Survey:
         probabilities whose sum exceeds 1 by more than rounding explains. `ordered` holds the sorted
         ids."""
         most = 1.01
-        # Count a repeated id as a probability of 3, so that a sum above `most` means repeated ids
-        # or impossible probabilities.
+        # Add 3 to a position's sum of probabilities for each repeated id, so that a sum above
+        # `most` (slightly more than 1) means a repeated id or impossible probabilities.
         terms = [_repeated(ordered)] * 3
         if name in self.probs:
             ids = self.id_fields[name]
@@ -128,8 +131,9 @@ class Survey:
         extremes = 3 + len(self.id_fields)
         last = extremes + self.segments.count
         # Segment ids that ascend by construction never decrease and leave no position outside of
-        # all segments, so that two of the counts are 0. The number of unscored positions is the
-        # number of all positions minus the number of scored positions.
+        # all segments, so that the counts of decreases and of scored positions outside of segments
+        # are 0. The number of unscored positions is the number of all positions minus the number of
+        # scored positions.
         if self.bins is None:
             numbers.insert(0, 0)
             numbers[last:last] = 0, self.scored.shape[0] - sum(numbers[extremes:last])
@@ -176,5 +180,6 @@ def versions(tensors: Sequence[Tensor]) -> list[int] | None:
 
 
 def _repeated(ordered: Tensor) -> Tensor:
-    """[N, K - 1] bool: True for a nonnegative id equal to the id before, of sorted [N, K] ids."""
+    """Return [N, K - 1] bool for sorted ids [N, K]: True for an id >= 0 that is equal to its left
+    neighbour."""
     return ordered[:, :-1] >= ordered[:, 1:].clamp_min(0)

@@ -62,7 +62,8 @@ def token_weights(
 
 @torch.enable_grad()
 def _of_users(reduction: Reduction, lengths: Tensor, *totals: Number) -> Tensor:
-    """Return the checked weights of a user's reduction, which gets tensors."""
+    """Call a user-defined reduction with tensors, and return its weights after checks of type,
+    shape and gradient."""
     zero = lengths.new_zeros((), dtype=torch.float64)
     weights: object = reduction.weigh(lengths, *(zero + total for total in totals))
     want = f"want one weight per token, {tuple(lengths.shape)}, without a gradient"

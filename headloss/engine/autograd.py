@@ -144,9 +144,10 @@ def backward_of_slopes(
     result: ForwardResult,
     upstream: Mapping[Any, Tensor | None],
 ) -> Gradients:
-    """Return the gradients from the derivatives of an external loss with respect to statistics, in
-    the caller's shape. The keys of `upstream` are names in `HEAD_STATISTICS`, `CANDIDATES` and
-    divergences from a teacher."""
+    """Return the gradients of hidden states and weights (or of the caller's logits) from
+    `upstream`, the derivatives of an external loss with respect to statistics, each in the caller's
+    shape. The keys of `upstream` are names in `HEAD_STATISTICS`, `CANDIDATES` and divergences from
+    a teacher."""
     slopes = {n: call.scored.gather(g) for n, g in upstream.items() if g is not None}
     stats = result.measured.stats
     factor = None
@@ -157,7 +158,8 @@ def backward_of_slopes(
     if call.tolerance is not None:
         coefficients = call.tolerance(coefficients, stats, ALL, None)
     if call.requirements.rescaled and not call.options.batch_invariant:
-        # Scale by the largest derivative of any row, since an external loss has unknown weights.
+        # Scale the gradient coefficients by the largest derivative of any row, since the token
+        # weights of an external loss are unknown.
         scale = power_of_two([g.t() * slope_of(call.context.transform) for g in slopes.values()])
         coefficients = coefficients.map(lambda t: t * scale)
         factor = 1 / scale
@@ -268,7 +270,7 @@ def _in_slabs(
     weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
-    if index is not None:  # Gather the rows once, for all blocks of vocabulary columns.
+    if index is not None:  # Gather the rows with a gradient once for all blocks of columns.
         source = source.take(index)
         inputs = inputs.rows(index)
     # Ranks exchange all rows, with or without a gradient, because the shape of a collective must
@@ -283,7 +285,7 @@ def _in_slabs(
         for rows in steps(count, tile.rows):
             gradient = source.logit_gradient(rows, columns, inputs.rows(rows))
             sums.add(gradient.at(index) if dense else gradient)  # type: ignore[arg-type]
-            del gradient  # Free the memory before the next tile.
+            del gradient  # Free this tile's gradient before the next tile's is computed.
         sums.close(columns, factor)
     gradients = sums.finish(factor)
     if index is not None and not dense:

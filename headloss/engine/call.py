@@ -80,8 +80,9 @@ class Call:
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
         """Function that makes the gradient accumulator of a `LogitSource`. If the caller passes
-        logits, the accumulator receives the gradient of the logits tile by tile; if a head computes
-        the logits, block by block of tokens."""
+        logits, the accumulator receives the gradient of the logits tile by tile. If a head computes
+        the logits, the accumulator receives the gradient of the logits for one block of tokens at a
+        time."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(
@@ -93,11 +94,12 @@ class Call:
 
     @property
     def buffers(self) -> GradientBuffers:
-        """Dtypes and destinations of the gradient sums for features and weights."""
+        """Dtypes and destinations of the sums for the gradients of hidden states and head
+        weights."""
         required = self.requirements
         options = self.options
-        # If the upstream gradient is known in advance, or the loss is external, the gradient
-        # coefficients (`c_target`, `c_prob` ..) already include the upstream gradient.
+        # The gradient coefficients (`c_target`, `c_prob` ..) already include the upstream gradient
+        # if `Options.upstream` is given, or if the loss is a function outside of headloss.
         final = options.upstream is not None or required.objective.scope == "external"
         return GradientBuffers(
             required.needs_grad,
@@ -117,8 +119,8 @@ class Call:
 
     @property
     def in_one_launch(self) -> bool:
-        """True if one kernel launch gives statistics and gradient of logits that are an input of
-        the call, in closed form."""
+        """True if the caller passes logits, the loss has a closed-form gradient, and one kernel
+        launch therefore computes both the statistics and the gradient of the logits."""
         plan = self.plan
         alone = self.groups == (None, None)
         return plan.in_place and plan.schedule == "one_pass" and alone and self.requirements.slopes
@@ -160,11 +162,11 @@ class Call:
         return weighted.scaled(self.packed.targets.device, partial(slope_of, required.transform))
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
-        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. Each
-        token's coefficient is 1, except in float16. In float16, the coefficient is a power of two
-        of about 1 / ((1 - p) dz/draw), where p is the target's probability and dz/draw the
-        derivative of a transformed logit z with respect to the raw logit, so that the small
-        gradient of a likely target keeps its digits."""
+        """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. With
+        inputs of any dtype but float16, each token's factor of dlogp/dhidden is 1. In float16, a
+        token's factor of dlogp/dhidden is a power of two of about 1 / ((1 - p) dz/draw), where p is
+        the target's probability and dz/draw the derivative of a transformed logit z with respect to
+        the raw logit, so that the small gradient of a likely target keeps its digits."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
@@ -212,7 +214,7 @@ def call_and_tensors(arguments: Arguments) -> tuple[Call, list[Tensor | None]]:
     aligned = call.plan.exp_tiles or call.plan.on_chip
     states = list[Tensor]()
     for x in (arguments.tensor, *(features for features, _ in head.beside)):
-        if x.dim() != 2:  # Do not flatten a matrix, as flatten adds a node to autograd's graph.
+        if x.dim() != 2:  # A matrix needs no flatten, which would add an autograd node.
             x = x.flatten(0, -2)
         if compute_dtype is not None:
             x = x.to(compute_dtype)

@@ -245,8 +245,8 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
 _NAMES = "advantages teacher_logps candidate_ids candidate_probs candidate_sampling_logps desirable"
 _NAMES += " reference_kl importance_sampling_ratio prompts slots teacher_index teacher_lse"
 FIELDS = frozenset({*_NAMES.split(), *LOGPS, *sum(INPUTS.values(), ())})
-# Names of masks in other libraries, in addition to all names that contain "mask", and each mask's
-# value at excluded tokens.
+# Names that other libraries give to masks, each with the mask's value at excluded tokens. Every
+# name that contains "mask" also counts as a mask.
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}
@@ -310,8 +310,8 @@ def check_dead_rows(
 
 
 def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
-    """ValueError for a temperature [T] that is not a finite number > 0, with the position from
-    `index` [T]; an `index` of None means that all positions are in order. Reads the device."""
+    """ValueError if one of the temperatures [T] is not a finite number > 0. The error text names
+    the position `index[t]` of the token t, or t if `index` is None. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])

@@ -114,10 +114,10 @@ def shard_of_positions(
 
 
 def of_segments(a: Arguments, required: Requirements, plan: Plan) -> Facts:
-    """Return the `Facts` that ranks compare before a call with segments that run across ranks,
-    where each rank holds some of the tokens. The returned `Facts` (values that ranks compare or
-    exchange) include, for each batch field, whether the field's shape fits one value per token, one
-    value per segment, or both. Schedule and chunks may differ between ranks."""
+    """Return the `Facts` (numbers, values and tensors) that ranks compare before a call in which
+    the tokens of a segment are spread over several ranks. The `Facts` include, for each batch
+    field, whether the field's shape fits one value per token, one value per segment, or both.
+    Schedule and chunks may differ between ranks."""
     batch = a.batch
     if (count := len(batch.fields)) > MOST_NUMBERS:
         raise ValueError(f"fields: got {count}, want at most {MOST_NUMBERS} across ranks")
@@ -242,8 +242,8 @@ def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-    """[N] one value of each row of hidden states, 0 at unscored targets: comparing whole rows
-    between ranks would cost too much time."""
+    """Return one element of each row of hidden states, [N], with 0 at unscored targets. Ranks
+    compare these elements, because comparing whole rows would cost too much time."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]
@@ -278,8 +278,8 @@ def _text_of(objective: Objective, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _spelt(value: Any) -> str:
-    """Return a text for `value`, a fingerprint of a call's objective, that is equal on all ranks if
-    the fingerprints are equal; `repr` would show a function's address and a rank's device."""
+    """Return a text for `value`, a description of a call's objective. Ranks with equal objectives
+    get equal texts; `repr` would show a function's address and a rank's device, which differ."""
     if isinstance(value, weakref.ref):
         value = value()
     if isinstance(value, tuple):

@@ -2,7 +2,8 @@
 
     for block in blocks of tokens:
         compute statistics of the block's logits, merged over tiles of columns and over ranks;
-        compute the objective's gradient coefficients, the gradient of the logits and its products.
+        compute the objective's gradient coefficients and the gradient of the logits, and multiply
+        this gradient by the weight and by the hidden states.
 
 T tokens, V vocabulary, n tokens of a block. Schedules differ in the number of tokens and vocabulary
 columns of a step, and in computing the gradient at once or in the backward pass (see
@@ -74,8 +75,9 @@ def forward(call: Call, tensors: Tensors) -> ForwardResult:
 
 def in_place(call: Call, tensors: Tensors) -> ForwardResult:
     """Return the statistics of logits that are an input of the call, without a copy of the logits.
-    If the gradient may overwrite the logits, `in_place` also returns the gradient. A single launch
-    computes statistics and gradient if the gradient of the loss has a closed form."""
+    If the gradient may overwrite the logits, the function `in_place` also returns the gradient of
+    the logits. A single launch computes statistics and gradient if the gradient of the loss has a
+    closed form."""
     source = call.open(tensors)
     packed = call.packed
     schedule = call.plan.schedule
@@ -156,5 +158,5 @@ def of_tiles(
         live = part.coefficients.live() if call.plan.skip_rows else None
         part = part._replace(tile=result.tiles.pop(0), live=live)
         sums.add(source.logit_gradient(block.rows, ALL, part))
-        del part  # Free the tile of the block.
+        del part  # Free the logits kept for this block of tokens.
     return sums

@@ -4,14 +4,14 @@ N positions, T scored positions, V vocabulary, K candidates. Schedule: recompute
 hidden states with LoRA's A is part of the graph. The forward and the backward operator have these
 operands:
 
-    factors: matrices whose products are added to the raw logits, features [N, r] and weights [V, r]
-        in turn; then the head's bias [V], if any;
+    factors: matrices whose products sum to the raw logits, alternately features [N, r] and weights
+        [V, r]; then the head's bias [V], if any;
     constants: targets [N], temperature [N] or None, candidate_ids [N, K] or None; if each
         position's softmax has allowed ids, support_ids [N, K], or [P] with offsets [N + 1];
-    sizes: the vocabulary size V, chunk_tokens and memory_budget; 0 stands for None;
+    sizes: the vocabulary size V, chunk_tokens and memory_budget (0 for an option that is None);
     numbers: logit scale, soft cap (0: none), the temperature if it is a single number,
         gradient_tolerance;
-    spelt: all other options, as text of Python literals.
+    spelt: the text of a Python literal that holds all other options.
 
 Each custom operator constructs a `Head` and a `Batch` from its arguments, which are plain tensors,
 numbers and text.
@@ -42,8 +42,9 @@ PASSED = ("backend", "static", "skip_rows", "gradient_tolerance", "chunk_tokens"
 REFUSED = ("logits_dtype", "accumulate_dtype", "sequence_parallel", "main_grad", "batch_invariant")
 REFUSED += ("upstream",)
 OPERANDS = "Tensor[] factors, Tensor?[] constants, int[] sizes, float[] numbers, str spelt"
-# More operands of the backward operator: outputs of the forward operator (`measured`), and upstream
-# gradients of logp, lse, entropy and of the candidates' log-probs (`upstream`).
+# Operands that the operator `head_stats_backward` has in addition to `OPERANDS`: outputs of the
+# forward operator (`measured`), and upstream gradients of logp, lse, entropy and of the candidates'
+# log-probs (`upstream`).
 MORE = "Tensor[] measured, Tensor[] upstream, bool[] wanted"
 operator = partial(torch.library.custom_op, mutates_args=())
 
@@ -51,9 +52,9 @@ operator = partial(torch.library.custom_op, mutates_args=())
 def in_graph(
     hidden: Tensor, head: Head, scored: object, options: Options, gradients: frozenset[str]
 ) -> list[Tensor]:
-    """Return logp, lse and entropy of every position, and [.., K + 1] log-probs of candidates and
-    tail if the batch has candidates. ValueError for an option that the compiled operator
-    `headloss::head_stats` does not support."""
+    """Return logp, lse and entropy of every position, and, if the batch has `candidate_ids`, [.., K
+    + 1] log-probs: of K candidates and of all other columns together. ValueError for an option that
+    the compiled operator `headloss::head_stats` does not support."""
     compute = autocast_dtype(hidden)
     head.validate(hidden, compute_dtype=compute)
     ids: list[Any] = [None]
@@ -106,8 +107,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # The graph has already multiplied the hidden states by LoRA's matrix A, so that the
-        # placeholder `a` needs only a shape and `requires_grad`.
+        # Operations outside of this operator have multiplied the hidden states by LoRA's matrix A,
+        # so that `a`, a placeholder for A, needs only a shape and `requires_grad`.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(
@@ -136,8 +137,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
 def _head_stats(*operands: Any) -> list[Tensor]:
     """Return logp, lse, entropy, maximum and log-sum of the softmax, [N] each. If `candidate_ids`
     are given, return two more tensors as well: the log-probs [N, K + 1] of each token's K
-    candidates and of the tail (all other columns together), and the two numbers [N, 2] of the
-    normalizer of the tail's softmax."""
+    candidates and of the tail (all other columns together), and the log-sum-exp of the tail's
+    logits as two numbers [N, 2], the maximum and the logarithm of the sum."""
     call, of_logits = _open(operands, [False] * len(operands[0]))
     measured = sweep(call, of_logits).measured
     outputs = [*(getattr(measured.stats, name) for name in HEAD_STATISTICS), *measured.normalizer]
@@ -198,8 +199,8 @@ def _backward(ctx, upstream):
     of_call = (*tensors, *ctx.numbers)
     gradients = iter(_head_stats_backward(*of_call, saved[last:], upstream, ctx.wanted))
     of_factors = [next(gradients) if wanted else None for wanted in ctx.wanted]
-    # For an argument that is a list of tensors, autograd expects a list of gradients; for a list
-    # that contains None, a single None.
+    # Autograd expects a list of gradients for an argument that is a list of tensors, but one None
+    # (not a list) if the argument's list contains None.
     of_constants = None if any(t is None for t in tensors[1]) else [None] * ctx.count
     return of_factors, of_constants, None, None, None
 

@@ -29,7 +29,7 @@ GPU_SHARE = 64
 # read the number of rows, and a CPU needs extra operations.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
-FIXED_COLUMNS = 16384  # Vocabulary columns of a block with `batch_invariant`.
+FIXED_COLUMNS = 16384  # Vocabulary columns of a block if `Options.batch_invariant` is True.
 # Working memory of a loop over tiles of logits that writes softmax terms or gradients in 16 bits,
 # in bytes.
 SWEEP_BYTES = 480 << 20
@@ -61,12 +61,13 @@ class Plan:
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
             implementation.
         budget: bytes for a chunk, or for the tensors that the `held` schedule keeps. The field
-            `budget` includes a text that names the source of this number.
-        reason: the reason for the schedule.
+            `budget` also holds a text that says where the number of bytes comes from.
+        reason: the reason why this schedule was chosen.
         skip_rows: True if the two backward matmuls skip rows without a gradient.
         single_block: True if one block holds all tokens, so that matmuls write the returned
             gradients.
-        support: the number of (token, id) pairs in `support_ids`. Each pair costs a dot product.
+        support: the number of (token, id) pairs in `support_ids`. The logit of each (token, id)
+            pair costs a dot product.
         restricted: the number of tokens whose softmax is over `support_ids`.
     """
 
@@ -252,7 +253,8 @@ def _choose(
 
     if named in ("one_pass", "frozen", "narrow", "held"):
         reason = error(named)
-        # An explicit "held" without a budget may keep any number of tokens, in chunks of any size.
+        # If the caller asks for "held" without a budget, the call may keep logits of any number of
+        # tokens.
         if reason and (named != "held" or p.given or options.memory_budget is not None):
             raise ValueError(f'schedule: got "{named}", but {reason}')
     if named != "auto":
@@ -319,7 +321,7 @@ def _tile(p: PlanInputs, rows: int, options: Options) -> Tile:
     columns = max(1, min(p.vocabulary, elements // tall))
     if columns > WAVE_TILE[1]:
         columns -= columns % WAVE_TILE[1]
-        # Choose a width that fills all multiprocessors in each wave of output tiles.
+        # Choose a number of columns for which each wave of output tiles fills all multiprocessors.
         if p.teachers and p.multiprocessors:
             across = -(-tall // (WAVE_TILE[0] * PARTS))
             waves = round(across * columns / WAVE_TILE[1] / p.multiprocessors)
@@ -337,8 +339,8 @@ def even(p: PlanInputs, rows: int) -> int:
 
 def whole_waves(p: PlanInputs, most: int) -> int:
     """Return the chunk size, up to `most`, with the shortest time of the hidden gradient's matmuls.
-    A matmul runs in waves of one output tile per multiprocessor; only the hidden gradient has so
-    few output tiles that a part of the last wave stays idle."""
+    A matmul runs in waves of one output tile per multiprocessor. Only the hidden gradient's matmul
+    has so few output tiles that multiprocessors idle in the last wave cost noticeable time."""
     across = -(-p.width // WAVE_TILE[1])
 
     def waves(rows: int) -> int:
@@ -348,7 +350,7 @@ def whole_waves(p: PlanInputs, most: int) -> int:
         full, remainder = divmod(p.tokens, rows)
         return full * waves(rows) + waves(remainder) + CHUNK_WAVES * (full + (remainder > 0))
 
-    # With a tiny vocabulary, `most` (the largest number of rows) is large: try fewer sizes.
+    # Try only some chunk sizes if `most` (the largest number of rows) is large.
     step = GRAIN * (1 + (most >> 24))
     return min(range(most, most // 2, -step), key=lambda rows: (cost(rows), rows))
 

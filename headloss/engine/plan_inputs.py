@@ -1,4 +1,5 @@
-"""The planner's inputs, and the bytes that a call needs in addition to its inputs, by part.
+"""The inputs of the function that plans a call, and the bytes of working memory that a call needs,
+by name of the buffer.
 
 T scored tokens, H hidden width, V vocabulary.
 """
@@ -42,7 +43,7 @@ class PlanInputs:
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1
     grouped: bool = False  # Segments run across ranks.
-    sharded: bool = False  # Hidden gradients are summed over ranks.
+    sharded: bool = False  # Ranks shard the vocabulary.
     sparse: bool = True  # Some tokens may have no gradient.
     # A CPU skips rows even in small matmuls: with `gradient_tolerance`, or if rows may hold NaN.
     thorough: bool = False
@@ -99,8 +100,8 @@ class PlanInputs:
     @property
     def slab_bytes(self) -> int:
         """Bytes per token and column of a block of vocabulary columns. Without a teacher, a block
-        of columns holds logits. With a teacher, a block of columns holds the gradient of all
-        tokens' logits, and the logits of some tokens at a time."""
+        of columns holds logits. With a teacher, a block of columns holds the gradient of the logits
+        for all tokens, and the logits themselves for only some tokens at a time."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -156,8 +157,9 @@ def bytes_by_part(
 
 
 def peak_bytes(p: PlanInputs, parts: dict[str, int], options: Options) -> int:
-    """Return the bytes including returned gradients. A gradient summed in a float32 accumulator is
-    cast to its own dtype after the logits are freed."""
+    """Return the peak bytes of a call's working memory, `parts`, together with the returned
+    gradients. A gradient summed in a float32 accumulator is cast to its own dtype after the logits
+    are freed."""
     columns = p.vocabulary * (not p.overwrites) if p.given else p.width
     hidden = p.input_gradient * p.tokens * columns * p.element_size
     returned = p.weight_gradient and options.main_grad is None

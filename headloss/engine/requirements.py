@@ -33,12 +33,13 @@ from .checks import Arguments
 from .plan_inputs import PlanInputs
 
 
-@dataclass(kw_only=True, eq=False)  # A frozen dataclass takes twice as long to construct.
+# Not frozen: frozen dataclasses take twice the time to construct.
+@dataclass(kw_only=True, eq=False)
 class Requirements:
     """The requirements of a call on one rank, before the ranks of a group compare their
     requirements."""
 
-    batch: Batch  # The batch by position, not packed.
+    batch: Batch  # The batch as passed in, with unscored positions.
     options: Options
     loss_fn: LossFunction | None  # An external loss function in place of an objective.
     objective: Objective
@@ -187,7 +188,7 @@ def _by_token(transform: Transform, scored: Packing, wide: torch.dtype) -> Trans
     rows = scored.gather(temperature.expand(scored.shape))
     if scored.live is None:
         checks.check_temperatures(rows, scored.index)
-    else:  # An unscored row's temperature may be 0: divide by 1.
+    else:  # Replace an unscored row's temperature, which may be 0, by 1.
         rows = torch.where(scored.live, rows, 1)
     return replace(transform, temperature=rows.to(wide))
 

@@ -99,10 +99,10 @@ class Head:
             `weight` is this rank's vocabulary shard.
         vocab_mesh_dim: the mesh dimension over which the rows of a DTensor weight are sharded.
         lora: adapters that are added to the raw logits.
-        beside: pairs (features [.., r] with a row for each position, weight2 [V, r]). The product
-            features @ weight2.T of each pair is added to the raw logits, as for a head of [hidden |
-            features] and [weight | weight2]. The tensors `features` and `weight2` receive gradients
-            if they require gradients.
+        beside: pairs (features [.., r] with a row for each position, weight2 [V, r]). The raw
+            logits are hidden @ weight.T plus features @ weight2.T of every pair, as for a head of
+            [hidden | features] and [weight | weight2]. The tensors `features` and `weight2` receive
+            gradients if they require gradients.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -208,10 +208,10 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The first (features, rows) pair holds the hidden states and the head's weight. The next
-        (features, rows) pairs are those of LoRA adapters, in the adapters' dtypes, and the last are
-        those of the attribute `beside` (extra low-rank columns). An adapter's features are made
-        from LoRA's matrix A by autograd, so that A receives its gradient. The rows include padding.
+        The list starts with (hidden states, the head's weight). One (features, rows) pair for each
+        LoRA adapter follows, in the adapter's dtype, and one pair for each element of
+        `Head.beside`. An adapter's features are made from LoRA's matrix A by autograd, so that A
+        receives its gradient. The rows include padding.
         """
         return [
             (hidden, self.weight),

@@ -17,7 +17,7 @@ from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
-# Elements of the hidden gradient above which the vendor's library picks slower tiles on Hopper
+# For a hidden gradient of more than this number of elements, cuBLAS picks slower tiles on Hopper
 # GPUs.
 LARGE = 1 << 25
 BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
@@ -83,7 +83,8 @@ class Products:
         gradient: Tensor,  # Gradient with respect to the logits, [n, v].
         weight: Tensor,  # Weight, [v, H].
         dtype: torch.dtype,
-        memory: Tensor | None = None,  # Tensor [n, H] of `dtype` that the result may overwrite.
+        # Tensor [n, H] of `dtype` that the returned gradient may overwrite.
+        memory: Tensor | None = None,
     ) -> Tensor:  # Gradient with respect to the features, [n, H].
         """Return gradient @ weight in `dtype`, rounded once."""
         if weight.dtype in WIDE:

@@ -1,9 +1,9 @@
 """Readers of a head from modules of torch.nn, PEFT and Hugging Face.
 
 `read_module` and `read_model` return arguments of `Head`, with arguments of `Lora` for each
-adapter. A module is read only if its forward is known to be the head's formula; any other module
-raises an error with the module's name. PEFT and transformers are not imported: layers are
-recognized by the name of the layer's forward.
+adapter. The arguments are read from a module only if the module's forward is known to compute the
+formula of `Head`; any other module raises an error with the module's name. PEFT and transformers
+are not imported: layers are recognized by the name of the layer's forward.
 """
 
 from __future__ import annotations
@@ -212,9 +212,9 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
-    """Return the fields of a `Head` for a causal language model's output embeddings. Unless the
-    caller has passed soft cap and logit scale (`told`), the fields include the model's soft cap and
-    logit scale."""
+    """Return the fields of a `Head` for a causal language model's output embeddings. The fields
+    include the soft cap and the logit scale of the model, unless `told` is True (the caller has
+    passed both)."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

@@ -2,11 +2,12 @@
 the weight (for the gradient of the features) and by the features (for the gradient of the weight),
 and sums the products.
 
-T tokens, n tokens of a block, H hidden width, V vocabulary. Gradients that arrive by blocks of
-tokens complete the hidden gradient block by block, while the weight gradient is a sum over blocks.
-Gradients that arrive by blocks of vocabulary rows (*slabs* of the weight) complete the weight
-gradient block by block, while the hidden gradient is a sum over the blocks. Sums of gradients are
-in float32, and are scaled once, at the end.
+T tokens, n tokens of a block, H hidden width, V vocabulary. If the gradient of the logits arrives
+by blocks of tokens, each block gives the finished hidden gradient of the block's tokens, while the
+weight gradient is a sum over all blocks. If the gradient of the logits arrives by blocks of
+vocabulary rows (*slabs* of the weight), each block gives the finished weight gradient of the
+block's rows, while the hidden gradient is a sum over all blocks. Sums of gradients are in float32,
+and are scaled once, at the end.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class BlockAccumulator:
     weight's dtype and not in a wider sum.
 
     `weights` maps the index of a pair (features, weight) to the gradient of the pair's weight, if
-    the weight requires a gradient. `totals[i]` is the view of `weights[i]` to which the next
-    product is added. While i is in `fresh`, `totals[i]` is uninitialized memory, which the first
-    product overwrites.
+    the weight requires a gradient. `totals[i]` is the view of `weights[i]` to which each block's
+    product, dlogits^T @ features, is added. While the set `fresh` contains i, `totals[i]` is
+    uninitialized memory, and the next product overwrites `totals[i]` instead of being added.
     """
 
     by_factor = True  # True if `finish` multiplies the sums in `weights` by its argument `factor`.
@@ -95,7 +96,9 @@ class BlockAccumulator:
         if self.hidden.group is not None:
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
-        else:  # Weight gradient first, because the hidden gradient overwrites the scaled features.
+        else:
+            # The weight gradient is computed first, because the hidden gradient may overwrite the
+            # tensor of features multiplied by each row's factor, which the weight gradient reads.
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 
@@ -137,7 +140,7 @@ class BlockAccumulator:
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
-            if i in self.fresh:  # `total` is still uninitialized, because no token had a gradient.
+            if i in self.fresh:  # No token had a gradient, so that the buffer is uninitialized.
                 total.zero_()
             if self.by_factor:
                 into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
@@ -161,9 +164,9 @@ class SlabAccumulator(BlockAccumulator):
 
     The weight gradient of a block of vocabulary rows is summed in a separate tensor, which `close`
     rounds and writes to these rows of the weight gradient. With `at_once`, `add` is called once for
-    each block of vocabulary rows, with the gradient of all tokens, and writes the product directly
-    to these rows of the weight gradient. The hidden gradient is summed in `source.dtype` over all
-    blocks of vocabulary rows, and at the end over the ranks that shard the vocabulary.
+    each block of vocabulary rows, with the gradient of all tokens' logits, and the matmul writes
+    these rows of the weight gradient directly. The hidden gradient is summed in `source.dtype` over
+    all blocks of vocabulary rows, and at the end over the ranks that shard the vocabulary.
     """
 
     by_factor = False
@@ -227,8 +230,9 @@ class HiddenGradient:
 
     If a group of ranks shards the vocabulary, each block's hidden gradient is summed over the ranks
     in float32. A block's all-reduce runs while the block's weight gradient is computed, and ends
-    before the next block's all-reduce starts. Each rank sends all rows of the block, also rows
-    without a gradient, because ranks may leave out different rows.
+    before the next block's all-reduce starts. In an all-reduce, each rank sends the hidden gradient
+    of all tokens of the block, including tokens without a gradient, because different ranks may
+    find different tokens without a gradient.
     """
 
     def __init__(
@@ -247,8 +251,8 @@ class HiddenGradient:
             features = source.features[i]
             # Allocate contiguous rows, even if the features are not contiguous.
             self.totals[i] = features.new_empty(features.shape)
-        # Unfinished all-reduces, each with the index of the features, the work handle, the buffer
-        # of the sum, and the rows of `totals` to which the finished sum is copied.
+        # Unfinished all-reduces as tuples (i, work handle, buffer of the sum, rows): the finished
+        # sum is copied to `totals[i][rows]`.
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:
@@ -292,8 +296,8 @@ class HiddenGradient:
             work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
-                # Without a pause, the next matmul would fill the GPU, and the all-reduce would
-                # start only after the matmul.
+                # Without this pause on the GPU's compute stream, the weight gradient's matmul would
+                # fill the GPU, and the all-reduce would start only after the matmul.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
@@ -302,6 +306,6 @@ class HiddenGradient:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # Keep the sum in float32, because `finish` scales and rounds it.
+            else:  # The sum stays in float32; the method `finish` scales and rounds it.
                 self.totals[i] = value
         self.pending = []

@@ -27,8 +27,8 @@ from ..statistics.softmax import (
 from .rows import Rows
 
 NOTHING: frozenset[str] = frozenset()
-# Logits z [n, K] of the candidates, and the online-softmax state of all other columns (None if the
-# tail is not wanted).
+# Logits z [n, K] of K candidates, and the online-softmax state of all other columns; None in place
+# of the state if the log-prob of all other columns together is not needed.
 CandidateState = tuple[Tensor, SoftmaxState | None]
 
 
@@ -49,8 +49,8 @@ class LogitTile(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Return the online-softmax state of all columns except `without` [n, K], merged with the
-        online-softmax state `onto`."""
+        """Return the online-softmax state of this tile's columns, merged with the state `onto` of
+        earlier tiles; for each token, the K columns in `without` [n, K] are left out."""
         if without is not None:
             without = without - self.first
         return self.acts.partials(self.raw, Forward(None, 0, transform, NOTHING), onto, without)
@@ -76,8 +76,9 @@ class Pairs(NamedTuple):
     def state(
         self, transform: Transform, onto: SoftmaxState | None = None, without: Tensor | None = None
     ) -> SoftmaxState:
-        """Return the online-softmax state of the token's allowed ids except `without`. `onto` is
-        unused, because one tile holds all allowed ids of a token."""
+        """Return the online-softmax state of each token's allowed ids, without the K ids in
+        `without` [n, K]. The argument `onto` (the state of earlier tiles) is unused, because one
+        tile holds all allowed ids of a token."""
         support = self.support if without is None else self.find(without)[2]
         forward = Forward(self.nowhere, 0, transform, NOTHING)
         return self.acts.support_partials(self.raw, support, forward)
@@ -101,7 +102,8 @@ class Pairs(NamedTuple):
         pairs = order[place]
         present = (ids >= 0) & (key[place] == sought)
         chosen = at.new_zeros(count).index_add_(0, pairs.view(-1), present.view(-1).long())
-        # Replace each looked-up id by -1, which marks an unused entry.
+        # In the returned `Support`, replace each id found in `ids` by -1, which marks an unused
+        # entry.
         return pairs, present, support._replace(ids=support.ids.masked_fill(chosen > 0, -1))
 
 
@@ -112,15 +114,15 @@ def normalizer_of(shard: WholeVocabulary, partials: SoftmaxState) -> Normalizer:
 
 
 def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
-    """Return the vectors [n] that a measurement in the forward pass stored for its gradient, in
-    `measured.stats.extras[key, "vjp"]`."""
+    """Return the columns [n] of the matrix `measured.stats.extras[key, "vjp"]`, which the forward
+    pass stored for the gradient of the measurement `key` (such as a divergence)."""
     return [vector.contiguous() for vector in measured.stats.extras[key, "vjp"].unbind(1)]
 
 
 class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
-    # Transform from raw logits to logits (scale, soft cap, temperature), at half of the head's
+    # The head's transform of raw logits (scale, soft cap, temperature), but with half the
     # temperature.
     transform: Transform
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
@@ -131,7 +133,7 @@ class SquaredSum(NamedTuple):
         """Return None: sum p^2 has no gradient."""
 
     def take(self, index: Tensor) -> SquaredSum:
-        """Return this measurement restricted to the tokens `index`."""
+        """Return a copy of this `SquaredSum` for the tokens `index` only."""
         return self._replace(transform=self.transform.rows(index))
 
     def add(
@@ -149,20 +151,22 @@ class SquaredSum(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Measurement of K log-probs per token, of the columns `ids`, and of the tail's log-prob (all
-    other columns together). The softmax is computed from tiles of logits."""
+    """Measurement of K + 1 log-probs per token: of the K vocabulary columns `ids`, and of all other
+    columns together (the tail). The softmax is computed from tiles of logits."""
 
-    # Key, in `Statistics.extras` and in the loss's derivatives, of the log-probs [n, K + 1]: of the
-    # K candidates, and last of the tail (all other columns).
+    # Key under which `Statistics.extras` holds the log-probs [n, K + 1] (K candidates, then all
+    # other columns together), and under which a dict holds the derivatives of the loss with respect
+    # to these log-probs.
     key: object
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.
-    # True if the softmax is the head's own, not one at a teacher's temperature. The gradient
-    # coefficient `c_prob` of the head's own softmax already includes minus the sum of the loss's
-    # derivatives with respect to the K + 1 log-probs. The log-probs of any other softmax (at a
-    # teacher's temperature) are in float64, so that derivatives that cancel keep their digits.
+    # True if the softmax is the head's own, not one at a teacher's temperature. For the head's own
+    # softmax, the gradient coefficient `c_prob` already includes -sum_k dL/dlogp_k over the K + 1
+    # log-probs. Log-probs at a teacher's temperature are in float64, so that a small difference of
+    # large derivatives keeps its digits.
     heads_own: bool
-    tail: bool  # True if the log-prob of the tail (all other columns) is wanted; else it stays 0.
+    # True if the log-prob of all other columns together is computed; else 0 is returned.
+    tail: bool
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     own_logits = False
 
@@ -172,7 +176,7 @@ class Candidates(NamedTuple):
         return extras.get(self.key)
 
     def take(self, index: Tensor) -> Candidates:
-        """Return this measurement restricted to the tokens `index`."""
+        """Return a copy of these `Candidates` for the tokens `index` only."""
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
@@ -197,8 +201,9 @@ class Candidates(NamedTuple):
         return z, others
 
     def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
-        """Return the log-probs [n, K + 1] after the last tile, and the normalizer of the tail.
-        `normalizer` belongs to the softmax of the head."""
+        """Return the log-probs [n, K + 1] of candidates and tail (all other columns), and the
+        normalizer of the tail, from the state after the last tile. The argument `normalizer` holds
+        maximum and log-sum of the head's own softmax."""
         z, others = state
         peak, log_sum = normalizer
         of_tail = normalizer
@@ -234,11 +239,12 @@ class Candidates(NamedTuple):
     def beside_logp(
         self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
-        """Return a sparse part of the gradient of the raw logits, as values [P] of pairs (token,
-        column): each candidate's derivative at the candidate's column, and minus the sum of the
-        derivatives at the target. The returned values and -c_prob * dlogp/draw, where logp is the
-        target's log-prob, add up to the whole gradient of the raw logits. The derivative with
-        respect to the tail's log-prob is ignored."""
+        """Return a sparse part of the gradient of the raw logits: values [P], one per pair (token,
+        column). A pair of a token and a candidate's column has the derivative of the loss with
+        respect to the candidate's log-prob; a pair of a token and its target has minus the sum of
+        the derivatives. The gradient of the raw logits is the returned sparse part minus c_prob *
+        dlogp/draw, where logp is the target's log-prob. A derivative of the loss with respect to
+        the log-prob of all other columns together is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

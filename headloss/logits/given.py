@@ -29,7 +29,7 @@ class View:
         self.index = index
         try:
             self.tensor = logits.view(-1, logits.shape[-1])
-        except RuntimeError:  # The strides allow no view as a matrix [N, V].
+        except RuntimeError:  # The logits' strides allow no view as a matrix.
             self.tensor = logits
 
     def take(self, index: Tensor) -> View:
@@ -152,9 +152,10 @@ class InPlaceLogits(GivenLogits):
     def both(
         self, coefficients: Coefficients, slopes: Tensor | None
     ) -> tuple[Measured, WrittenGradient]:
-        """Return statistics and gradient from one launch. The gradient `coefficients` are computed
-        as if the entropy were 0; `slopes` [P, 5, T] holds the five fields of P closed-form
-        derivatives (`Slope`) for each token."""
+        """Return statistics and gradient from one launch. The argument `coefficients` holds
+        gradient coefficients without the part that contains the token's entropy, which the kernel
+        adds; `slopes` [P, 5, T] holds the five fields of P closed-form derivatives (`Slope`) for
+        each token."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)
@@ -176,8 +177,8 @@ class InPlaceLogits(GivenLogits):
         slopes: Tensor | None = None,
         normalizer: Normalizer | None = None,
     ) -> SoftmaxState | None:
-        """Launch the kernel once over all logits, to compute statistics (if `needs` is given), the
-        gradient (if `out` is given), or both."""
+        """Launch one kernel over all logits. The kernel computes statistics if `needs` is not None,
+        and writes the gradient of the logits to `out` if `out` is not None."""
         tokens = self.context.targets, self.context.shard.first, self.context.transform, needs
         softmax = None if coefficients is None else coefficients.softmax
         walk = (self.view.rows(), out, self.order.live, *tokens, softmax, slopes, normalizer)
