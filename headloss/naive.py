@@ -6,9 +6,9 @@ is a function of their softmax p. The T x V logits are too many to store, and ne
 1. A loss reads a few *statistics* of each token, never the token's logits. The gradient of the loss
    with respect to the statistics becomes four *coefficients* per token, from which the gradient of
    every logit follows.
-2. The statistics of two slices of the vocabulary merge into the statistics of their union.
+2. Statistics of the whole vocabulary can be merged from the statistics of slices of columns.
 3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
-4. If the gradient of a loss needs all tokens first, `recompute` runs, else `one_pass`.
+4. A loss whose gradient needs the statistics of all tokens runs `recompute`, else `one_pass`.
 
 `headloss.head_loss` is faster and more general than `naive`, whose inputs must be float32 or
 float64, with finite logits and a target at every position.
@@ -32,7 +32,7 @@ class Statistics(NamedTuple):
     logp: Tensor  # Log-prob, z_y - lse.
     lse: Tensor  # Log-sum-exp, log sum exp z.
     entropy: Tensor  # Entropy, -sum p log p.
-    mean_logit: Tensor  # Mean, sum z / V.
+    mean_logit: Tensor  # Mean of a token's logits, sum_j z_j / V.
 
 
 Batch = dict[str, Tensor]  # [T] vectors by name: "targets", weights, and fields that a loss reads.
@@ -56,13 +56,13 @@ def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4)
 
 
 class SoftmaxState(NamedTuple):
-    """The online-softmax state of a vocabulary slice, with e_j = exp(z_j - m); [n] each."""
+    """Online-softmax state of n tokens' logits z_j in a slice; e_j = exp(z_j - m), m = max z."""
 
     m: Tensor  # Maximum, max z.
     sum_e: Tensor  # Sum of e_j.
-    sum_ez: Tensor  # Sum of e_j (z_j - m): sums of e_j z_j would cancel in the entropy.
+    sum_ez: Tensor  # Sum of e_j (z_j - m), which keeps more digits than sum e_j z_j.
     sum_z: Tensor
-    target: Tensor  # Logit z_y; -inf if y lies in another slice.
+    target: Tensor  # Logit z_y of the target y; -inf if y is not in this slice.
 
 
 def measure(z: Tensor, columns: Tensor, targets: Tensor) -> SoftmaxState:
@@ -108,7 +108,7 @@ def logit_gradient(
 ) -> Tensor:
     """dL/dz_j [n, v] from `c`: c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform.
 
-    The formula follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j,
+    The formula for dL/dz_j follows from dlogp/dz_j = [j = y] - p_j, dlse/dz_j = p_j,
     dentropy/dz_j = -p_j (log p_j + entropy) and dmean_logit/dz_j = 1/V.
     """
     c_target, c_prob, c_entropy, c_uniform = (x[:, None] for x in c)

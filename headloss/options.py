@@ -41,21 +41,22 @@ class Options:
         accumulate_dtype: the dtype in which the weight gradient is summed over chunks.
         static: fixed shapes, so that the call can be captured in a CUDA graph: no read from the
             device, no skipped row, no check of values. Hidden states at unscored positions count as
-            zeros. A batch-scoped term also sees unscored positions and must use `batch.live`, [T]
-            bool; a batch-scoped term without `batch.live` is refused.
-        skip_rows: leave tokens without a gradient out of the two backward matmuls, where the
-            matmuls are large enough to gain. With `skip_rows`, the host reads the number of tokens
+            zeros. A batch-scoped term also sees unscored positions, and is refused unless it reads
+            `batch.live`, [T] bool.
+        skip_rows: leave tokens without a gradient out of the two backward matmuls, if the matmuls
+            are so large that this saves time. With `skip_rows`, the host reads the number of tokens
             with a gradient from the device once per chunk.
         gradient_tolerance: a number x >= 0; tokens with almost no gradient are left out of the two
             backward matmuls. In each chunk (under "held" and "recompute": in the whole call) tokens
             are skipped in increasing order of |dL/dz|, the norm of the gradient of a token's
-            logits, while the sum of the skipped |dL/dz| stays at most x times the sum over all
-            tokens of the chunk. The metrics `skipped_rows` and `skipped_mass` report the skipped
-            rows. In the Frobenius norm, `skipped_mass.sum` times the largest norm of a weight row
-            bounds the error of the hidden gradient; `skipped_mass.sum` times the largest norm of a
-            hidden state bounds the error of the weight gradient. No row is skipped under "frozen",
-            or in a block of tokens so small that a GPU's wait for the number of rows costs more
-            than skipping saves. A teacher with logits over the whole vocabulary, `logits_loss`, and
+            logits, while the sum of |dL/dz| over the skipped tokens is at most x times the sum of
+            |dL/dz| over all tokens of the chunk. The metrics `skipped_rows` and `skipped_mass`
+            report the number of skipped tokens and a bound on the sum of their |dL/dz|. In the
+            Frobenius norm, `skipped_mass.sum` times the largest norm of a weight row bounds the
+            error of the hidden gradient; `skipped_mass.sum` times the largest norm of a hidden
+            state bounds the error of the weight gradient. No row is skipped under "frozen", or in a
+            block of tokens so small that a GPU's wait for the number of rows costs more than
+            skipping saves. A teacher with logits over the whole vocabulary, `logits_loss`, and
             static shapes do not support `gradient_tolerance` and raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant

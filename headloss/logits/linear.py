@@ -25,13 +25,13 @@ from .beside import LogitTile
 from .rows import ALL, BackwardInputs, LogitGradient, Rows, SourceTile, compact_, steps
 
 R = TypeVar("R", Forward, Backward)
-DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows does not pay.
+DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows saves no time.
 
 
 class NeedsGrad(NamedTuple):
     """Flags of a `LogitSource`'s tensors, in order: True for a tensor that needs a gradient."""
 
-    features: tuple[bool, ...]  # One flag per feature matrix, or one for the caller's logits.
+    features: tuple[bool, ...]  # Flag of each feature matrix, or one flag for the caller's logits.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -48,7 +48,7 @@ class RowContext(NamedTuple):
     transform: Transform  # The temperature is a number or [T].
     needs: frozenset[str]  # Names of statistics.
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
-    all_columns: bool = False  # True if `shard` is the whole vocabulary, with all targets.
+    all_columns: bool = False  # True if this rank holds the whole vocabulary.
     # Measurements in addition to the statistics, such as divergences; see `teacher.measuring`.
     beside: tuple[Any, ...] = ()
     # Matmuls for the logits and for the hidden gradient. `FixedProducts` sum in a fixed order, so
@@ -56,7 +56,7 @@ class RowContext(NamedTuple):
     products: Products = PLAIN
 
     def take(self, index: Tensor) -> RowContext:
-        """Return the context restricted to the tokens `index`."""
+        """Return a copy of this `RowContext` for the tokens `index` only."""
         return self._replace(
             targets=self.targets[index],
             transform=self.transform.rows(index),
@@ -74,7 +74,7 @@ class RowContext(NamedTuple):
         """Return the inputs of the kernel for the gradient of a tile, apart from the logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # The kernel for `extras` (such as candidates' log-probs) does not read `all_columns`.
+        # The kernel for `extras` (such as candidates' log-probs) ignores `all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -97,7 +97,7 @@ class RowContext(NamedTuple):
 def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
     so few rows have no gradient that leaving them out would not be faster. `shares` are the
-    fractions K / n of this and of the previous tile, on the CPU; return None if one is large."""
+    fractions K / n of this and the previous tile, on the CPU; None if a fraction is near 1."""
     if live is None:
         return None
     most = DENSE_SHARE if live.is_cuda else 1
@@ -108,7 +108,7 @@ def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
 
 
 class LogitSource:
-    """Statistics and gradient of float32 or float64 logits, which a subclass computes."""
+    """Statistics and gradient of float32 or float64 logits; a subclass computes the logits."""
 
     dtype: torch.dtype  # Dtype of statistics and of raw logits.
     # Dtype of the gradient of the raw logits; None: the dtype of the logits.
@@ -159,9 +159,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of the tile's logits, in rows with a gradient. The gradient of all
-        rows is queued before the CPU waits for the fraction of rows with a gradient. On a GPU, if
-        the previous tile has a gradient in most rows, all rows are returned, without a wait."""
+        """Return the gradient of the tile's logits, in rows with a gradient. The kernel for all
+        rows is launched before the CPU waits for the fraction of rows with a gradient. If most rows
+        of the previous tile had a gradient, the CPU does not wait for the GPU."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         share = None if live is None else HostCopy(live.mean(0, True, dtype=torch.float32))
@@ -181,8 +181,8 @@ class LogitSource:
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        # Only the last entry of `parts` writes its gradient over the student's logits, because
-        # every entry before still reads the logits.
+        # The gradient is written over the student's logits only in the last iteration, because
+        # earlier iterations still read the logits.
         for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
@@ -196,7 +196,7 @@ class LinearLogits(LogitSource):
 
     def __init__(
         self,
-        tensors: Sequence[Any],  # Features [T, H_i], weights [V', H_i] pairwise; bias [V'] or None.
+        tensors: Sequence[Any],  # Pairs of features [T, H_i], weights [V', H_i]; bias [V'] or None.
         context: RowContext,
         *,
         # Dtype of the matmuls (under autocast); None: the dtype of the tensors.
@@ -220,7 +220,7 @@ class LinearLogits(LogitSource):
         self.gradient_dtype = x.dtype if x.is_cuda and x.dtype.itemsize == 2 else None
 
     def take(self, index: Tensor) -> LinearLogits:
-        """Return a copy of this source for the tokens `index`, with gathered features."""
+        """Return a copy of this `LogitSource` for the tokens `index` only."""
         some = copy(self)
         LogitSource.__init__(some, self.context.take(index))
         some.features = [features[index] for features in self.features]
@@ -241,8 +241,8 @@ class LinearLogits(LogitSource):
         return LogitGradient(gradient, rows, columns)
 
     def _biased(self, arguments: R, columns: slice = ALL) -> R:
-        """Return a kernel's arguments, with the bias of the vocabulary columns `columns` stored in
-        their `transform`, for kernels that also compute the matmul."""
+        """Return a copy of `arguments` whose field `transform` holds the bias of the vocabulary
+        columns `columns`, for a kernel that computes the matmul and adds the bias."""
         if self.bias is None:
             return arguments
         return arguments._replace(transform=replace(arguments.transform, bias=self.bias[columns]))
@@ -308,7 +308,7 @@ class ExpLogits(LinearLogits):
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
         """Return the candidates' columns, log-probs and derivatives, or None if the candidates have
-        no gradient. Candidates with a gradient are the only measurement in `self.beside`."""
+        no gradient. If candidates have a gradient, `self.beside` holds only the candidates."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -331,8 +331,8 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # If the coefficients c_entropy and c_uniform and a soft cap are absent, a row's gradient is
-        # a multiple of the stored exp(z - shift), except in the target's column.
+        # Without c_entropy, c_uniform and soft cap, a row's gradient is a multiple of the row of
+        # exponentials exp(z - shift) in `exp_tile`, except in the target's column.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
@@ -360,9 +360,9 @@ class NarrowLogits(ExpLogits):
     on_chip = True
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of a block of logits in memory, which only a loss on candidates
-        needs. If `can_fuse` accepts features and weight, the matmul kernel writes the gradient in
-        place of the logits."""
+        """Store the logits of a block in memory, for a loss on candidates, and return their
+        gradient. If `can_fuse` accepts features and weight, the matmul kernel writes the gradient
+        in place of the logits."""
         fits = self.acts.can_fuse(self.features[0], self.weights[0])
         return (ExpLogits if fits else LinearLogits).logit_gradient(self, rows, columns, inputs)
 
@@ -370,8 +370,8 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # A `SlabAccumulator`.
         inputs: BackwardInputs,  # Inputs of all tokens.
-        # Each block's sums for the hidden gradient, from the forward pass; if empty, a second loop
-        # over tiles computes the hidden gradient.
+        # For each block, the forward pass's sums over the vocabulary from which the hidden gradient
+        # is made; if empty, this method loops over tiles again.
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,

@@ -22,8 +22,8 @@ SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
 # Input tensors of a `LogitSource`, in the order of the gradients.
 Tensors = Sequence[Tensor | None]
 Gradients = list[Tensor | None]
-# Test for ALL with `is` and skip the indexing, because indexing by ALL would still cost a PyTorch
-# operation.
+# The index of all rows or columns. Code tests `rows is ALL` and then skips the indexing, because
+# indexing by `slice(None)` would still cost a PyTorch operation.
 ALL = slice(None)
 
 
@@ -38,7 +38,8 @@ class BackwardInputs(NamedTuple):
     live: Tensor | None = None
 
     def rows(self, rows: Rows) -> BackwardInputs:
-        """Return the inputs of the tokens `rows`, without the field `tile`."""
+        """Return the `BackwardInputs` of the tokens `rows` only, with the default None for the
+        fields `tile` and `live`."""
         return BackwardInputs(self.measured.rows(rows), self.coefficients.rows(rows))
 
 
@@ -47,7 +48,8 @@ class PairGradient(NamedTuple):
 
     dlogits: Tensor  # Shape [P].
     support: Support
-    # Permutation [P] that sorts the pairs by column, and the tokens of each column as a `Support`.
+    # Permutation [P] that sorts the P pairs by column, and a `Support` that lists, for each column,
+    # the tokens with a pair in the column.
     by_column: tuple[Tensor, Support]
     rows: Rows  # The block's tokens, as rows of a tensor [T, H].
     acts: Kernels
@@ -85,16 +87,18 @@ class LogitGradient(NamedTuple):
     dlogits: Tensor  # Shape [K, v].
     rows: Rows
     columns: slice = ALL
-    # Factors [K]: the gradient of row k is multiple[k] * dlogits[k]; None: the gradient is
-    # `dlogits`.
+    # Factors [K] of the K rows: the gradient of the logits of row k is multiple[k] * dlogits[k]. If
+    # `multiple` is None, the gradient of the logits is `dlogits`.
     multiple: Tensor | None = None
     # Hidden states [K, H] of the rows, each multiplied by its entry of `multiple`.
     features: Tensor | None = None
-    # Gradient of the tokens with a set of allowed ids, in a few columns per token.
+    # Gradient of the logits of tokens with `support_ids`: nonzero only in the columns of the
+    # allowed ids.
     pairs: PairGradient | None = None
 
     def at(self, index: Tensor) -> LogitGradient:
-        """Return this gradient with new token numbers: token i becomes token index[i]."""
+        """Return a copy of this `LogitGradient` in which each token number i is replaced by
+        index[i]."""
         pairs = self.pairs and self.pairs._replace(rows=index[self.pairs.rows])
         return self._replace(rows=index[self.rows], pairs=pairs)
 

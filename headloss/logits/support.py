@@ -31,8 +31,8 @@ class SupportTile(NamedTuple):
 
 class SupportLogits(LinearLogits):
     """`LogitSource` for a softmax over each token's allowed ids alone, from the raw logits of P
-    pairs (token, allowed id). `full` computes the logits of the same head in all columns, for
-    tokens without allowed ids."""
+    pairs (token, allowed id). The argument `full` is a `LogitSource` that computes the logits in
+    all columns, for tokens without `support_ids`."""
 
     def __init__(self, full: LinearLogits, support: SupportPairs) -> None:
         vars(self).update(vars(full))

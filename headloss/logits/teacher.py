@@ -66,9 +66,9 @@ class DenseTeacher:
     in or computed from hidden states. `Statistics.extras` holds the value of each measure (such as
     a divergence) under the key (teacher, measure).
 
-    With `keeps`, teacher logits that were computed from hidden states stay in memory for the
-    gradient, which must be computed right after the measurement. `context` is the `RowContext` of
-    the student; `wide` is the dtype of the statistics.
+    If the argument `keeps` is True, teacher logits computed from hidden states stay in memory until
+    the gradient is computed, which must be the next operation after `value`. `context` is the
+    `RowContext` of the student; `wide` is the dtype of the statistics.
     """
 
     own_logits = True
@@ -120,16 +120,16 @@ class DenseTeacher:
         return some
 
     def add(self, rows: Rows, tile: LogitTile, state: None) -> LogitTile:
-        """Return the student's tile of logits, `tile`, unchanged, in place of a state accumulated
-        over tiles. With a teacher, one tile holds the student's logits in all vocabulary columns,
-        so that nothing is accumulated over tiles."""
+        """Return `tile`, the student's logits in all vocabulary columns, unchanged. With a teacher,
+        there is only one tile per token, so that nothing is accumulated over tiles."""
         return tile
 
     def value(self, rows: slice, tile: LogitTile, normalizer: Normalizer) -> ByStatistic:
         """Return the value [n] of each divergence, and a tensor [n, 4 + K] from which the gradient
-        is computed: two numbers of the student's normalizer, two of the teacher's, and K mean
-        slopes (see `kernels.pair`). `normalizer` belongs to the student's softmax at the
-        temperature of the head."""
+        is computed: maximum and log-sum of the student's softmax, maximum and log-sum of the
+        teacher's, and for each of K divergences the sum over the vocabulary of p times the
+        derivative in p. `normalizer` belongs to the student's softmax at the temperature of the
+        head."""
         self.raw = None
         p = normalizer if self.heads_own else normalizer_of(self.shard, tile.state(self.student))
         raw, places = self._teacher(rows, ALL)
@@ -172,7 +172,7 @@ class DenseTeacher:
         if kernels cannot read the caller's tensor, or if the statistics are in float64."""
         index: Rows = rows
         places = None
-        if self.rows is not None:  # Tokens share rows of the teacher's hidden states.
+        if self.rows is not None:  # Several tokens may have the same teacher row.
             index, places = self.rows.at(rows)
         if isinstance(self.source, LinearLogits):
             return self.source.raw(index, columns), places

@@ -1,6 +1,5 @@
-"""External losses: a loss function outside of headloss in place of the library's loss terms. The
-engine receives only the gradient of the external loss with respect to statistics such as
-log-probs."""
+"""External losses: a loss function outside of headloss in place of the library's loss terms. Of an
+external loss, headloss needs only the gradient with respect to statistics such as log-probs."""
 
 from __future__ import annotations
 
@@ -40,10 +39,11 @@ def external_loss(
     teacher: Teacher | None = None,
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
-    """Return an `Objective` that wraps an external loss function. In addition to `HEAD_STATISTICS`,
-    the external loss reads the log-probs of `candidate_ids` if `candidates` is True, and the
-    divergences `measures` from a `teacher`. `gradients` names the statistics with respect to which
-    the loss has a gradient, and may add the candidates' tail."""
+    """Return an `Objective` that wraps an external loss function. The external loss function
+    receives the statistics in `HEAD_STATISTICS` (log-prob, log-sum-exp, entropy). It also receives
+    the log-probs of `candidate_ids` if `candidates` is True, and the divergences `measures` if a
+    `teacher` is given. `gradients` names the statistics with respect to which the loss has a
+    gradient, and may add the candidates' tail."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)
@@ -63,9 +63,9 @@ class ExternalLoss:
     """A scalar loss that is a sum over tokens or segments, with the interface of
     `WeightedObjective`.
 
-    Since the loss is a sum over tokens or segments, the gradient for some tokens is computed with
-    zeros in place of the statistics at all other positions. The method `total` computes the loss's
-    value once, from all tokens.
+    Because the loss is a sum over tokens or segments, its gradient for a chunk of tokens is right
+    even if the loss function gets 0 as the statistics of all tokens outside of the chunk. The
+    method `total` computes the loss's value once, from all tokens.
     """
 
     loss: LossFunction

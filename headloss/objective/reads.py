@@ -21,8 +21,8 @@ from ..losses.trial import Reads, check_cuts, trace
 from ..statistics.softmax import CANDIDATES, COLLISION, PEAK, Statistics
 
 Kinds = Mapping[str, Kind]  # Dtype and trailing shape (a `Kind`) of each batch field, by name.
-# Number of tokens of the sample batch, each in its own segment; two tokens suffice for a loss on
-# pairs of segments.
+# Number of tokens of the sample batch on which a term is traced. Each token is a segment; two
+# tokens suffice for a loss on pairs of segments.
 SAMPLE = 2
 # Fields of a `Term` that decide which statistics and batch fields the term reads.
 CONTENT = attrgetter(
@@ -35,7 +35,7 @@ CONTENT = attrgetter(
     "weight_fields",
     "teacher",
 )
-# Beginnings of error texts to which `reads` adds the term's name.
+# The function `reads` adds the term's name to an error whose text begins with one of these texts.
 OURS = ("sums over", "reads stats.")
 TABLE_ENTRIES = 256  # Largest number of entries of the cache `_TABLE`.
 _TABLE: dict[object, Reads] = {}
@@ -62,8 +62,8 @@ def reads(
     cuts: bool = False,
 ) -> dict[str, Reads]:
     """Return, for each term by its key, the statistics and batch fields that the term reads. Raise
-    ValueError for a field that the batch lacks or, with `cuts`, for a term whose values change if
-    the batch is divided.
+    ValueError for a field that the batch lacks. If `cuts` is True, also raise ValueError for a term
+    whose values change if the batch is divided.
 
     Terms that differ only in reduction or coefficient share an entry of the cache `_TABLE`, so that
     a term that is made anew in each step is traced only once.
@@ -95,7 +95,7 @@ def reads(
                 if isinstance(error, MissingField) or str(error).startswith(OURS):
                     raise ValueError(f"term {name}: {error}") from None
                 raise
-            # If the cache is full, drop its oldest entry.
+            # If the cache `_TABLE` is full, drop the oldest entry.
             with _LOCK, contextlib.suppress(TypeError):
                 while len(_TABLE) >= TABLE_ENTRIES:
                     del _TABLE[next(iter(_TABLE))]
@@ -117,9 +117,9 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments of the sample batch for a term with scope="token". A term with scope="token" may be
-    called with only some tokens of a segment, so that a sum over segments would be wrong and raises
-    an error."""
+    """Segments that raise an error on every sum, for the trial run of a term with scope="token". A
+    term with scope="token" may be called with only some tokens of a segment, so that a sum over
+    segments would be wrong and raises an error."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')
@@ -128,8 +128,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """Return a sample batch of two tokens, with fields of the given kinds. The sample has at least
-    as many segments as one unit of the term (such as two for a pair of segments)."""
+    """Return a sample batch of two tokens, with fields of the given kinds. The sample batch has at
+    least `term.segments_per_unit` segments (two for a loss on pairs of segments)."""
     ids = torch.arange(SAMPLE, device=device)
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():

@@ -43,7 +43,8 @@ def masses(
     q = -logp.expm1()
     zero = torch.zeros_like(logp)
     target, prob = (zero if t is None else t for t in (c.target, c.prob))
-    # Compute c_target + c_prob p_y through 1 - p_y, which keeps all digits when the terms cancel.
+    # Compute c_target + c_prob p_y as (c_target + c_prob) - c_prob (1 - p_y), which keeps all
+    # digits if c_target is near -c_prob and the target's probability p_y is near 1.
     at_target = (target + prob) - prob * q
     others = q * prob.abs()
     if c.entropy is not None:
@@ -80,8 +81,8 @@ class Tolerance:
     """The gradient tolerance of a call. Calling a `Tolerance` sets the gradient coefficients of
     tokens with almost no gradient to 0, and counts these tokens."""
 
-    # Fraction of the sum of a chunk's masses (upper bounds of the tokens' gradients) that may be
-    # skipped; 0 turns the tolerance off.
+    # A token's mass is an upper bound of the norm of its gradient. Tokens may be skipped while the
+    # sum of their masses is at most `share` times the sum over the chunk; 0 skips no token.
     share: float
     transform: Transform  # Transform of all tokens' logits: scale, soft cap and temperature.
     vocabulary: int  # Number V of vocabulary columns of the whole model.

@@ -1,5 +1,5 @@
-"""A sum of loss terms on one packed batch: weights of the tokens, and the gradient as the
-coefficients c_target, c_prob, c_entropy and c_uniform of each token.
+"""A sum of loss terms on one packed batch: the weight of each token in each term, and the gradient
+of the loss as four coefficients c_target, c_prob, c_entropy and c_uniform per token.
 
 T scored tokens, S segments, K terms.
 """
@@ -68,8 +68,8 @@ class WeightedTerm(NamedTuple):
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:
-            # A likely cause is a statistic that is None, because the term did not read the
-            # statistic when it was called with a small sample batch.
+            # A likely cause of the error is a statistic that is None, because the term did not read
+            # the statistic in its trial run on a small sample batch.
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, "
                 "as it read of a small sample"
@@ -261,10 +261,10 @@ class WeightedObjective:
 
     def scaled(self, device: torch.device, slope: PerRaw) -> WeightedObjective:
         """Return a copy of this objective whose gradients are multiplied by a power of two,
-        `scale`. The power `scale` moves the largest |weight * coefficient * upstream gradient *
-        dz/draw|, over all terms and tokens, to a number between 1 and 2. The factor dz/draw is the
-        derivative of a transformed logit with respect to the raw logit. Multiply the gradients of
-        features and weights by 1 / `scale` after the backward pass.
+        `scale`. With the factor `scale`, the largest |weight * coefficient * upstream gradient *
+        dz/draw| over all terms and tokens is between 1 and 2, where dz/draw is the derivative of a
+        transformed logit with respect to the raw logit. The caller must multiply the gradients of
+        hidden states and head weights by 1 / `scale` after the backward pass.
 
         After multiplication by `scale`, the gradient of the raw logits is within float16's range if
         the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d

@@ -3,11 +3,11 @@ call.
 
 Before a call, each rank of a group sends a few numbers from its CPU to all ranks of the group. The
 numbers that a rank sends are an error flag, checksums of values that must be equal on all ranks,
-and numbers that may differ between ranks and from which all ranks compute the plan. If a check
-fails, the ranks exchange their error messages, and every rank raises. A group's first call, and
-each call with `Options(check_ranks=True)`, also compares tensors. A static call (fixed shapes, no
-device reads) reuses the numbers that an equal earlier call exchanged, so that a CUDA graph can
-capture the call.
+and numbers that may differ between ranks and from which all ranks compute the plan. If a rank has
+an error or the ranks' checksums differ, the ranks exchange error messages, and every rank raises an
+error. In a group's first call, and in each call with `Options(check_ranks=True)`, the ranks also
+compare checksums of tensors. A static call (fixed shapes, no device reads) reuses the numbers that
+an equal earlier call exchanged, so that a CUDA graph can capture the call.
 
 A call that uses two groups of ranks exchanges numbers twice, first within the group that shards the
 vocabulary. In a call with two groups, an error in the first group is also sent to the second group,
@@ -30,7 +30,7 @@ from ..host_copy import HostCopy
 
 R = TypeVar("R")
 # Number of integers that each rank sends before a call: an error flag, two checksums, and numbers
-# of the rank.
+# that may differ between ranks.
 WORDS = 64
 # Largest number of values that a rank can send to the other ranks before a call.
 MOST_NUMBERS = WORDS - 4
@@ -54,8 +54,8 @@ class Facts:
 
     numbers: Mapping[str, int]  # Named numbers of this rank; other ranks may have different values.
     same: Mapping[str, object]  # Values on the CPU that must be equal on all ranks.
-    # Function from all ranks' numbers to a dict: its values are tensors that must be equal on all
-    # ranks, its keys are the error texts for unequal tensors.
+    # Function from all ranks' numbers to a dict: each key is an error text, raised if the tensors
+    # listed under the key are not equal on all ranks.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
     # Numbers read from the batch that must be equal on all ranks; empty in a static call (no device
@@ -65,7 +65,8 @@ class Facts:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Return a key that is the same for equal calls, whether static or not."""
+        """Return the key under which a cache stores the numbers that the ranks exchanged; equal
+        calls have equal keys, static or not."""
         return _checksum(self.same), *self.numbers.values()
 
 
@@ -82,8 +83,9 @@ def agree(
         role: name of the group in error texts.
         prepare: function that returns the `Facts` of this rank's call (values that ranks compare or
             exchange), and a result for the caller of `agree`. If `prepare` raises an error, all
-            ranks receive the error before this rank raises it. (If a call has two groups, the
-            `prepare` of one group calls `agree` for the other group.)
+            ranks receive the error before this rank raises it. In a call with two groups of ranks,
+            the function passed as `prepare` for one group itself calls `agree` for the second
+            group.
         static: True for a static call (fixed shapes, no device reads). If an earlier call of the
             group is cached, ranks may skip the exchange of numbers, and an error is raised only on
             the rank where it occurs.
@@ -116,7 +118,8 @@ def agree(
             f"{role}: a CUDA graph is being captured, in which the ranks cannot compare their "
             "sizes, and no call of this size has run before it; run it once, as a warm-up"
         )
-    # Words to send: 1 alone after an error; else 0, two checksums, and the numbers of this rank.
+    # The integers that this rank sends: 1 if this rank has an error, else 0, two checksums, and the
+    # numbers of this rank.
     words = [1]
     if facts is not None:
         sums = _checksum(facts.same), _checksum((facts.check, facts.counts))
@@ -211,8 +214,8 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. The factor by which an element is multiplied is not a
-    # linear function of the element's position: with linear factors, a tensor could have the same
-    # sum after two of its values have changed places.
+    # Sums of integers wrap and do not round. The checksum of a tensor is the sum of element times
+    # factor. The factor is not a linear function of the element's position, because a linear factor
+    # could give two tensors with permuted values the same checksum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

@@ -157,7 +157,7 @@ class VocabShard(WholeVocabulary):
         return gather(values, self.group)
 
     def topk(self, values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        missing = (0, k - values.shape[1])  # Pad the result of a slice with fewer columns than k.
+        missing = (0, k - values.shape[1])  # A vocabulary shard may have fewer than k columns.
         values, ids = (pad(t, missing, value=v) for t, v in ((values, -torch.inf), (ids, -1)))
         values, ids = (gather(t, self.group).transpose(0, 1).flatten(1) for t in (values, ids))
         values, order = values.topk(k, dim=1)

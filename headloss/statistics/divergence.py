@@ -29,14 +29,15 @@ def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """Return log(p / m), where m = beta q + (1 - beta) p, without cancellation where p is near q:
     exactly 0 where p and q agree."""
     d = log_p - log_q
-    # `torch.where` and not -abs(d), because the derivative of `torch.abs` at 0 is 0.
+    # Compute -abs(d) by `torch.where`, because the derivative of `torch.abs` at 0 is 0, which would
+    # be wrong here.
     near = torch.where(d > 0, -d, d).expm1_()
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 
 
 def slope_in_p(log_q: Tensor, log_p: Tensor, measure: Measure) -> Tensor:
-    """Return s, the derivative in p of any divergence but the forward KL (see `kernels.pair`),
-    without cancellation where p is near q."""
+    """Return the derivative of a divergence with respect to the student's probability p, computed
+    without cancellation where p is near the teacher's q. The forward KL is not supported."""
     d = log_p - log_q
     kind, beta = measure
     if kind == "reverse_kl":
@@ -104,8 +105,8 @@ def phi(log_q: Tensor, log_p: Tensor, measure: Measure) -> tuple[Tensor, Tensor]
 
 
 def merge_shares(slices: Tensor, measures: tuple[Measure, ...]) -> Tensor:
-    """Return the value and the mean slope of K divergences over the whole vocabulary, [n, K, 2],
-    from the values on W vocabulary slices, [W, n, K, 2]."""
+    """Return two numbers for each of K divergences over the whole vocabulary, [n, K, 2], from those
+    of W vocabulary slices, [W, n, K, 2]: the value, and the sum of p times the derivative in p."""
     if len(slices) == 1:
         return slices[0]
     total = slices.sum(0)

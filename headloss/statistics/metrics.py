@@ -65,7 +65,7 @@ class Sum(_Joined):
 
 @dataclass(frozen=True)
 class Max(_Joined):
-    """The largest value; -inf if no value was counted."""
+    """Metric of the largest counted value; -inf if no value was counted."""
 
     max: Tensor
     join: ClassVar = torch.maximum
@@ -73,7 +73,7 @@ class Max(_Joined):
 
 @dataclass(frozen=True)
 class Min(_Joined):
-    """The smallest value; inf if no value was counted."""
+    """Metric of the smallest counted value; inf if no value was counted."""
 
     min: Tensor
     join: ClassVar = torch.minimum
@@ -105,7 +105,8 @@ class Metrics(dict[str, Measurement]):
         """Return the metrics merged over all ranks of `group` (the default group if None), in two
         collectives.
 
-        Every rank must hold metrics with the same names. A `Min` is sent as a negated `Max`.
+        Every rank must hold metrics with the same names. A minimum is computed as minus the
+        all-reduced maximum of negated values.
         """
         check_group("group", group)
         joined = Metrics({name: self[name] for name in sorted(self)})
@@ -184,7 +185,7 @@ def fold_all(
     is False do not count. `share` multiplies sums and counts: 1 / R for values of which R ranks
     hold equal copies."""
     # Vectors without a mask are reduced together, in two groups: sums, and extremes (maxima and
-    # minima). Each vector with a mask is reduced alone.
+    # minima). A vector with a mask is reduced in separate operations.
     groups: dict[tuple[str | None, bool], dict[str, Observed]] = {}
     for name, o in observed.items():
         rows = None if o.where is None else name

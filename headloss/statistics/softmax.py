@@ -42,7 +42,7 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
-ByStatistic = dict[object, Tensor]  # Key: a statistic's name, or a key of `Statistics.extras`.
+ByStatistic = dict[object, Tensor]  # Keys are names of statistics and keys of `Statistics.extras`.
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
@@ -88,8 +88,8 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
     """Return the online-softmax state of W vocabulary slices together, from their states [W, n], in
     a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # The slice with the largest logit has scale 1, even if all logits are -inf, where a subtraction
-    # of logits would give NaN.
+    # Set the scale exp(max of slice - max of all slices) of the slice with the largest logit to 1
+    # without a subtraction, which would give NaN if all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
@@ -215,7 +215,7 @@ class SoftmaxCoefficients(NamedTuple):
 
 
 def vjp(
-    # Upstream gradients by statistic: [T]; candidates: [T, K + 1].
+    # Upstream gradients by the statistic's name, [T] each; for `CANDIDATES`, [T, K + 1].
     gradients: Mapping[Any, Tensor],
     stats: Statistics,
     vocabulary: int,
@@ -256,7 +256,7 @@ class Slope(NamedTuple):
     anchor: Tensor | float = 0.0
     low: Tensor | float = -math.inf
     high: Tensor | float = math.inf
-    sign: Tensor | float = 1.0  # With `sign` = 0, the derivative does not depend on logp.
+    sign: Tensor | float = 1.0  # If `sign` is 0, d term / d statistic does not depend on logp.
     of: str = "logp"
 
     @property
@@ -269,7 +269,8 @@ class Slope(NamedTuple):
         return numbers and bool(self.sign == 0) and (low, high) == (-math.inf, math.inf)
 
     def at(self, logp: Tensor) -> Tensor:
-        """Return the derivative at each of the log-probs `logp` [n]."""
+        """Return the derivative that this `Slope` describes, at each of the log-probs `logp`
+        [n]."""
         if self.constant:
             if isinstance(self.rate, Tensor):
                 return torch.zeros_like(logp).add_(self.rate)
