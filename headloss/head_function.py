@@ -41,7 +41,7 @@ def head_function(
     the logits.
 
     Shapes: hidden [.., H], head.weight [V, H] and batch.targets [..]; the function `loss_fn` gets
-        log-probs and entropies, [..] each, and returns a 0-dim loss.
+    log-probs and entropies, [..] each, and returns a 0-dim loss.
 
     Args:
         hidden, head, batch, options: as for `head_loss`. `batch` gives the scored positions and the

@@ -91,7 +91,7 @@ class BlockAccumulator:
         self.fresh = {i for i, w in self.weights.items() if w is not self.main_grad}
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add the gradient of the next token block's logits to the sums."""
+        """Add one token block's products to the sums of the hidden and weight gradients."""
         # The all-reduce over ranks runs while the weight gradient is computed.
         if self.hidden.group is not None:
             self.hidden.add(gradient)
@@ -256,7 +256,7 @@ class HiddenGradient:
         self.pending: list[tuple[int, Any, Tensor, slice]] = []
 
     def add(self, gradient: LogitGradient) -> None:
-        """Add the gradient of the next token block's logits to the sums."""
+        """Add one token block's product dlogits @ weight to the hidden gradient."""
         self.settle()
         source = self.source
         block = next(self.blocks).rows

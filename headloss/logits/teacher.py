@@ -109,7 +109,7 @@ class DenseTeacher:
         self.raw: tuple[Tensor, Tensor | None] | None = None
 
     def take(self, index: Tensor) -> DenseTeacher:
-        """Return this measurement restricted to the tokens `index`."""
+        """Return a copy of this `DenseTeacher` for the tokens `index` only."""
         some = copy(self)
         if self.lse is not None:
             some.lse = self.lse[index]

@@ -183,8 +183,8 @@ class SharedRows(NamedTuple):
 
 
 def check_teachers(teachers: Sequence[Teacher], batch: Batch, static: bool) -> None:
-    """Check a batch's fields of teachers: stored top-k token ids, [.., K] integers with a log-prob
-    each, and no field of a form of teacher that differs from the teacher in use.
+    """Check a batch's fields of teachers: stored top-k token ids must be [.., K] integers with a
+    log-prob each, `teacher_index` needs `teacher_hidden`, and `teacher_lse` excludes stored ids.
 
     Rows of `teacher_index` are not checked with static shapes, because the check reads the device.
     """
