@@ -97,7 +97,8 @@ def logprobs_chunked(
 def fused_logprob_fn_and_head(self: Any) -> tuple[Callable[..., Tensor], Tensor, Tensor | None]:
     """Return the log-prob function, weight and bias of a head with its adapters.
 
-    Replaces `LLMAlgorithm._fused_logprob_fn_and_head`, whose function reads only the base layer.
+    Replaces AgileRL's `LLMAlgorithm._fused_logprob_fn_and_head`, which ignores LoRA adapters on the
+    head.
     """
     layer = self._get_lm_head()
     if getattr(self, "use_liger_loss", False):
@@ -125,7 +126,8 @@ def log_probs_of_layer(
 ) -> Tensor:
     """Return log-probs [B, T] float32 of a PEFT layer whose adapter AgileRL chooses for each row.
 
-    In a call with a gradient, all rows use the actor's adapter, the first in AgileRL's routing.
+    If gradients are on, all rows use the actor's LoRA adapter: the first name in AgileRL's list of
+    adapters per row.
     """
     routing, rows = part("agilerl", "agilerl.lora.fused", "ROUTING_STATE").get(layer), len(hidden)
     if routing is None:  # If AgileRL has not assigned adapters to rows, use PEFT's active adapters.

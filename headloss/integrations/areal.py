@@ -33,8 +33,8 @@ def gather_logprobs_entropy(
 
 
 def check() -> str:
-    """Return "the signature of gather_logprobs_entropy", AReaL's function; RuntimeError if the
-    function has unexpected arguments than headloss's replacement."""
+    """Return "the signature of gather_logprobs_entropy", AReaL's function; RuntimeError if AReaL's
+    function lacks an argument that headloss's replacement reads."""
     name = "gather_logprobs_entropy"
     theirs = part("areal", "areal.utils.functional.vocab_parallel", name)
     require_arguments(theirs, ("labels", "temperature", "tp_group"), name, "areal")

@@ -73,7 +73,8 @@ def group_of(trainer: Any) -> Any:
     """Return the context-parallel process group; None if each rank has whole rows.
 
     Raises:
-        ValueError: rows are sharded by a backend that does not tell headloss its shards and ranks.
+        ValueError: sequences are sharded by another backend than accelerate's torch context
+            parallelism.
     """
     if trainer.get_sp_size() > 1:
         raise ValueError(

@@ -23,14 +23,15 @@ TOLD_BY = (*ENDS, "seq_idx", "position_ids", "attention_mask", "input_ids")
 
 
 def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
-    """Return the documents of a call's tokens; None (a document per row) if no argument marks any.
+    """Return the packed documents of a call's tokens; None (each row is one document) if no
+    argument of the call marks documents.
 
     Args:
-        call: arguments of the call by name. `TOLD_BY` lists arguments that can mark documents; the
-            first listed argument in the call does so. `cu_seq_lens_q` [S + 1] are cumulative
-            lengths over all B x L tokens; a repeated cumulative length marks no document. `seq_idx`
-            [B, L] changes where a document begins, and is negative at padding. `position_ids` stop
-            increasing by 1 where a document begins.
+        call: arguments of the call by name. Documents are marked by the first argument in the list
+            `TOLD_BY` that the call has. `cu_seq_lens_q` [S + 1] are cumulative lengths over all B x
+            L tokens; a repeated cumulative length marks no document. `seq_idx` [B, L] changes where
+            a document begins, and is negative at padding. `position_ids` stop increasing by 1 where
+            a document begins.
         targets: [B, L], shifted labels.
 
     Raises:

@@ -81,12 +81,12 @@ class DraftHeads:
 
     @contextmanager
     def returning_states(self) -> Iterator[None]:
-        """Make the heads return their inputs inside the context.
+        """Make the heads return their inputs in place of logits, until the `with` block ends.
 
-        The draft's head, called on h, returns h followed by r zeros; a Markov head, called on u,
-        returns H zeros followed by u. The outputs of the draft's head and of the Markov head are
-        [.., H + r], and the framework's sum of the two outputs is h followed by u. The verifier's
-        head returns [.., H], or its input followed by r zeros if draft and verifier share one head.
+        The draft's head maps h [.., H] to [h | 0], and a Markov head maps u [.., r] to [0 | u],
+        both [.., H + r], so that the framework's sum of the two outputs is [h | u]. The verifier's
+        head maps its input h [.., H] to h, or to [h | 0] [.., H + r] if draft and verifier share
+        one head.
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -97,7 +97,7 @@ class DraftHeads:
 
     def losses(
         self,
-        states: Tensor,  # The draft's states [.., H + r].
+        states: Tensor,  # [.., H + r]: hidden states, then the r inputs of the Markov head.
         targets: Tensor,  # Shape [..]; -100 in rows that no loss and no metric reads.
         slopes: dict[str, Tensor],  # The weight [..] of each row's loss, by the name of the loss.
         # The verifier's hidden states [.., H]; with the field `teacher_index`, [M, H].
@@ -145,7 +145,7 @@ def padded(before: int, after: int) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def returning(replaced: dict[Any, Any]) -> Iterator[None]:
-    """Replace the forwards of modules inside the context."""
+    """Replace the forwards of the modules in `replaced`, until the `with` block ends."""
     try:
         for module, function in replaced.items():
             module.forward = function
@@ -156,13 +156,14 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
 
 
 class Parts(torch.autograd.Function):
-    """Return `values` such that the gradient of their sum, weighted by `shares`, flows to `total`
-    alone.
+    """Return copies of the tensors `values`; gradients of the copies flow to the scalar `total`
+    alone, not to `values`.
 
-    `total` is the sum of the values weighted by `shares`, and has the gradient from headloss's pass
-    over the head. If a framework sums `values` with weights proportional to `shares`, the sum's
-    gradient is a multiple of the gradient of `total`, without a second pass over the head. The
-    backward pass raises RuntimeError for weights that are not proportional to `shares`.
+    The scalar `total` is the sum of `values` weighted by the numbers `shares`, and its gradient
+    comes from one headloss pass over the head. If a framework sums the returned copies of `values`
+    with weights proportional to `shares`, the gradient is a multiple of the gradient of `total`,
+    without a second pass over the head. If the framework's weights are not proportional to
+    `shares`, the weights of `values` in `total`, the backward pass raises RuntimeError.
     """
 
     @staticmethod

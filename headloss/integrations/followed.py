@@ -106,7 +106,7 @@ class HeadCall:
             return inside(self.seam.module, self._unchanged, self.hidden)
 
     def _unchanged(self, hidden: Tensor) -> Tensor:
-        gathered = self.seam.external or self.seam.unit  # Gathering makes a new weight tensor.
+        gathered = self.seam.external or self.seam.unit  # Gathering the shards makes a new tensor.
         if not gathered and self.state != self._state(Head.of(self.seam.module)):
             what = "the head's weight, its adapters or the hidden states have changed"
             raise RuntimeError(STALE.format(what))
@@ -151,7 +151,7 @@ class Recipe:
         return self.real
 
     def head_of(self, head: Head, columns: int) -> Head:
-        """Return `head` with this recipe's bias, scale, soft cap and `columns` vocabulary ids."""
+        """Return `head` with bias, scale and soft cap of `self`, cut to `columns` token ids."""
         plain = self.scale == 1 and self.factor is None and self.bias is None
         if plain and columns == len(head.weight):
             return head
@@ -172,7 +172,7 @@ class Followed(Tensor):
 
     @property
     def node(self) -> Any:
-        """The autograd node of this tensor, without the nodes that DeepSpeed's hooks add."""
+        """The autograd node that made the logits, below any nodes of DeepSpeed's hooks."""
         node: Any = self.grad_fn
         while node is not None and type(node).__name__.startswith("PreBackwardFunction"):
             node = node.next_functions[0][0]
@@ -189,9 +189,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Return the tensors of `act(hidden, head)`, called with these logits' hidden states and
-        head, with a gradient. `act` runs under the autocast in which the model called the head; the
-        head's weights are gathered in forward and backward."""
+        """Return `act(hidden, head)`, with a gradient, where `self` are the logits of `hidden` and
+        `head`. `act` runs under the autocast settings of the model's call of the head, whose
+        sharded weights are gathered in forward and backward."""
         node = self.node  # Each read of a tensor attribute takes ten microseconds.
         recipe = getattr(node, "recipe", self.own)
         seam, exact = recipe.call.seam, list[Tensor]()
@@ -208,7 +208,7 @@ class Followed(Tensor):
         recipe.call.draw()
         trains = (node is not None or self.requires_grad) and torch.is_grad_enabled()
         with torch.set_grad_enabled(trains), torch.autocast(**recipe.call.autocast):
-            if seam.unit:  # The output gets FSDP2's backward hook, which gathers the weights.
+            if seam.unit:  # FSDP2's backward hook on the logits gathers the weights.
                 return tuple(hooked(x, self, zeros=False) for x in of_hidden(recipe.hidden))
             if not seam.external:
                 return of_hidden(recipe.hidden)
@@ -230,7 +230,7 @@ class Followed(Tensor):
             name in WRITES or (name[-1] == "_" and name[-2:] != "__")
         ):
             with torch.set_grad_enabled(first.requires_grad):
-                first.make()  # Later reads must see the written values.
+                first.make()  # Later reads of the logits must see the in-place write.
             first.recipe.call.written = True
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
@@ -252,13 +252,13 @@ def is_followed(logits: object) -> TypeGuard[Followed]:
 
 
 def real(value: Any) -> Any:
-    """Return the values of `Followed` logits as a plain tensor; other arguments unchanged."""
+    """Return lazy logits (`Followed`) as a plain tensor of their values; else `value` itself."""
     return value.make() if isinstance(value, Followed) else value
 
 
 class _Node(torch.autograd.Function):
-    """Autograd node of a `Followed` tensor, whose inputs are hidden states and head parameters. The
-    `backward` serves autograd functions that use the `Followed` tensor like a usual tensor."""
+    """Autograd node of lazy logits (`Followed`), with hidden states and head parameters as inputs.
+    The node's `backward` runs if an autograd function uses the logits like a usual tensor."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
@@ -277,7 +277,7 @@ class _Node(torch.autograd.Function):
         if gradients[0] is None:
             return (None,) * len(needed)
         tensors = ctx.recipe.tensors
-        before = len(needed) - len(tensors)  # Number of inputs that are no tensors of the head.
+        before = len(needed) - len(tensors)  # Number of leading inputs without a gradient.
         with torch.enable_grad():
             logits = ctx.recipe.make(True)
         wanted = [x for x, need in zip(tensors, needed[before:], strict=True) if need]
@@ -287,7 +287,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Bridge(torch.autograd.Function):
-    """Values of the `Followed` logits that an autograd function returned, with their gradient."""
+    """Values, with a gradient, of lazy logits (`Followed`) that an autograd function returned."""
 
     @staticmethod
     def forward(ctx: Any, passed: Followed, logits: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
         return None
     masks = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts]
     last, columns = parts[-1], x.shape[-1]
-    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last index selects logits.
+    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last index selects token ids.
         stop = last.stop if isinstance(last, slice) and last == slice(last.stop) else 0
         columns = min(columns, columns if stop is None else stop)
         parts = (*parts[:-1], slice(None))

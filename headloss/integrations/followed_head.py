@@ -37,8 +37,8 @@ class FollowedHead:
 
     hidden: Tensor | None = None
     closed = ""
-    # Called in place of `torch.nn.functional.cross_entropy` if the input is `Followed` logits;
-    # None: `torch.nn.functional.cross_entropy` runs on the logits' values.
+    # Called in place of `torch.nn.functional.cross_entropy` if the input is lazy logits
+    # (`Followed`); None: `torch.nn.functional.cross_entropy` runs on the logits' values.
     cross_entropy: Callable[..., Any] | None = None
 
     def __init__(self, model: Any) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..statistics.metrics import Max, Mean, Measurement, Metrics, Min, Sum
 
 PROBE = "probe"  # A term of value 0 that an adapter added; left out of the log.
-# The name and type of each logged value, in the order in which device vectors store the values.
+# Names and types of the logged values, in the order of the values in a packed device tensor.
 Kinds = tuple[tuple[str, type[Measurement]], ...]
 
 
@@ -117,7 +117,8 @@ def _vector(numbers: list[Tensor]) -> Tensor:
 
 
 def _measured(kinds: Kinds, sums: Tensor, extremes: Tensor) -> Metrics:
-    """Return the measurements from a vector of sums and means and a vector of minima and maxima."""
+    """Return `Metrics` read from `sums` (all sums and means) and `extremes` (all minima and
+    maxima)."""
     vectors, metrics = (iter(sums.unbind()), iter(extremes.unbind())), Metrics()
     for name, kind in kinds:
         numbers = vectors[issubclass(kind, Max | Min)]

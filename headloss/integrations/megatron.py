@@ -5,7 +5,7 @@ function:
 
     model(ids, positions, mask, labels=labels, loss_mask=loss_mask, output_processor=TokenLosses())
 
-The model computes an objective in one pass and returns headloss's `Output`, with `.loss`:
+With the output processor `HeadLoss`, the model returns headloss's `Output`, with `.loss`:
 
     policy = HeadLoss(hl.gspo())
     model(..., output_processor=policy, output_processor_context={"advantages": ..., ...})
@@ -59,7 +59,7 @@ class Processor:
         temperature: a number, or a [b, s] tensor.
         vocab_size: number of vocabulary rows to score, over all ranks; None, like Megatron's own
             cross-entropy, also scores the padding rows.
-        options: memory and schedule; the processor sets `sequence_parallel` and `main_grad`.
+        options: memory and schedule; headloss sets the options `sequence_parallel` and `main_grad`.
 
     Raises:
         RuntimeError: Megatron-Core's `GPTModel.forward` has no argument `output_processor`.

@@ -80,8 +80,8 @@ def check_layer(
 ) -> None:
     """Check that `head_of` can read an output layer.
 
-    A layer of a class other than Megatron's is called once without labels, on one row of each rank.
-    The called layer's logits are compared with the product of hidden states and weight.
+    A layer of a class other than Megatron's is called once without labels, on one row of each rank,
+    and its logits are compared with the product of hidden states and weight.
 
     Args:
         hidden: [s, b, H], or [s / tp, b, H] under sequence parallelism.
@@ -125,7 +125,7 @@ def check_layer(
 # ---------------------------------------------------------------------- class of the layer
 
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
-# Output layers whose logits were found equal to hidden states times weight.
+# Output layers that passed the check that their logits equal hidden states times weight.
 COMPARED: WeakSet[Any] = WeakSet()
 HANDS_ON = "hands_on"  # Attribute of a replaced forward: the layer's original forward.
 LARGEST = 100.0  # Scale of the test logits, large enough to reveal any common soft cap.
@@ -237,7 +237,7 @@ def _dropout(adapter: Any) -> float:
 
 
 def _lora(adapter: Any, group: Any) -> Lora:
-    """Return the adapter, with its A gathered from the tensor-parallel ranks.
+    """Return the adapter as a `Lora`, with LoRA's matrix A gathered from the tensor-parallel ranks.
 
     Each rank gets the whole gradient of LoRA's A from `head_loss`, and keeps its rows of the
     gradient. A gather through the adapter wrapper's `weight` attribute would lose the gradient.

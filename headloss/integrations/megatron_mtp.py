@@ -136,11 +136,11 @@ class Depths:
     """Predictions of all MTP depths (one depth per predicted token) in one forward.
 
     Attributes:
-        hidden: hidden states of all rows, the main prediction's first.
-        targets: [D, s, b] int64.
+        hidden: hidden states of all rows; the rows of the main prediction come first.
+        targets: [D, s, b] int64, for D depths.
         mask: [D, s, b], each depth's loss mask.
         tokens: [D], the sum of each mask.
-        factors: [D], scale / (D n_k).
+        factors: [D], the weight of each depth's summed cross-entropy in the loss.
         per_token: Megatron's `calculate_per_token_loss`.
     """
 
@@ -161,8 +161,8 @@ def _depths(
     places: dict[str, Any],
     context: Any,
 ) -> Depths:
-    """Return the depths' labels and masks, shifted across ranks and within documents by Megatron's
-    own function."""
+    """Return the labels and masks of the MTP depths, shifted across ranks and within documents by
+    Megatron's own function."""
     name = "input_ids" if labels is None else "labels"
     roll = functools.partial(_rolled, name, context, {"shifts": -1, "dims": -1, **places})
     ids: Any = input_ids if labels is None else labels
@@ -228,8 +228,9 @@ def _run(
     ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
 
     def rows(values: Tensor, at: int) -> Tensor:
-        """Return a tensor of one value per row of the hidden states: `values` [n, s, b, ..] for n
-        blocks (main prediction or depths) from block `at`, and 0 in all other blocks."""
+        """Return one value per row of the hidden states, whose blocks are the predictions (main and
+        MTP depths): `values` [n, s, b, ..] for the n blocks from number `at` on, and 0 for all
+        other blocks."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -270,15 +271,17 @@ def _block(k: int) -> str:
 
 @functools.cache
 def _terms(first: int, count: int) -> Objective:
-    """Return one sum over weighted rows per depth, so that each depth has its own metrics."""
+    """Return an objective with one term per MTP depth: a weighted sum of the cross-entropies of the
+    depth's rows, so that each depth has its own metrics."""
     term = cross_entropy().over(per(1)).weighted(WEIGHTS)
     return Objective(tuple((1.0, term.where(_block(first + k))) for k in range(count)))
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return a copy of `totals` in which `kept` has, under the mask name of each block (main
-    prediction or MTP depth), the totals of the main prediction. `Term.where` reads its totals from
-    `kept`. The terms of the MTP depths need no totals."""
+    """Return a copy of `totals` in which `kept` maps the mask name of each block of rows (main
+    prediction or MTP depth) to the totals of the main prediction. A term restricted to a block by
+    `Term.where` reads its denominator there; the terms of the MTP depths are sums without a
+    denominator."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})
@@ -340,8 +343,8 @@ def handed_on() -> Depths | None:
 
 
 def _is_alike(config: Any) -> bool:
-    """Return whether one gradient pass serves the main loss and the MTP losses, because a step
-    scales both alike.
+    """Return whether Megatron scales the main loss and the MTP losses by one factor, so that one
+    gradient pass serves all of these losses.
 
     A detached head (`mtp_detach_heads`) always needs two gradient passes, one for the main loss and
     one for the MTP losses.
@@ -359,7 +362,8 @@ def with_depths(
 ) -> Output:
     """Return the main prediction's `head_loss`; its backward also adds the MTP depths' gradient.
 
-    The loss of main prediction and depths needs one pass if its terms are token means, else two.
+    If all terms of `objective` are token means, one pass over the head serves the main prediction
+    and the MTP depths; else two passes run.
     """
     if not _is_of_tokens(head, batch, objective):
         plain = replace(head, temperature=1.0, vocab_size=None)

@@ -69,7 +69,8 @@ def check() -> str:
 
 
 class Callback(HeadLossCallback):
-    """headloss's callback, built by ms-swift with its arguments and its trainer."""
+    """headloss's callback, which ms-swift constructs from the training arguments and the
+    trainer."""
 
     def __init__(
         self, args: Any, trainer: Any, terms: Objective, options: Options | None = None

@@ -220,7 +220,8 @@ def _decay_loss(
 def _acceptance_stats(pred_ids_4d: Tensor, target_ids_4d: Tensor, valid_mask_4d: Tensor) -> Any:
     call = BLOCKS.get()
     theirs = SEAMS.theirs[DFLASH, "compute_acceptance_stats"]
-    if call is not None and call.agreed is not None:  # `pred_ids_4d` are no token ids.
+    # The argmax `pred_ids_4d` was taken over hidden states, not over logits.
+    if call is not None and call.agreed is not None:
         pred_ids_4d = torch.where(call.agreed.view_as(target_ids_4d), target_ids_4d, -1)
     return theirs(pred_ids_4d, target_ids_4d, valid_mask_4d)
 

@@ -30,7 +30,7 @@ def install() -> None:
     """Replace NeMo-RL's log-prob function by headloss's in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: NeMo-RL lacks the function, or the function has unexpected arguments.
+        RuntimeError: NeMo-RL's log-prob function is missing, or has unexpected arguments.
     """
     SEAMS.install()
 
@@ -44,7 +44,7 @@ def logprobs(
     tensor_parallel_hidden_states: Tensor,  # A shard [L / R, B, H] under sequence parallelism.
     output_weight_layer: Tensor,  # A vocabulary shard [V / R, H].
     runtime_gather_output: bool,
-    target: Tensor,  # The ids [B, L], before the shift.
+    target: Tensor,  # Token ids [B, L], not yet shifted to the next token.
     vocab_start_index: int,
     vocab_end_index: int,
     tp_group: ProcessGroup,
@@ -59,7 +59,7 @@ def logprobs(
     weight = output_weight_layer if output_weight is None else output_weight
     refuse("logits", context_parallel=cp_group is not None and cp_group.size() > 1)
     spread = tp_group.size() > 1
-    targets = target.roll(-1, dims=-1).t().contiguous()  # [L, B], as hidden states are [L, B, H].
+    targets = target.roll(-1, dims=-1).t().contiguous()  # [L, B], like hidden states [L, B, H].
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         stats = head_stats(
             tensor_parallel_hidden_states,

@@ -7,7 +7,8 @@ restores NeMo-RL's functions.
 The student's model returns hidden states only in forwards with a distillation loss. The policy's
 log-probs and the teacher's top-k ids are still computed from logits.
 
-B rows of L positions, S of them on this rank under context parallelism, H hidden width, K ids.
+B rows, L positions (S on this rank under context parallelism), H hidden width, K ids in a teacher's
+top k.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PACKAGE = "nemo-rl"
 TRAIN, MODELS = "nemo_rl.models.megatron.train", "nemo_rl.distributed.model_utils"
 FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logprobs_from_logits"
 INPUTS, FULL = "nemo_rl.algorithms.loss.loss_input", "_prepare_opd_full_loss_input"
-# NeMo-RL's module that names the batch columns with a teacher's data.
+# NeMo-RL's module with the names of those batch columns that hold a teacher's data.
 FIELDS = "nemo_rl.algorithms.opd"
 KINDS = ("DISTILLATION", "OPD_FULL")  # Names in NeMo-RL's enum `LossInputType`.
 
@@ -104,7 +105,7 @@ def _distils(post_processing_fn: Any) -> bool:
 def _gathered(hidden: Tensor) -> Tensor:
     """Return hidden states [B, S, H] gathered from [B, S / tp, H].
 
-    NeMo-RL cuts packed sequences out of rows that are not sharded.
+    The gather is needed because NeMo-RL slices packed sequences out of rows of all S positions.
     """
     if latest().ranks == 1:
         return hidden
@@ -121,9 +122,9 @@ def _ranks(group: Any) -> int:
 
 
 def _here(value: Tensor, length: int, group: Any, fill: float) -> Tensor:
-    """Return this rank's part [B, S, ..] of a value [B, L, ..], under context parallelism.
+    """Return this rank's slice [B, S, ..] of a value [B, L, ..], under context parallelism.
 
-    First pad `value` with `fill` to `length` positions on each rank of the group.
+    Before slicing, `value` is padded with `fill` to `length` positions per rank of the group.
     """
     ranks = _ranks(group)
     missing = length * ranks - value.shape[1]
@@ -159,10 +160,10 @@ def topk_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probs of student and teacher [B, L - 1, K], and the sum of p log p per token.
 
-    Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs are over the
-    whole vocabulary, or over the K ids if `zero_outside_topk` is off; the teacher's are over the K
-    ids. The sum of p log p, [B, L - 1], is over the whole vocabulary; None unless
-    `calculate_entropy` is set.
+    Replaces `get_distillation_topk_logprobs_from_logits`. The student's log-probs of the teacher's
+    top-K ids are normalised over the whole vocabulary, or over the K ids if `zero_outside_topk` is
+    off; the teacher's log-probs are normalised over the K ids. The sum of p log p, [B, L - 1], is
+    over the whole vocabulary; None unless `calculate_entropy` is set.
     """
     refuse("Automodel's worker without headloss", cp_sharder=cp_sharder is not None)
     group, width = context_parallel_group, teacher_topk_indices.shape[1] - 1
@@ -194,7 +195,7 @@ def full_divergence(
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: Any = None,
     context_parallel_group: Any = None,
-    # Each weight is [V / tp, H'].
+    # For each teacher, the shard [V / tp, H'] of its output weight, with hidden width H'.
     teacher_output_layer_weight_by_index: dict[int, Tensor] | None = None,
     **settings: Any,
 ) -> dict[str, Tensor | None]:

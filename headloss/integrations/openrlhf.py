@@ -92,7 +92,7 @@ def forward(
             actions = action_mask.shape[1]
             targets[:, : -actions - 1] = IGNORE
         positions = attention_mask.long().cumsum(-1) - 1
-        vision = getattr(self, "is_vlm", False)  # A vision model computes its position ids.
+        vision = getattr(self, "is_vlm", False)  # Vision models make position ids in `forward`.
         positions = None if vision else positions.masked_fill(attention_mask == 0, 1)
     output, stats = measured(
         self, targets, return_entropy, tokens, attention_mask=attention_mask, position_ids=positions

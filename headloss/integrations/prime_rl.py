@@ -55,12 +55,12 @@ def forward(
     Without a temperature, return only `loss`, a summed cross-entropy, [] float32. Labels of -100
     are not scored.
 
-    If the K ids that the sampler kept for a token include the token's label, log-prob and entropy
-    are over the K ids. In prime-rl the entropy is over the whole vocabulary. As in prime-rl, the
-    softmax is over the whole vocabulary for a token without ids, or with ids that miss the label.
-    If the layer's `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] has the K ids'
-    log-probs, with a gradient. `mask_logprobs` is 0 where an id is -1, and for tokens whose softmax
-    is over the whole vocabulary.
+    If the K ids that the sampler kept for a token include the token's label, the token's log-prob
+    and entropy are normalised over the K ids. In prime-rl the entropy is over the whole vocabulary.
+    As in prime-rl, the softmax is over the whole vocabulary for a token without ids, or with ids
+    that miss the label. If the layer's `return_mask_logprobs` is set, `mask_logprobs` [B, L, K] has
+    the K ids' log-probs, with a gradient. `mask_logprobs` is 0 where an id is -1, and for tokens
+    whose softmax is over the whole vocabulary.
 
     Raises:
         ValueError: no labels, a sampling mask of another shape, or a mask with ids but no

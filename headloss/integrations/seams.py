@@ -94,7 +94,7 @@ def part(package: str, place: str, name: str = "") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if "." not in missing or not f"{module}.".startswith(f"{missing}."):
-            raise  # The framework, or a package that the framework imports, is not installed.
+            raise  # A whole package is not installed: the framework, or one that it imports.
         raise misfit(package, f"{module}: is not there") from error
     for attribute in filter(None, (holder, name)):
         if not hasattr(value, attribute):
@@ -110,14 +110,15 @@ def check_signature(
     package: str = "",
     by_name: bool = False,
 ) -> None:
-    """Check that a call written for `theirs`, a framework's function, binds the arguments of `ours`
-    as intended, else raise RuntimeError; `ours` is the replacement of `theirs`.
+    """Check that a call written for the framework's function `theirs` can be served by its
+    replacement `ours`: each argument must reach the parameter of the equal name. If not, raise
+    RuntimeError.
 
     An argument that `theirs` has and `ours` lacks is allowed if the argument has a default; a call
     that passes the argument is refused.
 
     Args:
-        package: the distribution that has the replaced function, for the error.
+        package: name of the framework's distribution, used in the error message.
         by_name: whether callers pass all arguments by keyword, so that their order does not matter.
     """
     want, got = called(ours), called(theirs)
@@ -162,8 +163,8 @@ def _signature(function: Any) -> inspect.Signature:
 def unknown(theirs: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:
     """Return the arguments of `theirs` that `ours` does not accept.
 
-    A function `ours` with `**kwargs` accepts every keyword-only argument; a function `ours` with
-    `*args` and `**kwargs` accepts every argument.
+    If the replacement `ours` has `**kwargs`, it accepts every keyword-only argument; if it has both
+    `*args` and `**kwargs`, it accepts every argument.
     """
     kinds = {p.kind for p in _signature(ours).parameters.values()}
     any_name = inspect.Parameter.VAR_KEYWORD in kinds
@@ -254,7 +255,8 @@ class Watch:
             self._hook = None
 
     def counting(self, ours: Any) -> Any:
-        """Return a function (or a class with `apply`) that sets `called` and calls `ours`."""
+        """Return a wrapper of the replacement `ours` that notes in `self.called` that it was
+        called."""
         if isinstance(ours, type) and "apply" not in dir(ours):
             return ours
         function = ours.apply if isinstance(ours, type) else ours
@@ -271,7 +273,7 @@ class Watch:
     def _after_step(self, *_: Any) -> None:
         if self.judged:
             return
-        self.judged = True  # The hook is not removed here, since torch is iterating over all hooks.
+        self.judged = True  # torch is iterating over its hooks, so do not remove one here.
         if not self.called:
             warnings.warn(
                 f"{self.package}: headloss's adapter was put in place, and by the end of this "
@@ -289,12 +291,12 @@ class Seams:
     """Table of a framework's functions and classes, and of headloss's replacements.
 
     Args:
-        ours: maps ("module" or "module:Class", attribute) to the replacement. A replacement is
-            called by keyword if the replaced function has its arguments in another order.
+        ours: maps ("module" or "module:Class", attribute) to the replacement. If the framework's
+            function orders its arguments differently, the replacement is called by keyword.
         package: the framework's distribution; `install` warns of an untested release.
         optional: ("module", attribute) keys that are skipped if the framework lacks the attribute.
-        arguments: maps ("module", attribute) to argument names that the replaced function must
-            have.
+        arguments: maps ("module", attribute) to names of arguments that the framework's function
+            must have.
     """
 
     def __init__(
@@ -311,7 +313,8 @@ class Seams:
     def check(self) -> str:
         """Return a description of the framework's functions whose signatures were checked.
 
-        RuntimeError if an attribute is missing, or has unexpected arguments.
+        RuntimeError if the framework lacks a function that headloss replaces, or if such a function
+        has unexpected arguments.
         """
         self._fitted()
         names = dict.fromkeys(name for _, name in self.ours)
@@ -362,7 +365,7 @@ def fits() -> dict[str, str]:
 
 
 def _fit(package: str, installed: str) -> str:
-    # Skip the check, and the import of the framework, for a tested release: its adapter fits.
+    # The adapter fits a tested release, so skip the check of signatures and the framework's import.
     if installed in TESTED[package]:
         return f"{installed}, tested"
     try:

@@ -18,16 +18,16 @@ from ..losses import Objective, Term, cispo
 
 
 def refuse(instead: str, **asked: bool) -> None:
-    """Raise ValueError for the first option of `asked` that is True; the error names the software
-    `instead` that supports the option."""
+    """Raise ValueError for the first keyword argument that is True, an unsupported option; the
+    error names `instead`, the software that supports the option."""
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")
 
 
 def holders(value: Any) -> list[tuple[str, str]]:
-    """Return the modules of this process that hold a value, each with the value's name in the
-    module."""
+    """Return (module name, variable name) of every global variable of an imported module that is
+    `value`."""
     return [
         (place, name)
         for place, module in list(sys.modules.items())
@@ -55,7 +55,8 @@ def raw_cispo(cap: float, level: Any = "token") -> Term:
 
 
 def needs_segments(objective: Objective) -> bool:
-    """Return whether a term is over segments, or is averaged over segments."""
+    """Return whether a term of `objective` has a scope other than "token" or a reduction other than
+    the token mean, and so needs segments."""
     return any(
         term.scope != "token" or term.reduction is not token_mean for _, term in objective.parts
     )
@@ -71,22 +72,23 @@ def over_count(
 ) -> Objective:
     """Return `objective` with means of all scored tokens divided by `count`, the tokens of a step.
 
-    A `count` of 0, or of None (unknown number of tokens), is treated as 1. A reduction that is not
-    a mean of all tokens reads its weights from the batch if the batch is the whole step (has
-    `count` tokens). `count` replaces neither the constant denominator of a reduction nor the totals
-    of a batch (`Batch.totals`).
+    A `count` of 0, or of None (unknown number of tokens), is treated as 1. If the batch is the
+    whole step (has `count` scored tokens), reductions other than the mean of all tokens get their
+    weights from the batch. `count` replaces neither the constant denominator of a reduction nor the
+    totals of a batch (`Batch.totals`).
 
     Args:
-        name: name of the count, for the error.
-        instead: remedy, for the error.
+        name: name of the argument that gave `count`, used in the error message.
+        instead: advice to the user, used in the error message.
 
     Raises:
-        ValueError: a term's weights depend on totals of the step that `count` does not give.
+        ValueError: a term's weights depend on other totals of the step than the number of its
+            tokens.
     """
     if batch.totals is not None:
         return objective
     if count is not None and all(_is_token_mean(term) for _, term in objective.parts):
-        # The terms read `count` from the batch's totals.
+        # Token means divide by the number of tokens in `batch.totals`.
         batch.totals = Totals(count, batch.segments.count)
         return objective
     others = [term for _, term in objective.parts if not _is_token_mean(term)]

@@ -27,7 +27,7 @@ def install() -> None:
     """Replace SkyRL's log-prob function in this process, until `uninstall()`.
 
     Raises:
-        RuntimeError: SkyRL lacks the function, or the function has unexpected arguments.
+        RuntimeError: SkyRL's log-prob function is missing, or has unexpected arguments.
     """
     SEAMS.install()
 

@@ -75,7 +75,8 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install()`. Models built before `uninstall()` still return hidden states."""
+    """Undo `install()`; models that slime built before `uninstall()` still return hidden states,
+    not logits."""
     while INSTALLED:
         INSTALLED.pop().uninstall()
 
@@ -103,7 +104,7 @@ def _seams(package: str) -> Seams:
     @functools.wraps(responses)
     def get_responses(logits: Tensor, **settings: Any) -> Any:
         """Call the framework's `get_responses` for a critic's values (last dimension 1); raise
-        ValueError for hidden states, from which the function would read logits."""
+        ValueError for a larger last dimension, which would be hidden states taken for logits."""
         if logits.shape[-1] > 1:
             raise ValueError("get_responses: reads logits, of which there are none under headloss")
         return responses(logits, **settings)
@@ -177,7 +178,7 @@ def _values(
     heat = float(getattr(args, "rollout_temperature", 1.0))
     if entropy_requires_grad is None:
         entropy_requires_grad = getattr(args, "entropy_coef", 0.0) != 0
-    # Log-probs restricted to recorded ids need a call apart from the whole-vocabulary entropies.
+    # If log-probs are restricted to recorded ids, whole-vocabulary entropies need a second call.
     one = with_entropy and not fields
     names = ("logp", "entropy") if one and entropy_requires_grad else ("logp",)
     stats = door.stats(logits, targets.view(shape), heat, names, **fields)
@@ -216,8 +217,9 @@ def _support(
     softmax of a token without recorded ids is over the whole vocabulary.
 
     Args:
-        pairs: for each sample, the rows of the sample's tokens in the logits, and the index of each
-            of these tokens in the concatenated tokens of all samples.
+        pairs: for each sample, two index tensors: the rows of the logits that belong to the
+            sample's tokens, and the positions of the sample's tokens in the concatenation of all
+            samples.
         sets: for each sample, the index of its first response token, the ids recorded for all its
             response tokens, and the offsets of each token's ids.
     """

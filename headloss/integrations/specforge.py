@@ -3,8 +3,9 @@
 `install()` replaces the losses of DFlash, D-PACE, Domino, DSpark and offline EAGLE-3 with a compact
 teacher. `uninstall()` restores SpecForge's losses.
 
-Sums over a block's rows and means over an unrolled step follow SpecForge's formulas. One headloss
-call computes the values and gradient of all sums and means, with SpecForge's row weights.
+The loss is reduced by SpecForge's formulas: weighted sums over the rows of each block of drafted
+tokens, or means over each unrolled step of EAGLE-3. One headloss call computes the losses of all
+rows, and the gradient with SpecForge's row weights.
 
 B sequences, N blocks of K places, T positions, S unrolled steps, H hidden width.
 """
@@ -157,7 +158,8 @@ def _dspark(
     alphas = self.dspark_ce_loss_alpha, self.dspark_l1_loss_alpha * taught
     slopes = {"ce": alphas[0] * loss_weights}
     if taught:
-        slopes["tv"] = 2 * alphas[1] * loss_weights  # SpecForge's l1 is twice the total variation.
+        # SpecForge's L1 distance is 2 x total variation.
+        slopes["tv"] = 2 * alphas[1] * loss_weights
     targets = torch.where(eval_mask, target_ids, -100)
     out = heads.losses(states, targets, slopes, aligned_target_hidden, acceptance=taught)
     ce, agreed = out.per_token["ce/value"], out.per_token["top1"] * scored

@@ -146,20 +146,22 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 class Rows:
     """The rows of a loss: states of draft and verifier, and a mask of the rows that are read."""
 
-    hidden: Tensor  # Draft states [1, n, H + r]; for all S steps at once [1, T, S, H].
-    verifier: Tensor  # Verifier states [1, n, H]; for all S steps at once [T, H].
+    hidden: Tensor  # Draft states [1, n, H + r], or [1, T, S, H] for S EAGLE-3 steps.
+    verifier: Tensor  # Verifier states [1, n, H], or [T, H] for S EAGLE-3 steps.
     targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
     read: Tensor  # Bool mask in the shape of `targets`.
-    # Index of the verifier's row for each draft row, in the shape of `targets`; None: the same
-    # index.
+    # Index of the verifier's row for each draft row, in the shape of `targets`; None if draft row i
+    # belongs to verifier row i.
     index: Tensor | None = None
-    parts: tuple[Any, ...] = (...,)  # For each `compute_metrics` call, an index of its rows.
+    # For each `compute_metrics` call, an index that selects the call's rows.
+    parts: tuple[Any, ...] = (...,)
 
 
 def _unrolled(steps: list[dict[str, Any]], forward: Forward) -> Rows:
-    """Return the draft rows of all EAGLE-3 steps, aligned with the verifier's rows.
+    """Return the draft rows of all EAGLE-3 steps, and for each draft row the index of the
+    verifier's row that predicts the same token.
 
-    The rows of EAGLE-3's step i are shifted by i.
+    Draft row j of EAGLE-3's step i belongs to the verifier's row i + j.
     """
     states = steps[0]["targets"]
     length, count = states.shape[1], len(steps)

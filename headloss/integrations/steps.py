@@ -64,7 +64,8 @@ class CountsSteps:
         """Return batch and totals of a call of `compute_loss`.
 
         Under context parallelism the batch has this rank's tokens; otherwise the batch is None. In
-        training the totals count the optimizer step; in an evaluation the totals count the call.
+        training the totals count the tokens of the optimizer step; in an evaluation, the tokens of
+        this one call.
         """
         shards, self.shards = self.shards, None
         batch = None if shards is None else shards.batch(self.accelerator.device)
@@ -74,8 +75,8 @@ class CountsSteps:
         return batch, counted
 
     def totals_of(self, samples: list[dict[str, Any]]) -> Totals | None:
-        """Return the totals of this rank's micro-batches, or of all ranks' micro-batches if ranks
-        are counted together."""
+        """Return the totals of the micro-batches `samples`, summed over the ranks whose gradients
+        are averaged."""
         device = self.accelerator.device
         batches = [self.batch_of(inputs, device) for inputs in samples]
         counted = [Totals.of(batch) for batch in batches if batch is not None]
@@ -105,7 +106,7 @@ class CountsSteps:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that are counted together, and whose gradients are averaged."""
+        """Number of ranks over which a step's totals are summed and gradients are averaged."""
         if not self.args.average_tokens_across_devices:
             return self.get_cp_size()  # type: ignore[attr-defined]
         return self.accelerator.num_processes // self.get_tp_size()  # type: ignore[attr-defined]

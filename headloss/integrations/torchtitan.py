@@ -194,10 +194,11 @@ class _Held:
 
 
 def _releasing(held: WeakSet[_Held]) -> Any:
-    """Return a backward hook that removes a new `_Held` marker from the weak set `held`.
+    """Add a `_Held` marker, which says that a weight gradient waits in memory, to the weak set
+    `held`; return a backward hook that removes the marker.
 
-    If no backward runs, the weak set `held` loses the `_Held` marker when autograd frees the loss's
-    graph.
+    The backward hook alone references the marker, so if no backward runs, the marker leaves the
+    weak set when autograd frees the loss's graph.
     """
     gradient = _Held()
     held.add(gradient)

@@ -30,7 +30,7 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if the error is within the budget; False for a NaN error."""
+        """True if a value's error against float64 is within its budget; False for a NaN error."""
         return self.error <= self.budget
 
 
@@ -43,9 +43,9 @@ def judge(
 ) -> list[Comparison]:
     """Compare computed values with the float64 oracle, which materialises the logits.
 
-    The names of `values` are "loss", "logps" and the gradients' names from `parameters`. The budget
-    is 3 err(torch) + 1e-6, where torch makes the logits in float32 for values and in the input
-    dtype for gradients.
+    The names of `values` are "loss", "logps" and the gradients' names from `parameters`. The error
+    budget of a value is 3 e + 1e-6, where e is the error of PyTorch's result from materialised
+    logits, in float32 for values and in the input dtype for gradients.
     """
     oracle, wide, same = (plain(hidden, head, batch, objective, m) for m in get_args(Mode))
     exact = oracle.gradients | {"loss": oracle.loss, "logps": oracle.logps}
@@ -59,7 +59,8 @@ def judge(
 def run(
     hidden: Tensor, head: Head, batch: Batch, objective: Term | Objective, options: Options
 ) -> dict[str, Tensor]:
-    """Return the loss, log-probs and gradients of `head_loss`, by the names that `judge` reads."""
+    """Return the loss, log-probs and gradients of `head_loss`, by the names that the error check
+    `judge` expects."""
     out = head_loss(hidden, head, batch, objective, options)
     leaves = {n: t for n, t in parameters(hidden, head).items() if t.requires_grad}
     gradients = torch.autograd.grad(out.loss, list(leaves.values()))
@@ -93,8 +94,8 @@ class Verdict(NamedTuple):
         return not self.failure and all(c.ok for c in self.comparisons)
 
 
-# Objectives to compare with the float64 oracle. Together the cases cover every gradient
-# coefficient, every scope and every schedule.
+# Objectives to compare with the float64 oracle. Together the test cases cover every gradient
+# coefficient, every scope and every schedule of `head_loss`.
 OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
     "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),
@@ -131,14 +132,14 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
         backend = plan(hidden, head, batch, objective, options).backend
         results = run(hidden, head, batch, objective, options)
         compared = judge(results, hidden, head, batch, objective)
-    except Exception as reason:  # Any error fails the case, e.g. a kernel that does not compile.
+    except Exception as reason:  # E.g. a kernel that does not compile fails its test case.
         first = (str(reason) or type(reason).__name__).splitlines()[0]
         return Verdict(case, failure=f"{type(reason).__name__}: {first}")
     return Verdict(case, backend, tuple(compared))
 
 
 LENGTHS = (40, 13, 60, 1, 31, 33, 24, 8)
-PROMPT = 5  # Number of prompt positions, without targets, in a segment of more than 5 positions.
+PROMPT = 5  # Prompt positions (without targets) per segment; fewer in segments of up to 5.
 
 
 def _inputs(case: Case, device: torch.device | str) -> tuple[Tensor, Head, Batch]:

@@ -1,8 +1,8 @@
 """Oracle that materialises the logits, the error budget, and random test inputs.
 
-The oracle shares only the terms' functions, the packing and the token weights with the library's
-own computation. Statistics, divergences and gradients of the oracle come from autograd through
-plain logits.
+The oracle, a reference in float64, computes statistics and divergences from materialised logits and
+gradients by autograd. From the library's own computation the oracle uses only the terms' functions,
+the packing and the token weights.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def plain(
 ) -> Plain:
     """Return the objective and its gradients by autograd through materialised logits.
 
-    The mode "float64" is the oracle. The modes "float32" (logits in float32) and "input" (logits in
-    the inputs' dtype) are the two yardsticks of the error budget.
+    The mode "float64" gives the reference results. The modes "float32" (logits in float32) and
+    "input" (logits in the inputs' dtype) give PyTorch's own errors, which set the error budget.
     """
     objective = Objective.of(objective)
     dtype = {"float64": torch.float64, "float32": torch.float32, "input": hidden.dtype}[mode]
@@ -131,7 +131,7 @@ def _logits(x: Tensor, leaves: dict[str, Tensor], head: Head, wide: torch.dtype)
 
 
 def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> Statistics:
-    # True where the softmax of a token includes the column, [T, V]
+    # [T, V], True for the vocabulary ids that a token's softmax runs over
     supported = torch.zeros_like(z, dtype=torch.bool)
     if (pairs := packing.support) is not None:
         present = pairs.ids >= 0
@@ -167,8 +167,8 @@ def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Measured(dict[object, Tensor]):
-    """Extra statistics of the oracle; a teacher's divergence is computed from soft-capped logits
-    when first read."""
+    """Extra statistics for the float64 reference results; a teacher's divergence is computed from
+    soft-capped logits when first read."""
 
     def __init__(self, student: Tensor, batch: PackedBatch, extras: ByStatistic) -> None:
         super().__init__(extras)
@@ -185,7 +185,8 @@ class _Measured(dict[object, Tensor]):
 def plain_divergence(
     student: Tensor, teacher: Teacher, measure: Measure, batch: PackedBatch
 ) -> Tensor:
-    """Return the [T] divergences of a student's raw, soft-capped logits [T, V] from a teacher.
+    """Return each token's divergence [T] between student and teacher; `student` has soft-capped
+    logits [T, V] before the temperature.
 
     The field `tail` of the teacher names the treatment of the mass outside its stored top-k ids:
     "bucket", "truncated", "generalized" or "sampled".
@@ -283,7 +284,7 @@ def trained_looking(
 def random_batch(
     targets: Tensor,  # [T]
     segments: Segments,
-    logps: Tensor,  # Random old, reference and sampler log-probs are made around `logps`, [T].
+    logps: Tensor,  # [T]; old, reference and sampler log-probs are `logps` plus noise.
     seed: int = 0,
     **fields: Tensor,
 ) -> Batch:

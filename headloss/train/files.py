@@ -69,7 +69,7 @@ class Lines:
         self.path = path
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines, with an empty dictionary for a line that is not a JSON object."""
+        """Return the file's lines as dictionaries, empty for a line that is not a JSON object."""
         found: list[dict[str, Any]] = []
         if self.path.is_file():
             for line in self.path.read_bytes().split(b"\n")[:-1]:
@@ -84,7 +84,8 @@ class Lines:
             file.write(self._text(line))
 
     def keep(self, lines: list[dict[str, Any]]) -> int | None:
-        """Replace the file's lines, and return the number of the first damaged or missing line."""
+        """Replace the file's lines by `lines`, and return the number of the first line that was
+        missing or damaged before; None if no line was."""
         damaged, kept = None, []
         pairs = zip_longest(self.read(), lines)
         for number, (old, want) in enumerate(pairs, 1):

@@ -68,7 +68,7 @@ def check(recipe: Recipe) -> None:
 
 
 def claim(recipe: Recipe) -> str | None:
-    """Return the checkpoint to resume from, or None; called by the process that holds the lock.
+    """Return the checkpoint to resume from, or None; the caller must hold the output folder's lock.
 
     The unfinished checkpoint of an earlier run is removed. With `overwrite`, every file of an
     earlier run is removed.
@@ -147,7 +147,8 @@ def _check_place(output: Path) -> None:
 
 
 def _check_vacant(recipe: Recipe, output: Path) -> None:
-    """Raise RecipeError unless the folder is empty or holds this run without a checkpoint."""
+    """Raise RecipeError unless the output folder is empty, or was begun with an equal recipe and
+    has no checkpoint yet."""
     inside = sorted(output.iterdir()) if output.is_dir() else []
     names = [path.name for path in inside if not _is_nothing(path)]
     if not names:
@@ -227,7 +228,8 @@ def checkpoint(recipe: Recipe, whole: bool) -> str:
 
 
 def kept_before(checkpoint: str | None, output: Path) -> bool:
-    """Return whether before.json is unchanged since the checkpoint was written."""
+    """Return whether before.json, the evaluation before training, still has the checksum stored in
+    the checkpoint."""
     if checkpoint is None:
         return False
     noted = json.loads((Path(checkpoint) / CHECKSUMS).read_text())[BEFORE]

@@ -22,7 +22,7 @@ from .schema import Recipe
 
 
 def run(recipe: Recipe) -> Result:
-    """Train by a recipe; see `headloss.train.run`."""
+    """Train a model as `recipe` says; see `headloss.train.run`."""
     begun = time.perf_counter()
     quiet()
     folder.check(recipe)
@@ -68,7 +68,7 @@ def _claim(
     trainer: Any, recipe: Recipe, parts: split.Split, held: contextlib.ExitStack
 ) -> str | None:
     """Return the checkpoint to resume from, on all ranks. The main process locks the output folder
-    until `held` is closed."""
+    until the `ExitStack` `held` is closed."""
     found: list[Any] = [None, None]
     if trainer.accelerator.is_main_process:
         try:
@@ -128,7 +128,8 @@ def _ending(
 
 
 def quiet() -> None:
-    """Silence progress bars and warnings of other libraries that a user cannot act on."""
+    """Silence other libraries' progress bars, and their warnings about which users can do
+    nothing."""
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing` is deprecated", FutureWarning)
     # Python warns when it first compiles certain packages that reasoning_gym's tasks import
     warnings.filterwarnings("ignore", '"is( not)?" with', SyntaxWarning)
@@ -203,7 +204,8 @@ def _watch(
 
 
 def _save_model(trainer: Any, tokenizer: Any, parts: split.Split, path: Path) -> None:
-    """Save safetensors, the tokenizer and the split; all ranks take part in the save."""
+    """Save the weights as safetensors, the tokenizer, and the record of training and held-out
+    problems; all ranks take part in the save."""
     partial = path.with_name(f"{files.PARTIAL}-{path.name}")
     trainer.save_model(str(partial))
     if trainer.accelerator.is_main_process:

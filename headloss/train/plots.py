@@ -17,7 +17,8 @@ Points = list[tuple[int, float]]
 # pairs (step, result of `evaluate.held_out`) of a run
 HeldOut = Sequence[tuple[int, dict[str, Any]]]
 
-# For each figure file: the axis label, and log keys, of which the first key with values is drawn.
+# For each figure file: the axis label, and candidate log keys; the figure shows the first key that
+# the log has.
 FIGURES: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward": ("mean reward of a step", ("reward",)),
     "loss": ("loss, nats per token", ("loss",)),

@@ -47,9 +47,9 @@ class Recipe:
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
         task_options: options of the reasoning_gym generator; an override of the task drops them.
         reward: "module:function", with the arguments of TRL's reward functions; "solved" gives 1
-            for a full score of the reasoning_gym generator, else 0. With None the reward is the
-            generator's score for a reasoning_gym task; for a file the reward is 1 if the completion
-            equals the line's answer, else 0.
+            for a full score of the reasoning_gym generator, else 0. With `reward=None` the reward
+            is the generator's score for a reasoning_gym task; for a file the reward is 1 if the
+            completion equals the line's answer, else 0.
         prompt: text of a prompt, with {question} and further fields of a line or of the generator's
             metadata in braces; an override of `task` on the command line drops the recipe's
             `prompt`.
@@ -177,7 +177,7 @@ def _one_line(error: OmegaConfBaseException) -> str:
 def unknown(key: str, name: str, known: Iterable[str]) -> str:
     """Return one line about an unknown key, with the nearest known key."""
     near = difflib.get_close_matches(name, list(known), 1)
-    if not near and "." not in key:  # the key may be meant for the trainer's configuration
+    if not near and "." not in key:  # `key` may be a field of the trainer's configuration
         near = [f"trainer.{n}" for n in difflib.get_close_matches(name, [*INTERVALS, *CHOICES], 1)]
     return f"{key}: no such key" + (f", did you mean {near[0]}?" if near else "")
 
@@ -240,7 +240,7 @@ OURS = {  # fields of the trainer's configuration, and the recipe key that sets 
     "reward_weights": "reward",
 }
 
-# Intervals of numeric trainer fields. NaN lies in no interval.
+# Allowed intervals of the numeric fields of the trainer's configuration. NaN lies in no interval.
 INTERVALS = {
     **dict.fromkeys(
         (

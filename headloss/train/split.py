@@ -12,7 +12,7 @@ from typing import Any
 from .errors import RecipeError
 from .schema import Recipe
 
-# file name of the split record, in the folders of run, saved model and checkpoints
+# file that records which problems were held out, in the folders of run, model and checkpoints
 FILE = "split.json"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # recipe keys that determine which problems are held out and trained on
@@ -32,8 +32,8 @@ class Split:
     Attributes:
         settings: recipe keys that determine the split.
         held_out, train: digests of this run's held-out and training problems.
-        start: the model from which the run starts, as named in messages.
-        history: the splits recorded next to that model; None if the model has no record.
+        start: name or path of the model from which the run starts, used in messages.
+        history: the divisions recorded in the starting model's folder; None if no record exists.
     """
 
     settings: dict[str, Any]
@@ -67,7 +67,8 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """Splits recorded by earlier runs of the model that differ from the split of this run."""
+        """Recorded divisions into training and held-out problems of earlier runs of the model that
+        differ from this run's division."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 
@@ -109,8 +110,8 @@ class Split:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the split record in a file, or None without a file; raise one of the errors `DAMAGED`
-    for a damaged file."""
+    """Return the contents of a `split.json` file, or None without a file; raise one of the errors
+    in `DAMAGED` for a damaged file."""
     if not path.is_file():
         return None
     record = json.loads(path.read_text())
@@ -121,10 +122,11 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def marks(runs: dict[str, dict[str, Any] | None]) -> tuple[list[str], list[str]]:
-    """Return (a letter per run that names the run's split, notes) for a comparison; no letters if
-    all runs share one split.
+    """Return a letter per run, equal for runs with equal held-out problems, and notes for a
+    comparison; no letters if all runs have equal held-out problems.
 
-    The mapping `runs` holds each run's split record, or None for a run without a record.
+    The mapping `runs` holds the contents of each run's `split.json`, or None for a run without the
+    file.
     """
     digests = {name: run["splits"][-1]["digest"] if run else None for name, run in runs.items()}
     notes = [f"{name}: {run['note']}" for name, run in runs.items() if run and run["differs"]]

@@ -121,7 +121,7 @@ class Task:
 
 
 def load(recipe: Recipe, chat: bool) -> Task:
-    """Return the task of a recipe; with `chat`, prompts are conversations.
+    """Return the `Task` that `recipe.task` names; with `chat`, its prompts are conversations.
 
     Raises:
         RecipeError: for a file, function, generator or option that does not exist, or for fewer

@@ -244,7 +244,7 @@ def _rehearse(trainer: Any) -> None:
         of: Any = trainer.model
         kind, options = trainer.get_optimizer_cls_and_kwargs(args, of)
         # An optimizer with the option `params`, `model` or `optimizer_dict` needs the model's own
-        # parameters, and cannot be tried on a dummy parameter.
+        # parameters, so its options cannot be checked with a dummy parameter.
         if options.keys() & {"params", "model", "optimizer_dict"}:
             return
         like: Any = {"dtype": torch.float32, "device": args.device}
@@ -293,7 +293,8 @@ def settings(recipe: Recipe) -> Any:
 
 
 def _check_saving(trainer: Any) -> None:
-    """Raise RecipeError for checkpoints between two generations, which would not resume exactly."""
+    """Raise RecipeError if checkpoints would be saved while a generation's completions are partly
+    used, as such a run would not resume exactly."""
     args = trainer.args
     if getattr(args, "steps_per_generation", None) is None or args.save_strategy != "steps":
         return

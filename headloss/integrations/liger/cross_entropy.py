@@ -49,7 +49,7 @@ def liger_fused_linear_cross_entropy(
     """Return the cross-entropy plus `lse_square_scale` times the squared log-sum-exp, optionally
     with token scaling.
 
-    Weight gradients accumulate in float32 whatever `accum_dtype`. Class weights and
+    Weight gradients accumulate in float32; `accum_dtype` is ignored. Class weights and
     `return_predicted_tokens` are refused with ValueError.
     """
     one_of(("mean", "sum", "none"), reduction=reduction)

@@ -89,7 +89,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             ratio = vllm_is_ratio
             refuse(vllm_is_ratio=self.loss_type == "vespo" and ratio.shape != scored.shape)
             fields["importance_sampling_ratio"] = ratio[:, 0] if ratio.shape[1:] == (1,) else ratio
-            # The vespo loss already includes the ratio in its weight.
+            # The vespo loss already includes vLLM's importance ratio in its weight.
             if self.loss_type != "vespo":
                 policy = policy.weighted("importance_sampling_ratio")
         objective = Objective.of(policy.over(over))

@@ -7,11 +7,11 @@
     Trainer(model, ...)      # Divides each term by the totals of the optimizer step.
     record_support(model)    # Records the ids from which `generate` draws its tokens.
 
-`apply` keeps the forward of the model. In a call with labels, the model's head returns *followed
-logits*, a tensor subclass without memory that remembers its formula. The model's loss function, or
-a call of `cross_entropy` on the followed logits, returns headloss's objective instead. Operations
-that the tensor subclass does not support run on the logits' values. Calls without labels, such as
-generation, are unchanged.
+After `apply(model)` the model's own forward still runs. In a call with labels, the model's head
+returns *followed logits*: a lazy tensor that stores its formula, not its values. The model's loss
+function, or a call of `cross_entropy` on the followed logits, returns headloss's objective instead.
+An operation that followed logits do not support computes the logits' values and runs on the values.
+Calls without labels, such as generation, are unchanged.
 """
 
 from .apply import Applied, apply, remove

@@ -158,7 +158,7 @@ class Applied:
         # Number of the model's forwards that are running; the backbone must not run outside of a
         # forward of the whole model.
         self.running = 0
-        # A forward that code outside headloss has set on the instance.
+        # The value that other code had assigned to `model.forward`, or None.
         self.own_forward = enter(model)
         setattr(model, STATE, self)
         base = getattr(model, "base_model", model)
@@ -182,7 +182,8 @@ class Applied:
         return self.objective == PLAIN
 
     def record(self, out: Output, step: Step | None, counted: bool) -> None:
-        """Store a call's output, and add its values to the next log entry."""
+        """Store the output of a model's call, and add its loss terms and metrics to the values that
+        the Trainer logs next."""
         self.output = replace(out, loss=out.loss.detach())
         if self.logged is not None and self.log_terms:
             parts, ranks = (1, None if counted else 1) if step is None else (step.parts, step.ranks)
@@ -209,7 +210,7 @@ class Applied:
 
     @eager(recursive=False)
     def run(self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the model, in place of its forward.
+        """Run a call of the model: headloss's forward, which calls the model's own forward.
 
         `own` is the model's original forward, the only part that torch.compile compiles.
         """

@@ -78,7 +78,7 @@ class Call(FollowedHead):
 
     @eager
     def end(self, output: Any) -> Any:
-        """Return `output`, with the logits' values if a sharded model is evaluated.
+        """Return `output`; if a sharded model is evaluated, compute the values of its logits first.
 
         After the call, the weight of a sharded head is freed, so that the logits' values cannot be
         computed. In training, reading the logits of a sharded model after the call raises an error.

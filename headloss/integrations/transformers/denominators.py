@@ -1,4 +1,4 @@
-"""Denominators of an objective's terms, if an optimizer step consists of several calls."""
+"""Denominators of an objective's terms over all of an optimizer step's calls of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terms and metrics of an applied objective in the log of every `transformers.Trainer`."""
+"""Log the terms and metrics of the objective given to `apply` in every `transformers.Trainer`."""
 
 from __future__ import annotations
 

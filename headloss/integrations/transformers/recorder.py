@@ -24,15 +24,16 @@ MODES = ("sample", "greedy_search")
 
 @contextlib.contextmanager
 def record_support(model: Any) -> Iterator[SupportRecorder]:
-    """While the context is open, record the ids from which `model.generate` draws each token.
+    """Record, inside a `with` block, the ids from which `model.generate` draws each token.
 
         with record_support(model) as drawn:
             tokens = model.generate(**prompts, do_sample=True, top_p=0.9)[:, prompt_length:]
         batch = hl.Batch(tokens, support_ids=drawn.support_ids, old_logps=drawn.logps(tokens), ...)
 
-    The recorder is the last logits processor, after those of the model's `generation_config` and of
-    a call's `logits_processor`, and changes no draw. The recorder keeps pairs of a token and an id,
-    and the scores of one step. On a GPU, the CPU waits for the device once per token.
+    The recorder runs as the last logits processor, after those of the model's `generation_config`
+    and of a call's `logits_processor`, and leaves the scores unchanged. The recorder keeps pairs of
+    a token and an id, and the scores of one step. On a GPU, the CPU waits for the device once per
+    token.
 
     Args:
         model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.
@@ -64,7 +65,8 @@ class SampledSets:
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """For each of the B C tokens, the index in `ids` at which its ids end, in CPU memory."""
+        """Cumulative sums of `counts` as a list: token i's recorded ids end in `ids` at index
+        `_ends[i]`."""
         return self.counts.flatten().cumsum(0).tolist()
 
     def tokens(self, first: int, count: int) -> tuple[Tensor, Tensor]:

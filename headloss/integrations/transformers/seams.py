@@ -21,8 +21,8 @@ def loss_function(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Arguments of Transformers' loss function, the cross-entropy of tokens summed and divided by
-    `num_items_in_batch`, or by the number of tokens."""
+    """Signature of Transformers' loss function, which sums the tokens' cross-entropies and divides
+    by `num_items_in_batch`, or by the number of tokens if `num_items_in_batch` is None."""
 
 
 def check() -> str:

@@ -1,7 +1,7 @@
 """Subclasses of a model's class, with an equal name and headloss's forward.
 
 headloss's forward stays innermost when wrappers are set on the instance's forward or removed.
-FSDP2, too, assigns a subclass to the model's `__class__`.
+FSDP2 also works by assigning a subclass to a module's `__class__`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class TotalsMixin(CountsSteps):
 
     Loss, gradient and logged loss then equal those of one large batch, for every reduction and with
     `.where`, however the batch is split into micro-batches and ranks. Before the step's first
-    forward, the tokens and segments of the step are counted: all of them, and those that each
-    boolean field of a `.where` keeps.
+    forward, the mixin counts the tokens and segments of the whole step, and the tokens and segments
+    where each boolean field named by a `.where` is True.
 
     A user's own denominators (a `headloss.Reduction` with a constant, `totals` among a call's
     fields) are kept. Losses that a model adds, such as a router's loss, are averaged over

@@ -101,7 +101,7 @@ class Logs:
     """Mixin for a TRL trainer that adds headloss's terms and metrics to the log as "headloss/...".
 
     Attributes:
-        log_terms: whether the values are logged.
+        log_terms: whether headloss's terms and metrics are logged.
     """
 
     log_terms: bool = True
@@ -113,9 +113,10 @@ class Logs:
 
 @term(name=PROBE)
 def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
-    """A term of value 0 without a gradient, which requests statistics for TRL's metrics.
+    """A term of value 0 without a gradient, which requests the statistics `names` for TRL's
+    metrics.
 
-    The function `of_probe` reads the requested statistics from the `Output`.
+    After the forward, `of_probe` reads the statistics that `probe` requested from the `Output`.
     """
     for name in names:
         getattr(stats, name)
@@ -123,7 +124,7 @@ def probe(stats: Any, batch: Any, names: tuple[str, ...] = ()) -> Tensor:
 
 
 def of_probe(result: Output | None, name: str) -> Tensor:
-    """Return a statistic [..] that the term `probe` has requested in an objective; 0 at unscored
-    positions."""
+    """Return the statistic `name` [..], 0 at unscored positions; the objective must have included
+    the term `probe` with this name."""
     assert result is not None, "there has been no forward"
     return result._scatter(getattr(result._stats, name))

@@ -147,7 +147,8 @@ def preference_batch(inputs: dict[str, Any]) -> Batch:
 
 
 def of_empty_pairs(objective: Objective, batch: Batch) -> Tensor:
-    """Return the loss [] of preference pairs without any token: the loss of two scores of 0.
+    """Return the loss [] of the preference pairs whose two answers have no scored token, so that
+    both answers' scores are 0.
 
     TRL's loss includes pairs without tokens, but a headloss term has a value only at tokens.
     """

@@ -53,15 +53,15 @@ class Request:
 
     Args:
         batch: targets [B, C] of L positions; column c is predicted at position L - C - 1 + c, or at
-            position c if the labels are already shifted (C = L). None: the targets are the
-            forward's labels [B, C + 1] without the first column.
-        objective: the loss; None: the entropy, which serves passes without gradient.
+            position c if the labels are already shifted (C = L). With `batch=None` the targets are
+            the forward's labels [B, C + 1] without the first column.
+        objective: the loss; `objective=None` computes the entropy, for passes without gradient.
         options: options of `head_loss`.
 
     Attributes:
         found: the forward's output before any wrapper casts it; None before the forward.
-        result: output of `head_loss`, its loss without a gradient; None before the forward. Metrics
-            are computed on demand.
+        result: output of `head_loss`, with a detached loss; None before the forward. Metrics are
+            computed on demand.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Request:
         self.result: Output | None = None
 
     def of(self, model: Any, **inputs: Any) -> HeadOutput:
-        """Call `model` and return the head's unrounded output, even if wrappers round the model's
-        output."""
+        """Call `model` and return the head's output as it was before wrappers like FSDP2 round
+        it."""
         passed, output = model(**inputs, headloss=self), self.found
         assert output is not None
         tied = {n: hooked(x, getattr(passed, n)) for n, x in _with_gradient(output).items()}
@@ -191,7 +191,7 @@ class Path:
     def of(
         self, logits: Tensor, model: Any, temperature: float, batch: Batch, request: Request
     ) -> HeadOutput:
-        """Return the output for logits [B, C, V], which must be `Followed` if the head can be read.
+        """Compute a `HeadOutput` from logits [B, C, V], lazy ones if the head's formula is known.
 
         Raises:
             ValueError: an option asks for `fused`, but headloss does not know the head's formula.
@@ -272,7 +272,7 @@ class Switches:
     cast_logprobs_to_fp32: bool | None = None
 
     def resolve(self, model: PreTrainedModel) -> Paths:
-        """Return the ways to compute loss and log-probs that the options choose for a model.
+        """Return the code paths for loss and log-probs of `model` that the options choose.
 
         Raises:
             ValueError, TypeError: as from `Head.of`, if an option set to True needs the head.
@@ -355,7 +355,7 @@ class Unrounded:
     head's unrounded log-probs.
 
     TRL reads log-probs from the output of the model's wrappers, and FSDP2 under bf16 rounds that
-    output. TRL passes the rows in chunks, in order.
+    output. TRL calls this object with consecutive chunks of a batch's rows.
 
     Args:
         support: for each row, the ids that its last C tokens were drawn from.
@@ -377,8 +377,8 @@ class Unrounded:
 
 
 class Measured:
-    """Callable passed to TRL's loss method as the model: returns a finished forward's output, so
-    that TRL logs its metrics."""
+    """Callable passed to TRL's loss method in place of the model: returns the output of a forward
+    that has already run, from which TRL computes metrics."""
 
     def __init__(self, output: HeadOutput) -> None:
         self.output = output
@@ -388,8 +388,8 @@ class Measured:
 
 
 class Asked(Measured):
-    """Callable passed to TRL's loss method as the model: runs the model with a `Request` on inputs
-    of TRL's method, with gradients if gradients were on when `Asked(...)` was created."""
+    """Callable passed to TRL's loss method in place of the model: calls the model with a `Request`
+    to headloss; gradients are on if they were on when `Asked(...)` was created."""
 
     def __init__(self, model: Any, request: Request) -> None:
         self.model, self.request, self.gradient = model, request, torch.is_grad_enabled()

@@ -66,7 +66,7 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         generation = "_generate_single_turn", "_generate", "_generate_and_score_completions"
         seams = "_compute_loss", *generation, passes
         require(grpo_trainer.GRPOTrainer, *seams, ours=GRPOTrainer)
-        self.warned_of: set[str] = set()  # Options of which `replay` has already warned.
+        self.warned_of: set[str] = set()  # Options of which the user was already warned.
         # For each model, the settings by which headloss computes log-probs.
         self.paths: list[Paths] = []
         with installed(grpo_trainer, self.switches, self.paths), engine_with_sets(self):
@@ -75,8 +75,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         refuse_common(self, "trl.GRPOTrainer")
         wanted(self)
         if self.importance_sampling_level == "sequence_token":
-            # TRL's metrics of the ratio are computed at level "sequence", where the ratio has the
-            # same values as at "sequence_token".
+            # TRL's metrics of the importance ratio are computed at level "sequence", where the
+            # ratio has the same values as at "sequence_token".
             self.importance_sampling_level = "sequence"
 
     def policy_term(self) -> Term:
@@ -84,7 +84,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         return policy_term(self)
 
     def objective(self, inputs: dict[str, Any]) -> Term | Objective:
-        """Return the loss on one micro-batch; override to add terms to the configured objective."""
+        """Return the configured objective of one micro-batch; subclasses may override it to add
+        terms."""
         return make_objective(self, inputs)
 
     def further_loss(self, found: Any, inputs: dict[str, Any]) -> Tensor | float:
@@ -170,7 +171,8 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run TRL's passes over the model, except a pass whose results are already known."""
+        """Return log-probs and entropies by TRL's passes over `model`; a `Measured` object in place
+        of `model` gives known results without a pass."""
         if not isinstance(model, Measured):
             model = Unrounded(model, self._rows, logits_to_keep)
         given = (model, input_ids, attention_mask, logits_to_keep, *args)

@@ -77,8 +77,8 @@ def make_objective(trainer: Any, inputs: dict[str, Any]) -> Objective:
     """Return the objective of policy, reference and entropy terms, each divided as in TRL.
 
     TRL's means over the tokens of a micro-batch ("bnpo", the entropy) are averaged over the
-    micro-batches of a step. Every denominator that is not a micro-batch's token count is the
-    optimizer step's total.
+    micro-batches of a step; every other mean of TRL has a total of the whole optimizer step as its
+    denominator.
     """
     reduction = _reduction(trainer, inputs)
     objective = Objective.of(_modified(trainer.policy_term(), trainer).over(reduction))
@@ -131,7 +131,7 @@ def _modified(policy: Term, trainer: Any) -> Term:
         policy = policy.off_policy_masked(trainer.off_policy_mask_threshold)
     if trainer.top_entropy_quantile < 1.0:
         policy = policy.top_entropy(quantile=trainer.top_entropy_quantile, group=_group(trainer))
-    # The vespo loss already includes the ratio in its weight.
+    # The vespo loss already includes vLLM's importance ratio in its weight.
     if _corrects(trainer) and trainer.loss_type != "vespo":
         policy = policy.weighted("importance_sampling_ratio")
     return policy
@@ -158,10 +158,10 @@ def _parts(trainer: Any) -> int:
 
 
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
-    """Return a rank's share of the step's totals, also for a user's own terms.
+    """Return a rank's part of the step's totals, also for a user's own terms; None in an
+    evaluation, which has no optimizer step.
 
-    All micro-batches of TRL have an equal size. In an evaluation the function returns None, as an
-    evaluation has no optimizer step.
+    All micro-batches of TRL have an equal size.
     """
     if not trainer.model.training:
         return None

@@ -34,7 +34,7 @@ _replaced: list[tuple[Any, Any]] = []  # Pairs of a TRL function and headloss's 
 def install() -> None:
     """Replace TRL's chunked log-probs and chunked divergence in this process, until `uninstall()`.
 
-    Each function is replaced in every TRL module that has imported the function. First, TRL's
+    The replacements are set in every TRL module that has imported TRL's functions. First, TRL's
     functions are called with three rows, seven columns, a soft cap, a scale and a temperature, and
     their results compared with headloss's formula.
 

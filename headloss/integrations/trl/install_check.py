@@ -66,7 +66,8 @@ def check_log_probs(theirs: Any, ours: Callable[..., Any]) -> None:
     The order of arguments matters, since TRL passes them by position.
     """
     seam = "trainer.utils._ChunkedLogProbFunction"
-    # partial(.., None) removes `ctx`, the first parameter of an autograd function's forward.
+    # Binding `ctx`, the first parameter of an autograd function's forward, drops it from
+    # signatures.
     forward = functools.partial(theirs.forward, None)
     got, want = (list(inspect.signature(f).parameters) for f in (forward, ours))
     if len(got) != len(want):

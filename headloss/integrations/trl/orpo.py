@@ -93,7 +93,7 @@ class WithoutLogits:
         The result is the tuple (log-probs of chosen answers [B], log-probs of rejected answers [B],
         mean logits of chosen answers [B], mean logits of rejected answers [B], negative
         log-likelihood of chosen answers []). If the model's routers have an auxiliary loss [], the
-        auxiliary loss is the tuple's last element.
+        returned tuple has that loss as its sixth element.
         """
         device = self.accelerator.device
         rows = self.concatenated_inputs(batch, padding_value=padding, device=device)

@@ -1,8 +1,9 @@
 """The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
 `sampling_support` is the trainer's option: True asks for log-probs over the ids that the sampler
-kept, False for TRL's log-probs, None for log-probs over kept ids if a filter removes ids. Options
-that prevent log-probs over kept ids raise ValueError under True, and give one warning under None.
+kept, False for TRL's log-probs, None for log-probs over kept ids if a filter removes ids. An option
+that prevents log-probs over kept ids raises ValueError if `sampling_support` is True, and gives one
+warning if `sampling_support` is None.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # True if log-probs exist, but differ from the sampler's.
+    replayed: bool = False  # True if log-probs are computed, but differ from the sampler's.
 
 
 def wanted(trainer: Any) -> bool:
@@ -103,7 +104,7 @@ def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
     `obstacles` (options that prevent or disturb this).
 
     Raises:
-        ValueError: `obstacles` is not empty, and `sampling_support` is True.
+        ValueError: `sampling_support` is True, but an option prevents log-probs over kept ids.
     """
     replayed = True
     for option, problem, all_the_same in obstacles:
@@ -228,9 +229,9 @@ def _changes(option: str) -> Obstacle:
 
 @contextlib.contextmanager
 def engine_with_sets(trainer: Any) -> Iterator[None]:
-    """Let the vLLM engine that TRL builds inside the context return the ids that its sampler kept,
-    if the trainer wants the ids."""
-    module: Any = sys.modules.get(ENGINE)  # TRL has already imported its vLLM module.
+    """Let a vLLM engine that TRL builds inside the `with` block return the ids that its sampler
+    kept, if the trainer wants the ids."""
+    module: Any = sys.modules.get(ENGINE)  # TRL's module that builds vLLM's engine.
     theirs = getattr(module, "LLM", None)
     if theirs is None:  # vLLM is not installed.
         yield

@@ -30,11 +30,12 @@ ENGINE = "trl.generation.vllm_generation"
 
 
 class Drawn(float):
-    """The log-prob of a token, and its index in a generation's `SampledSets`.
+    """The log-prob of a token, with the token's index in `SampledSets`, the ids that the sampler
+    kept.
 
-    TRL cuts and joins lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` object (a
-    `float`) survives the cutting and joining with its index, which finds the ids from which the
-    token was drawn.
+    TRL slices and concatenates lists of log-probs, with 0.0 for a tool's tokens. `Drawn` objects
+    are floats that stay in these lists, and their index finds the ids from which each token was
+    drawn.
     """
 
     __slots__ = ("at", "sets")

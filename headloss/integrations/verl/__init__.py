@@ -15,7 +15,7 @@ and importing the engines takes seconds.
     scored     finds scored positions of a micro-batch, and the ids that samplers kept;
     teacher    computes distillation from a teacher's top k;
     whole      computes distillation over the vocabulary: `loss_mode=headloss_reverse_kl`;
-    seams      replaces verl's functions by those of the modules above.
+    seams lists verl's functions with headloss's replacements, and installs them.
 """
 
 # pyright: reportMissingImports=false

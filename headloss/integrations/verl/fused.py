@@ -119,7 +119,8 @@ def patch_forward(
 
     @functools.wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Read `Fused` from `self`, since `self` may be a copy of the model with another `Fused`.
+        # A copy of the model has its own `Fused` object, so read the object from `self`, not
+        # `model`.
         output, request = function(self, *args, **kwargs), getattr(self, BACKEND).request
         return output if request is None else request.put(output)
 

@@ -49,7 +49,8 @@ KL: dict[str, dict[str, Any]] = {
 }
 ALSO = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 _factories: dict[str, tuple[Factory, str | None]] = {}
-# `Request`s of loss functions that are running; verl's metrics read log-probs of the last one.
+# Stack of the `Request`s whose loss functions are running; the last `Request` has the log-probs for
+# verl's metrics.
 measured: list[Any] = []
 
 
@@ -69,8 +70,8 @@ def register(name: str, factory: Factory, of_verl: str | None = None) -> None:
     """Register `factory` with verl as the policy loss `name`.
 
     Args:
-        of_verl: name of the verl loss with equal values, whose metrics are also reported; None: no
-            metrics.
+        of_verl: name of verl's own policy loss with the values of `factory`, whose metrics are also
+            reported; None: no metrics.
     """
     _factories[name] = factory, of_verl
 

@@ -38,8 +38,8 @@ class Teacher:
         sum over the teacher's k likeliest of p (log p - log q)
 
     log p is the teacher's log-prob and log q the student's over the whole vocabulary, both clamped
-    from below. The student's and the teacher's mass are the sums of q and of p over the k ids,
-    where log q and log p are not clamped.
+    from below. The student's mass and the teacher's mass are the sums of the unclamped
+    probabilities q and p over the teacher's k likeliest ids.
 
     A `Teacher` must not become a dataclass or a container: FSDP would cast the fields.
 
@@ -82,7 +82,8 @@ class Teacher:
         """Return the model's output with `fused_linear_aux`, the attribute that verl reads losses
         from.
 
-        The losses become a field of the output's class, since FSDP's hooks visit only fields.
+        FSDP's hooks visit only the dataclass fields of an output, so the losses become such a
+        field.
         """
         return _with_losses(type(output))(**output, fused_linear_aux=self.topk)
 

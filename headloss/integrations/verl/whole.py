@@ -30,7 +30,7 @@ from .scored import Scored
 from .teacher import Teacher, TopK, spread
 
 HIDDEN = "teacher_hidden"  # Batch field with the teacher's hidden states.
-# Stack of `loss_mode`s of the forwards that headloss's engine is running now.
+# The `loss_mode` of each forward that headloss's engine is now running, the innermost forward last.
 RUNNING: list[str] = []
 # The registered factory of the teacher's head; empty before registration.
 FACTORIES: list[Callable[[torch.device], hl.Head]] = []
@@ -50,8 +50,8 @@ def add() -> None:
 def _losses(
     name: str, config: Any, distillation_config: Any, model_output: Any, data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return the distillation losses [B, R] of the response tokens, already computed by the
-    engine."""
+    """Return the distillation losses [B, R] of the response tokens, which headloss's FSDP engine
+    has already stored in `model_output`."""
     if name not in RUNNING:
         raise RuntimeError(
             f"loss_mode: {name} is computed with the log-probs, by the FSDP engine under "
