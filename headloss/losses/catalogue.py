@@ -56,7 +56,8 @@ def table() -> str:
 
 
 def modifier_table() -> str:
-    """Return a Markdown table with one row per modifier: method, factor, options and inputs."""
+    """Return a Markdown table with one row per modifier, a method of `Term` such as `.corrected`:
+    the method's name, the formula of the factor on the loss, the options, the batch fields read."""
     rows = [
         (
             f"`.{f.__name__}`",

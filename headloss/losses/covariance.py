@@ -102,14 +102,16 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Term:
-    """Clipped surrogate that drops a few drawn tokens of high covariance, which lower the entropy.
+    """Clipped surrogate with loss 0 at a few random tokens of high covariance.
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token that is dropped at random
 
-    A token can be dropped if the clip does not remove its gradient and its covariance c = (A - mean
-    A) (logp - mean logp) is between low and high. Of all T tokens at most max(1, share * T) are
-    dropped: those that can be dropped and have the smallest values of the field `draws`. Cui et al.
-    2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
+    Training on tokens of high covariance lowers the entropy of the policy. A token can be dropped
+    (its loss set to 0) if the clip does not remove the token's gradient and the token's covariance
+    c = (A - mean A) (logp - mean logp) of advantage A and log-prob is between the options low and
+    high. Of all T tokens at most max(1, share * T) are dropped: those that can be dropped and have
+    the smallest values of the field `draws`. Cui et al. 2025, arXiv:2505.22617. The log of the
+    policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

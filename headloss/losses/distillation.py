@@ -1,6 +1,7 @@
 """Distillation from a teacher's full distribution, or from the teacher's stored top k.
 
-T scored tokens, V vocabulary, H' the teacher's hidden width, K stored outcomes.
+T scored tokens, V entries of the vocabulary, H' the teacher's hidden width, K ids that a top-k
+teacher stores per token.
 """
 
 from __future__ import annotations
@@ -50,24 +51,26 @@ def distillation(
         temperature: temperature of teacher and student, in place of the heads' temperatures. The
             loss has no factor of the squared temperature.
         teacher_head: the teacher's head, for `teacher_hidden`.
-        tail: treatment of the mass outside a top-k teacher's K stored outcomes, 1 - sum of the K
-            probabilities. The tail "bucket" makes the mass outside the K outcomes one more outcome.
-            The tail "renormalized" divides the K probabilities of the teacher, and the K
-            probabilities of the student, by their sum. The tail "truncated" sums over the teacher's
-            K stored ids alone, which is not a divergence and may be negative. The tail "clamped" is
-            max(s, 0) for the sum s over the teacher's K stored ids, without a gradient where s is
-            below 0, as in verl. The tail "generalized" is a divergence of K student probabilities
-            p_k and K teacher probabilities q_k, with sums that may be below 1: sum_k p_k (log p_k -
-            log q_k) - p_k + q_k for "reverse_kl", the same with p and q exchanged for "forward_kl",
-            and for "js" the sum over the K outcomes. The generalized divergence is never negative,
-            and is 0 with gradient 0 where p = q on the K outcomes: Ma et al. 2026 (MOPD),
-            arXiv:2606.30406, equation 5. The tail "sampled", for "reverse_kl" alone, is the sum
-            over the teacher's K stored ids, plus sg(1 + log p_y - log q_y) log p_y at a token whose
-            target y, sampled by the student, is not among the K ids. The gradient of the summand
-            sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of the gradient of the part of
-            the divergence outside the teacher's K stored ids. The value of sg(1 + log p_y - log
-            q_y) log p_y has no meaning; NeMo-RL's pull requests 3584 and 3608 define only its
-            gradient.
+        tail: treatment of the probability mass outside the K ids that a top-k teacher stores per
+            token, 1 - sum of the K probabilities. The tail "bucket" counts the mass outside the
+            teacher's K stored ids as one more outcome. The tail "renormalized" divides the K
+            probabilities of the teacher, and the K probabilities of the student, by their sum. The
+            tail "truncated" sums over the teacher's K stored ids alone, which is not a divergence
+            and may be negative. The tail "clamped" is max(s, 0) for the sum s over the teacher's K
+            stored ids, without a gradient where s is below 0, as in verl. The tail "generalized" is
+            a divergence of the student's probabilities p_k and the teacher's probabilities q_k of
+            the teacher's K stored ids, whose sums may be below 1: sum_k p_k (log p_k - log q_k) -
+            p_k + q_k for "reverse_kl", sum_k q_k (log q_k - log p_k) - q_k + p_k for "forward_kl",
+            and the sum over the K ids alone for "js". The generalized divergence is never negative,
+            and is 0 with gradient 0 where student and teacher give equal probabilities to the
+            teacher's K stored ids: Ma et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail
+            "sampled" is for divergence="reverse_kl" alone: the divergence's sum over the teacher's
+            K stored ids, plus sg(1 + log p_y - log q_y) log p_y at a token whose target y, sampled
+            by the student, is not among the K ids (p_y and q_y are the student's and the teacher's
+            probability of y; sg stops the gradient). The gradient of the summand sg(1 + log p_y -
+            log q_y) log p_y is an unbiased estimate of the gradient of the part of the divergence
+            outside the teacher's K stored ids. The value of sg(1 + log p_y - log q_y) log p_y has
+            no meaning; NeMo-RL's pull requests 3584 and 3608 define only its gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -80,11 +83,11 @@ def distillation(
     m below 1, and the total variation grows by (1 - m) / 2. With tail="sampled" the term also reads
     teacher_logps [..], the teacher's log-prob log q_y of the target y at the term's temperature.
 
-    Default reduction: token_mean. Metrics: the divergence by its name. With tail="sampled" and a
-    top-k teacher that stores K ids per token there are four more metrics: stored (the divergence's
-    sum over the K ids), sampled (the summand of targets that are not among the K ids), mass (the
-    student's total probability of the K ids) and outside (the fraction of tokens whose target is
-    not among the K ids).
+    Default reduction: token_mean. Metrics: the divergence, under its name in the option divergence
+    (such as forward_kl). With tail="sampled" and a top-k teacher that stores K ids per token there
+    are four more metrics: stored (the divergence's sum over the K ids), sampled (the summand of
+    targets that are not among the K ids), mass (the student's total probability of the K ids) and
+    outside (the fraction of tokens whose target is not among the K ids).
     """  # noqa: E501 (an equation is one line)
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)
@@ -176,18 +179,22 @@ def _observe_gate(stats: Statistics, batch: PackedBatch, *, beta: float) -> dict
 def sdar(*, beta: float = 5.0) -> Term:
     """Distillation at sampled tokens, gated by the teacher's log-prob advantage over the student.
 
-        g (log q_y - log p_y), g = sg(sigmoid(beta (log q_y - log p_y)))
+        g (log q_y - log p_y), gate g = sg(sigmoid(beta (log q_y - log p_y))); q_y and p_y the teacher's and the student's probability of the sampled token y
 
     Lu et al. 2026 (SDAR), arXiv:2605.15155; added to a policy term with a factor of 0.1 or 0.01.
-    The gradient of the loss equals the gradient of -g log p_y, with the gate g held constant. The
-    loss g (log q_y - log p_y) is not a divergence and may be negative.
+    The loss of `hl.sdar` has the gradient of -g log p_y, where p_y is the student's probability of
+    the sampled token y, and the gate g in [0, 1] is held constant. The loss, a gate times the
+    teacher's log-prob minus the student's log-prob of the sampled token, is not a divergence and
+    may be negative.
 
     Args:
-        beta: steepness of the sigmoid gate as a function of log q_y - log p_y, > 0.
+        beta: steepness, > 0, of the sigmoid gate as a function of the teacher's log-prob minus the
+            student's log-prob of the sampled token.
 
-    Inputs: teacher_logps [..], log q_y. Default reduction: token_mean. Metrics: gate, gate_open
-    (the share of gates above 0.5), gap (log q_y - log p_y).
-    """
+    Inputs: teacher_logps [..], the teacher's log-prob of the target. Default reduction: token_mean.
+    Metrics: gate, gate_open (the fraction of tokens whose gate is above 0.5), gap (the teacher's
+    minus the student's log-prob).
+    """  # noqa: E501 (an equation is one line)
     positive(beta=beta)
     return Term(
         name="",

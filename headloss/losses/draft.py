@@ -71,7 +71,7 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
 
 @factory
 def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
-    """Negative log of the acceptance probability, under SpecForge's and NeMo Automodel's name.
+    """Negative log of the acceptance probability: `nla` by the name that SpecForge uses.
 
         -log sum_j min(p_j, q_j)
 
@@ -80,7 +80,8 @@ def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> T
     SpecForge and NeMo Automodel count 0.
 
     Args:
-        teacher_head, temperature: as in `nla`.
+        teacher_head, temperature: the verifier's head (for `teacher_hidden`), and the temperature
+            of draft and verifier.
 
     Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.
 
@@ -118,7 +119,8 @@ def lk_hybrid(
             weight uses the mean acceptance probability over the scored tokens of a segment.
             With per="step" the segments of the batch are the unrolled draft steps, over all ranks
             of a group: `Segments.from_ids(step, count, group=...)`.
-        teacher_head, temperature: as in `nla`.
+        teacher_head, temperature: the verifier's head (for `teacher_hidden`), and the temperature
+            of draft and verifier.
 
     Inputs: the inputs of `distillation`. Default reduction: token_mean. Metrics: acceptance, top1.
 
@@ -161,7 +163,7 @@ def draft_weights(
 ) -> Modifier:
     """Modifier that weighs drafted tokens: `hl.cross_entropy().modified(hl.draft_weights())`.
 
-        exp(-k / gamma) for "decay"; sum_{i >= k} prod_{j <= i} ((1 - floor) p_y + floor) for D-PACE, k the token's place in the block
+        exp(-k / gamma) for weights="decay", sum_{i >= k} prod_{j <= i} ((1 - floor) p_j + floor) for weights="d_pace"; options gamma and floor; k the token's place in its block of drafted tokens, p_j the draft model's probability of the target at place j
 
     DFlash and DSpark weigh a drafted token by its place k in the block. D-PACE, arXiv:2605.18810,
     weighs a token by the expected number of accepted tokens from that token on, computed from
@@ -221,7 +223,7 @@ def dspark(
 ) -> Term:
     """Cross-entropy and total variation of drafted tokens, weighted by exp(-k / gamma) at place k.
 
-        (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma), weights ce and tv, place k in the block
+        (ce (-log p_y) + tv sum |p - q| / 2) exp(-k / gamma); options ce, tv and gamma; p and q the distributions of draft and verifier, y the target, k the token's place in its block of drafted tokens
 
     DSpark (2026) is the loss by which speculators, SpecForge and NeMo Automodel train draft models;
     the option tv of SpecForge and NeMo Automodel weighs sum |p - q|, twice the total variation.
@@ -230,15 +232,16 @@ def dspark(
     Args:
         ce, tv: weights of cross-entropy and total variation, each >= 0.
         gamma: decay length in tokens, > 0; None: all tokens have the weight 1.
-        teacher_head, temperature: as in `nla`.
+        teacher_head, temperature: the verifier's head (for `teacher_hidden`), and the temperature
+            of draft and verifier.
 
     Inputs: the inputs of `distillation`; slots [..], the place k of a token among its block's
-    drafted tokens, from 0. With gamma=None, the field slots is read only for the metrics accept_len
-    and eal. Each block of drafted tokens is a segment. Default reduction: token_mean. Metrics:
-    acceptance, top1; per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i the acceptance
-    probability at place i) and eal (1 + the number of leading targets that are the draft's
-    likeliest token). The metrics accept_len and eal end at a block's first unscored token, and are
-    not reported for segments that run across ranks.
+    drafted tokens, from 0. With gamma=None, only the metrics of the accepted length (accept_len and
+    eal) read the batch field `slots`. Each block of drafted tokens is a segment. Default reduction:
+    token_mean. Metrics: acceptance, top1; per block accept_len (1 + sum_k prod_{i <= k} a_i, a_i
+    the acceptance probability at place i) and eal (1 + the number of leading targets that are the
+    draft's likeliest token). The metrics accept_len and eal end at a block's first unscored token,
+    and are not reported for segments that run across ranks.
 
     Also called: speculators DSpark.
     """  # noqa: E501 (an equation is one line)

@@ -18,7 +18,7 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
     """Wrap a term factory: set the term's name and options from the signature, and name the term in
     errors.
 
-    `function` may return a term with an empty name, which the wrapper replaces by the name of
+    `function` may return a term with an empty name, because the term's name is set to the name of
     `function`.
     """
     signature = inspect.signature(function)

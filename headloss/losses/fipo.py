@@ -33,7 +33,7 @@ SAFE = (0.8, 1.0)
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
     """Return the [T] float64 sums over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
 
-    Each loop iteration doubles the number of following tokens in every sum (a parallel scan).
+    A parallel scan: after n loop iterations, the sum at token t covers the 2^n tokens from t on.
     """
     total, ids, reach = values.double(), segments.ids, 1
     while reach < len(total) and (decay := 2 ** (-reach / half_life)) > 0:
@@ -112,27 +112,29 @@ def fipo(
 
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); weight f_t = clip(exp(F_t), lo, 1 + weight_clip); future KL F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k; log-ratio d_k = logp_k - old_k; m_k = 0 where r_k > delta, else 1; lo = 1 if high_only, else 1 - weight_clip
 
-    Where the advantage is negative and the policy ratio above the option safety, the influence
-    weight f_t is further clipped to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in the version of
-    ms-swift. The distance k - t between two tokens counts the scored tokens of a segment; other
-    frameworks count all positions, unscored ones included. The future KL F_t is clamped to [-20,
-    20], but the log-ratios that F_t sums are not. With old_logps=CURRENT every log-ratio is 0 and
-    every influence weight f_t is 1.
+    Where the advantage is negative and the policy ratio is larger than the option `safety`, a
+    second clip limits the influence weight f_t to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in
+    the version of ms-swift. The distance k - t between two tokens counts the scored tokens of a
+    segment; other frameworks count all positions, unscored ones included. The future KL F_t, a
+    discounted sum of the log-ratios of new to old policy from token t on, is clamped to [-20, 20];
+    the log-ratios in the sum are not clamped. With old_logps=CURRENT (old and new policy are equal)
+    every log-ratio of new to old policy is 0, and every token has the influence weight 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
-        delta: upper bound of the ratio for either sign of the advantage, > 0; None for no bound.
-        half_life: number of tokens, > 0; a change of the policy that many tokens later counts half
-            (the authors' code calls the half-life a decay rate).
-        weight_clip: largest distance of the weight f from 1, >= 0; None or 0: no clip, f = exp(F)
-            for the future KL F.
+        delta: upper bound of the policy ratio for either sign of the advantage, > 0; None for no
+            bound.
+        half_life: distance in tokens, > 0, at which the log-ratio of a following token has the
+            factor 1/2 in the future KL (the authors' code calls the half-life a decay rate).
+        weight_clip: largest distance of the influence weight f from 1, >= 0; None or 0: no clip, f
+            = exp(F) for the future KL F.
         high_only: clip the weight f to values of at least 1.
         safety: policy ratio above which the weight f of a token of negative advantage is clipped to
             [0.8, 1], > 0; None: no such clip.
 
     Inputs: advantages, old_logps; segments that run across ranks are refused. Default reduction:
     token_mean. Metrics: future_kl (the future KL F), influence_weight (the weight f) and safe (the
-    fraction of tokens whose weight the option safety does not clip).
+    fraction of tokens to which the clip by the option `safety` does not apply).
     Also called: ms-swift fipo.
     """  # noqa: E501 (an equation is one line)
     non_negative(epsilon_low=epsilon_low, epsilon_high=epsilon_high)

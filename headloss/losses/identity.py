@@ -20,8 +20,8 @@ from torch import Tensor
 class Given(functools.partial):
     """A decorated function with its options, pickled by the name of its factory.
 
-    Pickle looks up a function in its module by its name, but under the name of a decorated function
-    the module holds the factory.
+    Pickle stores a function by its module and name, but in the module the name of a decorated
+    function refers to the factory that the decorator returned.
     """
 
     def __reduce__(self):
@@ -68,8 +68,8 @@ def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
     """Return a key of `value` (a term, or one of its functions or arguments), for comparisons. Two
     values have equal keys if they differ only in the contents of tensors.
 
-    Every tensor found is appended to `tensors`. The returned key keeps no tensor, function or
-    process group alive.
+    Every tensor found in `value` is appended to the list `tensors`. The key that `fingerprint`
+    returns keeps no tensor, function or process group of `value` alive.
     """
     if value is None or isinstance(value, (int, float, str)):
         return type(value), value

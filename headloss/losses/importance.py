@@ -8,8 +8,8 @@ T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
     "sequence_product":  exp(sum_t d_t), [S], with the advantages averaged over t.
 
 The exponent (the log-ratio d_t, or its mean or sum over a sequence) is clamped to [-20, 20], so
-that every ratio and every gradient is finite. Only the exponent is clamped: a mean or sum runs over
-the unclamped log-ratios of a sequence's tokens. An empty segment has ratio 1 and advantage 0.
+that every ratio and every gradient is finite; the log-ratios d_t inside a sequence's mean or sum
+are not clamped. An empty segment has ratio 1 and advantage 0.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def advantages_at(batch: PackedBatch, level: str) -> Tensor:
 
 
 def ratio_per_token(stats: Statistics, batch: PackedBatch, level: str) -> Tensor:
-    """Return the ratio at each token, [T], also for a ratio per sequence."""
+    """Return the ratio of new to old policy at each token, [T]; a sequence's ratio is repeated at
+    each token of the sequence."""
     ratio = importance_ratio(stats, batch, level)
     return batch.segments.expand(ratio) if LEVELS[level][1] == "segment" else ratio
 

@@ -128,7 +128,7 @@ def corrected(
 ) -> Modifier:
     """Importance weight of the trainer's old policy over the sampler's, truncated or masked.
 
-        w = sg(exp(old - sampling)), of the token or summed over the sequence; clamped to [min, max], or 0 outside
+        w = sg(exp(old - sampling)) of a token, or sg(exp(sum_t (old_t - sampling_t))) of a sequence, for log-probs old of the old policy and sampling of the sampler; the modes "token_truncate" and "sequence_truncate" clamp w to [min, max], the modes "token_mask" and "sequence_mask" set w to 0 outside of [min, max]
 
     Truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl. Masks: Ling Team 2025
     (IcePop), arXiv:2510.18855. The log of the importance weight is clamped to [-20, 20], both per
@@ -188,9 +188,9 @@ def off_policy_masked(threshold: float) -> Modifier:
 
         1 where A >= 0 or mean_t(sampling_t - logp_t) <= threshold, else 0
 
-    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. If all tokens of a sequence have one
-    advantage, the mask keeps or drops the whole sequence. A NaN sampling log-prob counts as a
-    log-ratio of 0.
+    DeepSeek-AI 2025 (DeepSeek-V3.2), arXiv:2512.02556. If all tokens of a sequence have the same
+    advantage, `off_policy_masked` keeps or drops the sequence as a whole. A NaN sampling log-prob
+    counts as a log-ratio of 0.
 
     Args:
         threshold: bound of the sequence's mean log-ratio.
@@ -229,8 +229,8 @@ def _among_top(
 
 
 def _quantile(
-    values: Tensor,  # [N]
-    count: Tensor,  # [], number of finite `values`; the padding is inf
+    values: Tensor,  # [N] values, padded with inf.
+    count: Tensor,  # Number of values that are not padding, a 0-dimensional tensor.
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.
@@ -239,8 +239,8 @@ def _quantile(
     """
     ordered = torch.cat([values, values.new_full((1,), math.inf)]).sort().values
     last = (count.double() - 1).clamp_min(0)
-    # `q * last` is rounded, because an index that should be an integer may differ from the integer
-    # by rounding error.
+    # Round the quantile's position among the sorted values, because floating-point error may move
+    # an integer position below the integer.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
     # Indexing by a 0-dim tensor would make the host wait for the device.
@@ -282,8 +282,9 @@ def top_entropy(
     Args:
         quantile: share of tokens to keep, in (0, 1]; makes the term batch-scoped.
         threshold: entropy in nats, >= 0; the alternative to `quantile`.
-        group: process group whose ranks hold tokens of one batch. The quantile is over the tokens
-            of all ranks; the ranks exchange their sizes first, which reads the device once.
+        group: process group whose ranks hold tokens of one batch. The quantile is over the
+            entropies of the tokens of all ranks; before the entropies are gathered, the ranks
+            exchange their numbers of tokens, which reads the device once.
 
     Inputs: none.
     """

@@ -129,7 +129,8 @@ def grpo(
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
     Shao et al. 2024, arXiv:2402.03300. `delta`: Prime Intellect 2025 (INTELLECT-2),
-    arXiv:2505.07291. The log of the policy ratio r, at any level, is clamped to [-20, 20].
+    arXiv:2505.07291. The log of the policy ratio, per token or per sequence, is clamped to [-20,
+    20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
@@ -147,7 +148,7 @@ def grpo(
 def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
     """Group sequence policy optimization: one ratio, one clip and one loss per sequence.
 
-        -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), s_i = exp(mean_t d_t)
+        -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), advantage A_i of sequence i, ratio s_i = exp(mean_t d_t), log-ratio d_t = logp_t - old_t
 
     Zheng et al. 2025, arXiv:2507.18071. Advantages per token are averaged over the sequence.
     The mean log-ratio mean_t d_t is clamped to [-20, 20].
@@ -158,7 +159,7 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
     Inputs: advantages, old_logps. Default reduction: sequence_mean.
     Also called: TRL GSPO, OpenRLHF gspo, NeMo-RL sequence_level_importance_ratios, AgileRL
     trajectory.
-    """
+    """  # noqa: E501 (an equation is one line)
     return _clipped(sequence_mean, epsilon_low, epsilon_high, level="sequence")
 
 
@@ -192,8 +193,8 @@ def dapo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Yu et al. 2025, arXiv:2503.14476. The log of the policy ratio r, at any level, is clamped to
-    [-20, 20].
+    Yu et al. 2025, arXiv:2503.14476. The log of the policy ratio, per token or per sequence, is
+    clamped to [-20, 20].
 
     Args: as in `grpo`.
 
@@ -216,9 +217,9 @@ def bnpo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    The term is named after beta normalization policy optimization (Xiao et al. 2025,
-    arXiv:2506.02864), which normalizes rewards. The log of the policy ratio r, at any level, is
-    clamped to [-20, 20].
+    `hl.bnpo` is named after beta normalization policy optimization (Xiao et al. 2025,
+    arXiv:2506.02864), which normalizes rewards. The log of the policy ratio, per token or per
+    sequence, is clamped to [-20, 20].
 
     Args: as in `grpo`.
 
@@ -242,8 +243,8 @@ def dr_grpo(
 
         -min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A)
 
-    Liu et al. 2025, arXiv:2503.20783. The log of the policy ratio r, at any level, is clamped to
-    [-20, 20].
+    Liu et al. 2025, arXiv:2503.20783. The log of the policy ratio, per token or per sequence, is
+    clamped to [-20, 20].
 
     Args:
         max_completion_length: constant divisor; None requires a reduction by `.over(...)`.

@@ -70,17 +70,19 @@ def dpo(
 
     Args:
         beta: strength of the pull to the reference, > 0.
-        label_smoothing: assumed share of pairs with exchanged labels, in [0, 0.5]. The loss is
-            (1 - label_smoothing) f(h) + label_smoothing f(-h) for the chosen loss type's function
-            f, except for robust and exo_pair.
+        label_smoothing: assumed share of pairs with exchanged labels, in [0, 0.5]. The loss is (1 -
+            label_smoothing) f(h) + label_smoothing f(-h), where h is the score of the chosen answer
+            minus the score of the rejected answer, and f(h) the loss without smoothing; the loss
+            types robust and exo_pair smooth in another way.
         loss_type: name of the loss, such as "sigmoid" or "ipo".
         average_log_prob: average an answer's log-ratios instead of summing them; None: average for
             sigmoid_norm and ipo alone.
-        f_divergence_type: the score f'(t) of the ratio t of policy to reference: "reverse_kl" log
-            t, "forward_kl" 1 - 1/t, "js_divergence" log(2t / (1 + t)), "alpha_divergence"
-            (t^(a - 1) - 1) / (a - 1) (Wang et al. 2023, arXiv:2309.16240). Every f_divergence_type
-            but "reverse_kl" needs a loss type that depends only on x = c - r, the difference of the
-            answers' scores.
+        f_divergence_type: name of the f-divergence from the reference; an answer has the score
+            f'(t) for the ratio t of policy to reference: "reverse_kl" log t, "forward_kl" 1 - 1/t,
+            "js_divergence" log(2t / (1 + t)), "alpha_divergence" (t^(a - 1) - 1) / (a - 1) (Wang et
+            al. 2023, arXiv:2309.16240). Every f_divergence_type but "reverse_kl" needs a loss type
+            that depends only on the difference between the scores of the chosen and the rejected
+            answer.
         f_alpha_divergence_coef: the number a of f_divergence_type="alpha_divergence".
         ld_alpha: weight of the tokens by which an answer is longer than the answer with which it is
             compared, in [0, 1] (Liu et al. 2024, arXiv:2409.06411); None: 1.
@@ -88,8 +90,8 @@ def dpo(
             log p_y - log sum_j p_j^2, without gradient (WPO: Zhou et al. 2024, arXiv:2406.11827).
             use_weighting=True costs one more sum over the vocabulary, sum_j p_j^2.
         discopop_tau: temperature of the loss type discopop, > 0.
-        rejected: number of rejected answers after each chosen one; the loss is the mean over the
-            rejected answers.
+        rejected: number of rejected answers that follow each chosen answer in the batch; the loss
+            is the mean over the rejected answers.
 
     Also called: TRL sigmoid.
 
@@ -134,8 +136,8 @@ def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
 
         (h - 1 / (2 beta))^2, h = mean_chosen(logp - ref) - mean_rejected(logp - ref)
 
-    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). The score h uses means of log-ratios
-    instead of sums, as the code of the paper's authors does.
+    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). `hl.ipo` averages the log-ratios of an
+    answer's tokens instead of summing them, as the code of Azar et al. does.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -174,7 +176,7 @@ def simpo(
             mean log-prob of the rejected answer) - gamma.
         alpha: shape of AlphaPO's reward (1 - exp(-alpha m)) / alpha, which replaces an answer's
             mean log-prob m.
-        rejected: number of rejected answers after each chosen one, as in `dpo`.
+        rejected: number of rejected answers that follow each chosen answer, as in `dpo`.
 
     Also called: TRL simpo.
 

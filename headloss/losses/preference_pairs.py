@@ -2,11 +2,12 @@
 against rejected answers.
 
 S segments in P groups of 1 + n: segment (1 + n) k is the chosen answer, the n segments after it are
-the rejected answers. c and r are rewards: scores times beta. Each nonempty segment of a group has
-the group's loss, multiplied by (1 + n) / (number of nonempty segments of the group), so that the
-mean over segments equals the mean over groups. A group without a scored token has loss 0 and still
-counts in the mean. The sum over an empty answer is 0. An empty rejected answer is left out if the
-group has a nonempty rejected answer.
+the rejected answers. c and r are rewards: scores times beta. Each nonempty segment of a group of 1
++ n answers has the group's loss, multiplied by (1 + n) / (number of nonempty segments of the
+group), so that the mean over segments equals the mean over groups. A group of answers without any
+scored token has loss 0 and still counts in the mean over groups. An answer without scored tokens
+(an empty answer) has a log-prob of 0. An empty rejected answer is left out of the group's loss if
+the group has a nonempty rejected answer.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ class Pairwise:
     loss_type: str = "sigmoid"
     beta: float
     label_smoothing: float = 0.0
-    gamma: float = 0.0  # the loss reads the margin c - r - gamma
+    gamma: float = 0.0  # target margin, subtracted from the chosen minus the rejected reward
     tau: float = 0.05
     factor: float = 1.0
     rejected: int = 1
     weighted: bool = False  # multiply by `likely_under_policy`
 
     def __call__(self, c: Tensor, r: Tensor) -> Tensor:
-        """Return the elementwise loss of chosen and rejected rewards, [P] and [P], or [P, 1] and
-        [P, n]."""
+        """Return the elementwise loss of the chosen and the rejected rewards of P groups: [P] and
+        [P] for one rejected answer per group, [P, 1] and [P, n] for n rejected answers."""
         if self.of_both:
             return self.factor * OF_BOTH[self.loss_type](c, r, self)
         x = c - r - self.gamma
@@ -186,7 +187,8 @@ def _averaged(total: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def split(values: Tensor, batch: PackedBatch, rejected: int = 1) -> tuple[Tensor, Tensor]:
-    """Split [S] values into chosen and rejected: [P] and [P], or [P, 1] and [P, n]."""
+    """Split [S] values into the values of the chosen and of the rejected answers of P groups: [P]
+    and [P] for one rejected answer per group, [P, 1] and [P, n] for n rejected answers."""
     if len(values) % (1 + rejected) and batch.live is None:
         want = "an even number of them: 2k is chosen, 2k + 1 rejected"
         if rejected > 1:
@@ -207,8 +209,8 @@ def join(values: Tensor, batch: PackedBatch, rejected: int = 1) -> Tensor:
 
 
 def _of_rejected(values: Tensor, present: Tensor, rejected: int) -> Tensor:
-    """Return the mean of `values` over each group's rejected answers, [P]. Empty answers are left
-    out, unless all rejected answers of the group are empty."""
+    """Return the mean of `values` over each group's rejected answers, [P]. Answers without tokens
+    are left out of the mean, unless all rejected answers of the group have no tokens."""
     if rejected == 1:
         return values
     counted = torch.where(present.any(1, keepdim=True), present, True)

@@ -65,13 +65,13 @@ def kto(
 ) -> Term:
     """Kahneman-Tversky optimization: answers labelled desirable or undesirable, without pairs.
 
-        w sigmoid(-beta (h - z)) where desirable, else w sigmoid(beta (h - z)), h = sum(logp - ref), z = max(0, reference_kl)
+        w sigmoid(-beta (h - z)) for a desirable answer, w sigmoid(beta (h - z)) for an undesirable answer; weight w = desirable_weight or undesirable_weight, h = sum(logp - ref) over the answer, z = max(0, reference_kl)
 
-    Ethayarajh et al. 2024, arXiv:2402.01306. loss_type="apo_zero_unpaired" has the reference point
-    z = 0 in place of max(0, reference_kl) (D'Oosterlinck et al. 2024, arXiv:2408.06266). The
-    reference point `reference_kl`, one number for the batch, is the mean of sum(logp - ref) over
-    answers matched with wrong prompts, without gradient. hl.head_stats computes the log-probs of
-    such mismatched answers.
+    Ethayarajh et al. 2024, arXiv:2402.01306. The option loss_type="apo_zero_unpaired" replaces the
+    reference point z = max(0, reference_kl), which is subtracted from an answer's summed log-ratio,
+    by z = 0 (D'Oosterlinck et al. 2024, arXiv:2408.06266). The reference point `reference_kl`, one
+    number for the batch, is the mean of sum(logp - ref) over answers matched with wrong prompts,
+    without gradient. hl.head_stats computes the log-probs of such mismatched answers.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -116,8 +116,9 @@ def a2po(*, beta: float = 1e-3) -> Term:
 
         (beta sum(logp - ref) - A)^2, advantage A = the reward minus the prompt's optimal value
 
-    Brantley et al. 2025, arXiv:2505.20686. The optimal value of a prompt is
-    beta_1 log mean exp(reward / beta_1) over answers sampled from the reference policy.
+    Brantley et al. 2025, arXiv:2505.20686. The optimal value of a prompt is beta_1 log mean
+    exp(reward / beta_1) over answers sampled from the reference policy, where the temperature
+    beta_1 is the caller's choice.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -150,8 +151,8 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
         lengths = batch.segments.sum(batch.live.to(upper.dtype))
     of_chosen, of_rejected = split(lengths, batch)
     there = of_chosen + of_rejected > 0
-    # Give pairs without a scored token the largest value in `upper` and `lower`, so that they sort
-    # last and are not counted.
+    # A pair of answers without a scored token gets the largest float as its score in both sets,
+    # `upper` and `lower`, so that the pair sorts last and is not counted.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
     # a NaN score stays in the mean, so that the loss becomes NaN
@@ -168,8 +169,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u_(i) and v_(i) the i-th smallest of two sets u and v: u = logp_chosen - logp_rejected of the policy, v of the reference; unpaired: u = sum(logp - ref) of chosen answers, v of rejected answers
 
     Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and each pair's
-    loss is the mean loss over the call. Pairs whose answers have no scored token are left out
-    before the sorting.
+    loss is the mean loss over the call. A pair of answers without a scored token is left out before
+    the scores are sorted.
 
     Args:
         beta: factor, > 0, of the difference between the i-th smallest scores of the two compared

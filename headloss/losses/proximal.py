@@ -105,17 +105,18 @@ def dppo(
 ) -> Term:
     """Divergence proximal policy optimization: drop tokens whose probability moved too far.
 
-        -sg(min(r, ratio_max)) A log p_y where D <= delta_high (A > 0) or D >= -delta_low (A <= 0), else 0; D the change of the target's probability
+        -sg(min(r, ratio_max)) A log p_y where D <= delta_high (A > 0) or D >= -delta_low (A <= 0), else 0; ratio r of new to old policy, advantage A, change D of the target's probability, options ratio_max, delta_low and delta_high
 
     With p the target's probability under the new policy and q under the old policy, D is p - q
     ("tv"), or KL((q, 1 - q), (p, 1 - p)) with a minus sign where p < q ("kl"). Qi et al. 2026,
     arXiv:2602.04879. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        divergence: "tv" or "kl", of the target against all other tokens.
+        divergence: "tv" (total variation) or "kl" between the old and the new policy, as
+            distributions over two outcomes: the target, and any other token.
         delta_low, delta_high: largest fall and rise of the target's probability, measured by the
-            chosen divergence, each >= 0; the paper uses 0.2 with "tv" and 0.05 with "kl".
-        ratio_max: upper bound of the weight, > 0; None for no bound.
+            chosen divergence, each >= 0; Qi et al. use 0.2 with "tv" and 0.05 with "kl".
+        ratio_max: upper bound of the policy ratio in the weight w, > 0; None for no bound.
         one_sided: drop a token only if its advantage pushes the probability further away; False:
             drop a token beyond either bound, whatever its advantage.
         surrogate: "log_prob" for the loss -sg(w) A log p_y with the weight w, or "ratio" for the
@@ -142,7 +143,7 @@ def _between(stats: Statistics, batch: PackedBatch, *, low: float, high: float) 
 def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log_prob") -> Term:
     """IcePop on the current policy's ratio: the weight is the ratio within two bounds, else 0.
 
-        -sg(r [alpha <= r <= beta]) A log p_y
+        -sg(r) A log p_y where alpha <= r <= beta, else 0; ratio r of new to old policy, advantage A
 
     Ling Team 2025, arXiv:2510.18855; the paper's r is the trainer's probability divided by the
     sampler's. To get the loss of the Ling Team's paper, pass the sampler's log-probs as old_logps,
@@ -173,7 +174,7 @@ def _aligned(stats: Statistics, batch: PackedBatch, *, delta: float) -> Tensor:
 def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
     """Total-variation-based advantage-aligned constrained policy optimization.
 
-        -r A, or 0 where mean_t |r - 1| > delta in the token's sequence and (r - 1) A > 0
+        -r A, or 0 where mean_t |r_t - 1| > delta in the token's sequence and (r - 1) A > 0; ratio r of new to old policy, advantage A
 
     Honari et al. 2026, arXiv:2603.01365, with the total variation measured per sequence. The log of
     the policy ratio r is clamped to [-20, 20].
@@ -184,7 +185,7 @@ def vaco(*, delta: float = 0.2, surrogate: Surrogate = "ratio") -> Term:
             -sg(r) A log p; the gradients are equal.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
-    """
+    """  # noqa: E501 (an equation is one line)
     number(">= 0", lambda x: x >= 0, delta=delta)
     return _term(functools.partial(_aligned, delta=delta), surrogate, scope="segment")
 
@@ -208,7 +209,7 @@ def _observe_dro(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 def dro(*, beta: float = 0.1) -> Term:
     """Direct reward optimization: policy gradient with a quadratic penalty on the log-ratio.
 
-        -(A log p_y - beta / 2 (logp - old)^2)
+        -(A log p_y - beta / 2 (log p_y - log q_y)^2), advantage A, target's probability p_y under the new and q_y under the old policy
 
     Richemond et al. 2024, arXiv:2405.19107. The loss does not clamp the log-ratio; the metrics
     clamp the exponent at 20.
@@ -218,7 +219,7 @@ def dro(*, beta: float = 0.1) -> Term:
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl dro.
-    """
+    """  # noqa: E501 (an equation is one line)
     positive(beta=beta)
     return Term(
         name="",

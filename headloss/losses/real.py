@@ -40,7 +40,8 @@ def _mixed(right: Tensor, group: Segments) -> Tensor:
 
 
 def _anchored(x: Tensor, among: Tensor, group: Segments) -> Tensor:
-    """Return log(1 + sum of exp(x) over the segments of a group marked by `among`), [S]."""
+    """Return log(1 + sum exp(x)), [S], where the sum runs over those answers to a segment's prompt
+    for which `among` is True."""
     x = x.masked_fill(~among, -math.inf)
     peak = x.new_zeros(group.count).scatter_reduce(0, group.ids, x.detach(), "amax")
     total = (-peak).exp() + group.sum((x - group.expand(peak)).exp())

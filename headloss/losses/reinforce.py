@@ -67,7 +67,8 @@ SURROGATES = ("log_prob", "ratio")
 def weighted(
     stats: Statistics, batch: PackedBatch, *, weight: Weight, surrogate: str = "log_prob"
 ) -> Tensor:
-    """Return -sg(w) A log p; the surrogate "ratio" has the value -w A and the same gradient."""
+    """Return -sg(w) A log p for advantages A and the weight w; the surrogate "ratio" has the same
+    gradient and the value -w A."""
     pulls = batch.advantages * weight(stats, batch).detach()
     if surrogate == "log_prob":
         return -pulls * stats.logp
@@ -93,7 +94,7 @@ def cispo(
 
     MiniMax 2025 (MiniMax-M1), arXiv:2506.13585. The option epsilon_high of TRL and of
     headloss.rl.CISPOConfig is the cap itself: epsilon_high = 1.28 in TRL is epsilon_high = 0.28 in
-    `hl.cispo`. The log of the policy ratio r, at any level, is clamped to [-20, 20].
+    `hl.cispo`. The log of the policy ratio, per token or per sequence, is clamped to [-20, 20].
 
     Args:
         epsilon_high: distance of the cap from 1, >= 0. An epsilon_high above 1 and up to 1.5 gets a
@@ -129,8 +130,9 @@ def cispo(
 
 
 def _log_sequence_weight(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return each segment's clamped sum of log-ratios of the new policy to the sampler, [S]; if the
-    batch has no sampler log-probs, of the new to the old policy."""
+    """Return the log of each sequence's weight, [S]: the clamped sum of log-ratios of the new
+    policy to the sampler, or of the new to the old policy if the batch has no log-probs of the
+    sampler."""
     change = log_ratio(stats, batch).detach()
     if "importance_sampling_ratio" in batch:
         change = change + batch.importance_sampling_ratio.log().clamp_min(MIN_LOG_WEIGHT)
@@ -143,9 +145,13 @@ def _gamma(
     stats: Statistics,
     batch: PackedBatch,
     *,
-    k: tuple[float, float],  # Exponent k in w^k exp(lambda (1 - w)), for A >= 0, A < 0.
-    rate: tuple[float, float],  # Rate lambda in w^k exp(lambda (1 - w)), for A >= 0, A < 0.
+    k: tuple[float, float],
+    rate: tuple[float, float],
 ) -> Tensor:
+    """Return VESPO's factor w^k exp(lambda (1 - w)) of each token, [T], for the weight w of the
+    token's sequence. `k` holds the exponent k for advantages >= 0 and for advantages < 0, and
+    `rate` the number lambda for advantages >= 0 and for advantages < 0.
+    """
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
     phi = [(r + power * log_weight - r * weight).exp() for power, r in zip(k, rate, strict=True)]
@@ -170,12 +176,14 @@ def vespo(
         -sg(phi(w_i)) A log p_y; phi(w) = w^k exp(lambda (1 - w)), with k and lambda by the sign of A; w_i = exp(sum_t d_t), d_t = logp_t - old_t
 
     Shen et al. 2026, arXiv:2602.10693. The log of the sequence weight w_i is clamped to [log 1e-8,
-    20]. If the batch has sampling_logps, sum_t (old_t - sampling_t) is added to the log of the
-    sequence weight w_i before the clamp; do not add `.corrected`, which would multiply by the ratio
-    of old policy to sampler again. If the batch has importance_sampling_ratio (ratio of old policy
-    to sampler per token, truncated or masked by the caller), headloss adds sum_t log
-    importance_sampling_ratio_t to log w_i, and does not add sum_t (old_t - sampling_t). A ratio
-    below 1e-8, such as a masked 0, counts as 1e-8.
+    20]. If the batch has the field sampling_logps (log-probs of the sampler), the sum over the
+    sequence of old_logps - sampling_logps is added to the log of the sequence's weight before the
+    clamp. Do not use the modifier `.corrected` with `hl.vespo` on a batch with sampling_logps,
+    because the ratio of old policy to sampler would be applied twice. If the batch has the field
+    importance_sampling_ratio (ratio of old policy to sampler per token, truncated or masked by the
+    caller), the sum over the sequence of log importance_sampling_ratio replaces the sum of
+    old_logps - sampling_logps in the log of the sequence's weight. A ratio below 1e-8, such as a
+    masked 0, counts as 1e-8.
 
     Args:
         k_pos, lambda_pos: k and lambda in phi(w) = w^k exp(lambda (1 - w)) where A >= 0, each > 0.

@@ -39,8 +39,8 @@ class _Rejection:
     live: bool
 
     def statistic(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return the `measure` of the mismatch per token [T] or per sequence [S]; if `measure` is
-        "ratio", return the logarithm of the ratio."""
+        """Return the measure of the mismatch between trainer and sampler, per token [T] or per
+        sequence [S]; for the measure "ratio", return the log of the ratio of trainer to sampler."""
         values = self._of_tokens(stats, batch)
         if self.level == "token":
             return values
@@ -106,10 +106,11 @@ def rejected(
 
         1 where min <= m <= max, else 0; the mismatch m is exp(d), d^2 / 2, exp(d) - 1 - d, |p - q| or KL(q, p); d = old - sampling, p = exp(old), q = exp(sampling)
 
-    KL(q, p) is the divergence of the target against all other tokens. Li et al. 2025, "When speed
-    kills stability", https://richardli.xyz/rl-collapse. The log-ratio d = old - sampling is clamped
-    to [-20, 20], and is 0 where the sampling log-prob is NaN. `rejected` leaves the denominator of
-    the reduction unchanged; `rejection_mask` counts only the kept tokens in the denominator.
+    KL(q, p) is the KL divergence between two distributions over two outcomes (the target, and any
+    other token), which give the target the probability q and p. Li et al. 2025, "When speed kills
+    stability", https://richardli.xyz/rl-collapse. The log-ratio d = old - sampling is clamped to
+    [-20, 20], and is 0 where the sampling log-prob is NaN. `rejected` leaves the denominator of the
+    reduction unchanged; `rejection_mask` counts only the kept tokens in the denominator.
 
     Args:
         measure: "ratio", "k2", "k3", "tv" or "kl".
@@ -118,10 +119,12 @@ def rejected(
             product and "sequence_mean" the geometric mean of the token ratios, and "sequence_max"
             keeps a sequence if the ratios of all its tokens are within the bounds (SkyRL's outlier
             mask, with bounds 1e-4 and 100).
-        minimum, maximum: bounds of the measure (or of the sequence's measure), each >= 0 or None.
+        minimum, maximum: bounds of the token's measure with level="token", else of the sequence's
+            measure, each >= 0 or None.
         live: use the trained policy's current log-probs in place of the old log-probs.
 
-    Inputs: old_logps, sampling_logps. Metrics: rejected (per token or per segment).
+    Inputs: old_logps, sampling_logps. Metrics: rejected (the fraction of tokens or of sequences
+    that the mask drops).
     """  # noqa: E501 (an equation is one line)
     with naming("rejected"):
         made = _made(measure, level, minimum, maximum, live)
@@ -157,7 +160,8 @@ def rejection_mask(
 ) -> Tensor:
     """Return the mask of the modifier `.rejected` as a tensor, to be used as a batch field.
 
-    Under `.where(field)` the denominator of the reduction counts the kept tokens alone.
+    If the mask is the batch field of `.where(field)`, the loss's denominator counts only the tokens
+    that the mask keeps.
 
         kept = hl.rejection_mask(batch, "k3", level="sequence_mean", max=0.01)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))

@@ -1,9 +1,10 @@
 """Losses of critics and reward models, on a few numbers per token from another head.
 
 T scored tokens, S segments, C classes. Critics and reward models have no softmax over the
-vocabulary, so that their losses are plain functions and no terms of `hl.head_loss`. Reductions
-(such as "token_mean") and totals work as in `hl.head_loss`, and are exact under padding, packing,
-gradient accumulation and several ranks. Sums of 16-bit inputs are computed in float32.
+vocabulary; the losses of critics and reward models are therefore plain functions, not terms of
+`hl.head_loss`. Reductions (such as "token_mean") and totals work as in `hl.head_loss`, and are
+exact under padding, packing, gradient accumulation and several ranks. Sums of 16-bit inputs are
+computed in float32.
 """
 
 from __future__ import annotations

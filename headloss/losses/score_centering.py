@@ -29,12 +29,19 @@ LEAST_TAIL = 1e-6  # smallest mass of p and of q outside the candidates
 
 
 class _Centre(NamedTuple):
-    """Coefficients of score centering per token, without a gradient."""
+    """Coefficients of score centering per token, without a gradient.
 
-    c: Tensor  # Coefficients of log p_k, [T, K].
-    sampler_mass: Tensor  # sum_k q_k, the sampler's mass of the candidates, [T].
-    trainer_mass: Tensor  # sum_k p_k, the trainer's mass of the candidates, [T].
-    rho: Tensor  # (1 - sampler_mass) / (1 - trainer_mass), [T].
+    Attributes:
+        c: [T, K] the coefficient of each candidate's log-prob in the loss.
+        sampler_mass: [T] the sampler's total probability of the candidates.
+        trainer_mass: [T] the trainer's total probability of the candidates.
+        rho: [T] (1 - sampler_mass) / (1 - trainer_mass).
+    """
+
+    c: Tensor
+    sampler_mass: Tensor
+    trainer_mass: Tensor
+    rho: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,21 +104,22 @@ def _log_p(stats: Statistics, batch: PackedBatch) -> Tensor:
 def score_centering(
     *, mode: Mode | None = None, min: float | None = None, max: float | None = None
 ) -> Term:
-    """Remove the sampler's mean score from a policy gradient where sampler q and trainer p differ.
+    """Subtract the mean score (gradient of log p) under the sampler from a policy gradient.
 
         A sum_k sg(c_k) log p_k over candidates k; c_k = q_k f(p_k / q_k) - alpha p_k, with the weight function f that the option mode selects; alpha = rho f(1 / rho); rho = (1 - sum_k q_k) / (1 - sum_k p_k)
 
     Marek and Ryabinin 2026, arXiv:2609.20807, equations 9, 12 and 14. In rho = (1 - sum_k q_k) / (1
-    - sum_k p_k), numerator and denominator are raised to at least 1e-6 (the paper's appendix A.3;
+    - sum_k p_k), for the sampler's and the trainer's probability q_k and p_k of candidate k,
+    numerator and denominator are raised to at least 1e-6 (appendix A.3 of Marek and Ryabinin;
     NeMo-RL bounds the denominator alone). Add score centering to a policy term, with that policy
     term's reduction and correction bounds, e.g. hl.reinforce() + hl.score_centering(), or
     hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
     hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's probability of a token
-    outside the candidates is modelled as rho p. If the candidates cover the whole vocabulary or all
-    of `support_ids`, the summand -alpha p_k of the coefficient c_k contributes no gradient, and the
-    loss is exact. prime-rl has the exact sum over the ids that the sampler kept, and weighs tokens
-    by a mask of |p - q|. `hl.score_centering` also applies to tokens that the policy term clips or
-    masks.
+    outside the candidates is modelled as the trainer's probability times one factor rho. The loss
+    is exact if the candidates cover the whole vocabulary or all of `support_ids`, because no token
+    is outside the candidates. The loss of prime-rl is the exact sum over the ids that the sampler
+    kept, and drops tokens whose trainer and sampler probabilities differ too much.
+    `hl.score_centering` also applies to tokens that the policy term clips or masks.
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]
@@ -122,7 +130,9 @@ def score_centering(
     Inputs: advantages; candidate_ids [.., K], the sampler's likeliest tokens, where unused entries
     count 0; candidate_sampling_logps [.., K], log q of the candidates under the sampler's full
     sampling distribution. Default reduction: token_mean. Metrics: sampler_mass and trainer_mass
-    (sums of q and p over the candidates), rho, abs_c (sum_k |c_k|).
+    (total probability of the candidates under sampler and trainer), rho = (1 - sampler_mass) / (1 -
+    trainer_mass), and abs_c (the sum over the candidates of the absolute coefficients of their
+    log-probs).
     """  # noqa: E501 (an equation is one line)
     if mode is not None:
         one_of(MODES, mode=mode)

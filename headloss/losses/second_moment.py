@@ -70,16 +70,17 @@ def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modi
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
     ratio; the authors' code derives clip bounds from the threshold instead. If even the smallest
     squared mismatch (old - sampling)^2 is not below threshold, all tokens but the token of smallest
-    mismatch are dropped. The means run over the tokens of one call on one rank. A NaN log-prob of
-    the sampler counts as no mismatch. `second_moment_masked` leaves the denominator of the
-    reduction unchanged; `second_moment_mask` counts only the kept tokens in the denominator.
+    mismatch are dropped. The mean squared mismatch is over the tokens of one call on one rank. A
+    NaN log-prob of the sampler counts as no mismatch. `second_moment_masked` leaves the denominator
+    of the reduction unchanged; `second_moment_mask` counts only the kept tokens in the denominator.
 
     Args:
         threshold: upper bound of the mean of (old - sampling)^2 over the kept tokens, > 0.
         live: use the trained policy's current log-probs in place of the old log-probs.
 
-    Inputs: old_logps, sampling_logps. Metrics: second_moment (mean m of all tokens),
-    second_moment_kept (mean m of the kept tokens), second_moment_dropped (the share dropped).
+    Inputs: old_logps, sampling_logps. Metrics: second_moment (the mean squared mismatch of all
+    tokens), second_moment_kept (the mean squared mismatch of the kept tokens),
+    second_moment_dropped (the fraction of tokens dropped).
     """  # noqa: E501 (an equation is one line)
     with naming("second_moment_masked"):
         made = _made(threshold, live)
@@ -103,7 +104,8 @@ def second_moment_mask(batch: Batch, *, threshold: float = 0.04) -> Tensor:
     """Return the mask of the modifier `.second_moment_masked` as a tensor, to be used as a batch
     field.
 
-    Under `.where(field)` the denominator counts the kept tokens alone, as in AReaL.
+    If the mask is the batch field of `.where(field)`, the loss's denominator counts only the tokens
+    that the mask keeps, as in AReaL.
 
         kept = hl.second_moment_mask(batch, threshold=0.04)
         out = hl.head_loss(hidden, head, batch.with_fields(kept=kept), hl.grpo().where("kept"))

@@ -57,8 +57,8 @@ def _called(
     name: str | None = None,
     **how: Any,
 ) -> Any:
-    """Call `of` (a term's loss or metrics) on a view of the batch whose advantages are the result
-    of the function `by`.
+    """Call the function `of` (a term's loss or metrics) on the batch with the advantages replaced
+    by the result of the function `by`.
 
     Raise ValueError when the term reads no advantages; the message begins with `name`, if given.
     """
@@ -70,8 +70,8 @@ def _called(
 
 
 def _shaped(term: object, name: str, by: Advantages, needs: Scope, **how: Any) -> Term:
-    """Return `term` with its advantages replaced by the result of the function `by`; the repr shows
-    the options `how` after `name`.
+    """Return a copy of `term` whose advantages are the result of the function `by`; the copy's repr
+    shows `name` with the options `how`.
 
     Raise TypeError if `term` is not a Term. A call of the returned term raises ValueError if `term`
     reads no advantages.
@@ -115,8 +115,8 @@ def kl_shaped(
 
         A_t - beta kl_t, kl_t the estimated KL of token t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
 
-    Ziegler et al. 2019, arXiv:1909.08593, subtract the KL divergence from the reward. With
-    advantages of 0 and beta 1, the term is on-policy distillation from the reference.
+    Ziegler et al. 2019, arXiv:1909.08593, subtract the KL divergence from the reward. A policy term
+    shaped with beta=1 and advantages of 0 is on-policy distillation from the reference policy.
 
     Args:
         term: a term that reads advantages.
@@ -180,8 +180,8 @@ def rlsd_shaped(
         A_t ((1 - mix) + mix clip(w_t, 1 - epsilon, 1 + epsilon)), w_t = sg(exp(sign(A_t) (teacher_t - old_t)))
 
     Yang et al. 2026 (RLSD), arXiv:2604.03128; their teacher is the policy with the answer in the
-    prompt. The factor that multiplies an advantage is positive. The log of the weight w is clamped
-    to [-20, 20].
+    prompt. `rlsd_shaped` multiplies each advantage by a positive factor, so that no advantage
+    changes its sign. The log of the weight w is clamped to [-20, 20].
 
     Args:
         term: a term that reads advantages.
@@ -191,7 +191,8 @@ def rlsd_shaped(
         negative_only: leave advantages >= 0 as they are.
 
     Inputs: the inputs of `term`; teacher_logps, old_logps [..]. Metrics: the metrics of `term`;
-    factor, factor_clipped (the share of tokens whose w was clipped).
+    factor (by which a token's advantage is multiplied); factor_clipped (the fraction of tokens at
+    which the clip to [1 - epsilon, 1 + epsilon] changed the factor).
 
     Returns:
         Term: with the name, reduction and modifiers of `term`.

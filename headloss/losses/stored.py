@@ -1,7 +1,7 @@
 """Divergences from a teacher's stored top-k log-probs and the probability mass outside of the top
 k.
 
-T scored tokens, K stored outcomes.
+T scored tokens, K ids that the teacher stores per token.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def divergence_of_stored(
     outside the K ids; the option `tail` says how the mass is treated.
 
     Args:
-        logps: the student's log-probs [T, K + 1]: K columns for the stored outcomes, and one for
-            the log of the mass outside the K outcomes. If `tail` is "sampled", `logps` is [T, K +
-            2], and the last column but one is the student's log-prob of the target.
+        logps: the student's log-probs [T, K + 1]: K columns for the teacher's K stored ids, and one
+            column for the log of the student's probability mass outside the K ids. If `tail` is
+            "sampled", `logps` is [T, K + 2], and the last column but one is the student's log-prob
+            of the target.
     """
     empty = batch.teacher_topk_ids < 0
     log_q = batch.teacher_topk_logps.double().masked_fill(empty, FLOOR).clamp_min(FLOOR)
     log_p = logps.double()
     if tail == "bucket":
         log_q, least = torch.cat([log_q, log_tail(log_q)], 1), torch.full_like(log_p, FLOOR)
-        # A mass outside the K stored outcomes is 1 - sum of K probabilities, and is only rounding
-        # error below the epsilon of the dtype `wide`; the logs of the teacher's and the student's
-        # mass are therefore raised to at least log(epsilon).
+        # The probability mass outside the teacher's K stored ids, 1 - sum of K probabilities, is
+        # only rounding error if it is below the machine epsilon; the logs of the teacher's and of
+        # the student's mass outside the ids are therefore raised to at least log(epsilon).
         dtypes = [t for t in (wide, batch.teacher_topk_logps.dtype) if t.is_floating_point]
         noise = NOISE * max(torch.finfo(t).eps for t in dtypes)
         unknown = (log_q[:, -1] <= math.log(noise)) | log_p[:, -1].isneginf()
@@ -71,11 +72,11 @@ def outside(batch: PackedBatch) -> Tensor:
 
 
 def of_target(logps: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the summand [T] that the option tail="sampled" adds at targets outside the teacher's
-    stored top k; 0 at targets in the top k.
+    """Return the summand [T] that `hl.distillation(tail="sampled")` adds to the loss at targets
+    outside the teacher's stored top k; 0 at targets in the top k.
 
-    The last two columns of `logps` are the target's log-prob and the log of the student's mass
-    outside the top k.
+    The argument `logps` holds the student's log-probs; its last two columns are the log-prob of the
+    target and the log of the probability mass outside the teacher's stored top k.
     """
     beyond = outside(batch)
     log_p = torch.where(beyond, logps[:, -2].double(), 0).clamp_min(FLOOR)

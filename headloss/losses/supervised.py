@@ -59,9 +59,10 @@ def cross_entropy(*, label_smoothing: float = 0.0) -> Term:
             in [0, 1].
 
     For class weights use `.weighted(field)`, with the weight of each target's class in the field.
-    With `.weighted`, the smoothed part is also weighted by the target's class, where
-    torch.nn.functional.cross_entropy weighs each vocabulary column by the column's class weight.
-    docs/how-to.md shows headloss code with PyTorch's result for class weights and label smoothing.
+    With `.weighted`, the weight of the target's class also multiplies the label-smoothing part of
+    the loss, whereas torch.nn.functional.cross_entropy multiplies the log-prob of each class in the
+    label-smoothing part by the weight of that class. The page docs/how-to.md shows headloss code
+    with PyTorch's result for class weights and label smoothing.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -166,10 +167,11 @@ def chord_phi(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sg(p_y (1 - p_y)) log p_y
 
-    Zhang et al. 2025 (CHORD), arXiv:2508.11408. The weight p_y (1 - p_y) is 0 where p_y is 0 or 1.
-    Combine the term with a policy term by boolean fields of the batch rows: (1 - mu) *
-    hl.grpo().where("rl") + mu * hl.chord_phi().where("sft"). The caller chooses mu, the weight of
-    the supervised loss, at each step.
+    Zhang et al. 2025 (CHORD), arXiv:2508.11408. The weight p_y (1 - p_y) of a token's loss is 0
+    where the target's probability p_y is 0 or 1. Combine `hl.chord_phi` with a policy term by two
+    boolean batch fields, such as "rl" and "sft", that mark the tokens of each loss: (1 - mu) *
+    hl.grpo().where("rl") + mu * hl.chord_phi().where("sft"), where the caller chooses mu, the
+    weight of the supervised loss, at each step.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """
@@ -214,8 +216,9 @@ def eaft(*, alpha: float = 1.0, scale: float = 3.0) -> Term:
 
     Diao et al. 2026, arXiv:2601.02151, with the entropy of the whole vocabulary in place of the
     entropy of the 20 likeliest tokens (at most log 20 = 3.0). To weigh by the entropy of the 20
-    likeliest tokens as the paper does, compute that entropy from hl.head_topk's log-probs, pass the
-    weights as the batch field uncertainty, and use hl.cross_entropy().weighted("uncertainty").
+    likeliest tokens, as Diao et al. do, compute the entropy of the 20 tokens from the log-probs of
+    hl.head_topk, pass the weights as the batch field uncertainty, and use
+    hl.cross_entropy().weighted("uncertainty").
 
     Args:
         alpha: power of the entropy, > 0.
@@ -238,8 +241,8 @@ def soft_cross_entropy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -sum_k q_k log p_k
 
-    For probabilities of the whole vocabulary use hl.distillation with `teacher_logits`: its value
-    is smaller by the entropy of q, and its gradient equals the gradient of the cross-entropy.
+    For target probabilities q over the whole vocabulary use hl.distillation with `teacher_logits`,
+    whose loss is the cross-entropy minus the entropy of q, with the gradient of the cross-entropy.
 
     Szegedy et al. 2015, arXiv:1512.00567.
 

@@ -1,4 +1,5 @@
-"""Surrogates that bound the policy ratio per sequence, smoothly, or with a gradient when clipped.
+"""Policy losses that bound the policy ratio: by clipped log-ratios averaged per sequence, by a
+smooth gate, or by a clip that keeps a gradient.
 
 T scored tokens, S segments, A advantages, d_t = logp_t - old_t; r is the ratio at the level that
 `importance_sampling_level` names (see `importance`): [T] per token, or [S] per sequence.
@@ -110,8 +111,8 @@ def sapo(
 
         -(4 / tau) sigmoid(tau (r - 1)) A, tau = temperature_pos where A > 0, else temperature_neg
 
-    Gao et al. 2025, arXiv:2511.20347. The log of the policy ratio r, at any level, is clamped to
-    [-20, 20].
+    Gao et al. 2025, arXiv:2511.20347. The log of the policy ratio, per token or per sequence, is
+    clamped to [-20, 20].
 
     Args:
         temperature_pos, temperature_neg: steepness of the sigmoid of the policy ratio where the
@@ -166,7 +167,7 @@ def ce_gppo(
 ) -> Term:
     """Gradient-preserving clipping: a clipped token keeps a bounded gradient.
 
-        -w p_y / sg(p_y) A; the weight w is r, or beta_low (1 - epsilon_low) for a token clipped below, or beta_high (1 + epsilon_high) for a token clipped above
+        -sg(w) A p_y / sg(p_y), advantage A; the weight w is the ratio of new to old policy, or beta_low (1 - epsilon_low) for a token clipped below, or beta_high (1 + epsilon_high) for a token clipped above
 
     Su et al. 2025 (CE-GPPO), arXiv:2509.20712. With beta_low = beta_high = 1 the loss is GPPO
     (Klear-Reasoner), arXiv:2508.07629. The log of the policy ratio r is clamped to [-20, 20].

@@ -1,6 +1,6 @@
 """Teachers: a full distribution or a stored top k, and the divergences that terms read from them.
 
-T scored tokens, K stored outcomes.
+T scored tokens, K ids that a top-k teacher stores per token.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ INPUTS = {
 class Teacher:
     """Teacher distribution of a term; terms with equal teachers share one computation.
 
-    Teachers are equal if head, temperature and tail are. Keys of `Statistics.extras` are a
-    `Teacher` for a stored top k, and a pair (teacher, divergence measure) for a full distribution.
+    Two `Teacher` objects are equal if they have the same `head`, `temperature` and `tail`. Keys of
+    `Statistics.extras` are a `Teacher` for a stored top k, and a pair (teacher, divergence measure)
+    for a full distribution.
     """
 
     temperature: float
@@ -52,7 +53,7 @@ class Teacher:
 
     def identity(self) -> tuple[Any, ...]:
         """Return the comparison key of head, temperature and tail."""
-        if not isinstance(self.head, Head):  # `head_loss` raises for any other type
+        if not isinstance(self.head, Head):  # None, or a wrong type that `head_loss` refuses
             return id(self.head), self.temperature, self.tail
         return tuple(map(_identity, vars(self.head).values())), self.temperature, self.tail
 
@@ -171,10 +172,7 @@ class SharedRows(NamedTuple):
 
     def at(self, tokens: slice) -> tuple[Tensor, Tensor | None]:
         """Return the M rows of `teacher_hidden` that a slice of n tokens reads, and each token's
-        index [n] into the M rows.
-
-        The second result, the index into the M rows, is None if each of the n tokens reads a row of
-        its own.
+        index [n] into the M rows, with None in place of the index if each token has its own row.
         """
         if self.rows is None or not len(self.index):
             return self.index[tokens], None
@@ -255,7 +253,7 @@ class SampleExtras(dict[object, Tensor]):
 
 
 class BesideTeacher:
-    """Statistics of the student, with the divergences from a term's teacher."""
+    """Statistics of the student, with methods for the divergences between student and `Teacher`."""
 
     def __init__(self, stats: Statistics, teacher: Teacher, batch: PackedBatch) -> None:
         self._stats, self._teacher, self._batch = stats, teacher, batch

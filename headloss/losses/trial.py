@@ -124,8 +124,9 @@ def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Obs
 
 
 def name_of(key: object) -> str:
-    """Return the name of a key of `Statistics.extras`; for a teacher's divergence, the divergence's
-    name."""
+    """Return a name for a key of `Statistics.extras`: the name of the divergence for a pair of
+    teacher and divergence, "teacher_topk" for a teacher with a stored top k, else the key as a
+    string."""
     if isinstance(key, Teacher):
         return "teacher_topk"
     return str(key[1].kind if isinstance(key, tuple) else key)
@@ -182,9 +183,9 @@ def check_pieces(
 def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
     """Raise ValueError for a user's term whose values change if its batch is split into tokens.
 
-    For example, a term whose function takes a mean over the batch's tokens gives other values on
-    single tokens, and is refused. The check runs the term on single-token segments and reads the
-    device.
+    For example, `check_cuts` raises for a term whose function takes a mean over the batch's tokens,
+    because the term gives other values on single tokens. `check_cuts` runs the term on segments of
+    one token each and reads the device.
     """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1
