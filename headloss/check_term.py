@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,11 +80,12 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     ('advantages',)
     """
     if callable(term) and not isinstance(term, Term | type):
-        if inspect.signature(term).parameters.keys() >= {"stats", "batch"}:
+        try:
+            term = term()
+        except TypeError as error:
             raise TypeError(
-                "term: got a function of (stats, batch), want a Term: hl.term(function)()"
-            )
-        term = term()
+                f"term: {error}; want a Term: hl.term(function)() of a function of (stats, batch)"
+            ) from error
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     batch, traced = _batch(term, fields)

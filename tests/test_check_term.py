@@ -135,6 +135,8 @@ def test_bad_terms_are_told_apart(factory, match):
 def test_check_term_wants_a_term(wrong):
     with pytest.raises(TypeError, match="term: got .*, want a Term"):
         hl.check_term(wrong)
+    with pytest.raises(TypeError, match=r"want a Term: hl\.term\(function\)\(\)"):
+        hl.check_term(lambda s, b: -s.logp)
 
 
 def test_fields_of_check_term_are_tensors():

@@ -20,7 +20,10 @@ ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candida
 # probabilities, BAD is stored in place of the field's largest id, so that the later check of ids
 # against the vocabulary size raises an error.
 BAD = (1 << 63) - 1
-NO_LOGITS = "probabilities that sum to at most 1; of logits take log_softmax or softmax"
+NO_LOGITS = (
+    "probabilities >= 0 that sum to at most 1; of logits take log_softmax or softmax, of log-probs "
+    "exp in the place of probabilities"
+)
 
 
 class Survey:
@@ -94,12 +97,13 @@ class Survey:
         return numbers
 
     def _bad(self, name: str, ordered: Tensor) -> Tensor:
-        """[N] bool: True for a position of the id field `name` with a repeated id, or with
-        probabilities whose sum exceeds 1 by more than rounding explains. `ordered` holds the sorted
-        ids."""
+        """[N] bool: True for a position of the id field `name` with a repeated id, with a negative
+        probability, or with probabilities whose sum exceeds 1 by more than rounding explains.
+        `ordered` holds the sorted ids."""
         most = 1.01
-        # Add 3 to a position's sum of probabilities for each repeated id, so that a sum above
-        # `most` (slightly more than 1) means a repeated id or impossible probabilities.
+        # Add 3 to a position's sum of probabilities for each repeated id and each negative
+        # probability, so that a sum above `most` (slightly more than 1) means a repeated id or
+        # impossible probabilities.
         terms = [_repeated(ordered)] * 3
         if name in self.probs:
             ids = self.id_fields[name]
@@ -107,7 +111,7 @@ class Survey:
             most = {1: 2.0, 2: 1.1}.get(probs.itemsize, most)
             probs = probs.float() if most > 1.1 else probs
             probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
-            terms.append(probs.masked_fill(ids < 0, 0))
+            terms.append(probs.masked_fill(probs < 0, 3).masked_fill(ids < 0, 0))
         return torch.cat(terms, 1).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
