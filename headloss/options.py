@@ -28,9 +28,9 @@ class Options:
             (two matmuls, a head without gradient), "held" (three matmuls, any objective; keeps the
             softmax terms or logits of all tokens until the loss is known) or "narrow" (four matmuls
             in kernels that keep logits on the chip). "narrow" needs the triton backend and a head
-            of width at most 256 in the hidden states' dtype. "narrow" excludes adapters, teachers,
-            candidates, supports, `logits_dtype` and `main_grad`: with any of these features, "auto"
-            chooses "recompute".
+            of width at most 256 in the hidden states' dtype. "narrow" excludes adapters, columns
+            beside the head, teachers, candidates, supports, `logits_dtype` and `main_grad`: with
+            any of these features, "auto" chooses another schedule.
         chunk_tokens: tokens per chunk; with schedule "auto", any number works for any objective.
         memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps, without
             gradients and their accumulators. Default: 256 MiB on a CPU, 1/64 of a GPU's memory

@@ -127,8 +127,11 @@ def test_narrow_with_supports_or_candidates_is_refused():
     hidden, head, batch = problem(torch.float64)
     ids = batch.targets.clamp(min=0)[:, None]
     for field, term in (("support_ids", hl.cross_entropy()), ("candidate_ids", first_candidate())):
-        with pytest.raises(ValueError, match='got "narrow", but columns are measured apart'):
+        with pytest.raises(ValueError, match='got "narrow", but want a call without candidates'):
             hl.head_loss(hidden, head, batch.with_fields(**{field: ids}), term, NARROW)
+    beside = hl.Head(head.weight, beside=((hidden.detach(), head.weight.detach()),))
+    with pytest.raises(ValueError, match='got "narrow", but want triton, .* columns beside'):
+        hl.head_loss(hidden, beside, batch, hl.cross_entropy(), NARROW)
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -233,9 +233,9 @@ def _choose(
                 return f"the objective is {p.scope}-scoped and {fits}"
         elif schedule == "narrow":
             if not p.on_chip:
-                return "the head or the backend does not suit"
+                return "want triton, H <= 256, no adapter, columns beside, teacher or logits_dtype"
             if p.candidates or p.support or options.main_grad is not None:
-                return "columns are measured apart, or main_grad is given"
+                return "want a call without candidates, support_ids and main_grad"
         elif p.given:
             return "the logits are given"
         elif schedule == "frozen":
