@@ -76,14 +76,14 @@ OF_PROBS = ", _bad lt, _bad masked_fill"
     [
         ({}, ""),
         ({"candidate_ids": IDS}, OF_IDS),
-        (CANDIDATES, OF_IDS + OF_PROBS),
+        (CANDIDATES, OF_IDS + OF_PROBS * 2),
         (TOPK, OF_IDS + OF_PROBS + ", _bad exp"),
     ],
     ids=["none", "ids", "probabilities", "log-probs"],
 )
 def test_operations_of_stored_ids(fields: dict[str, Tensor], more: str) -> None:
-    """Making a `Batch` costs nine more operations for a field of ids, eleven with probabilities,
-    and twelve with log-probs of the ids."""
+    """Making a `Batch` costs nine more operations for a field of ids, thirteen with
+    probabilities, and twelve with log-probs of the ids."""
 
     def surveyed(**fields: Tensor) -> list[str]:
         with Operations() as found:

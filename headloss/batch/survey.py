@@ -110,8 +110,9 @@ class Survey:
             probs = self.probs[name].view_as(ids)
             most = {1: 2.0, 2: 1.1}.get(probs.itemsize, most)
             probs = probs.float() if most > 1.1 else probs
-            probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
-            terms.append(probs.masked_fill(probs < 0, 3).masked_fill(ids < 0, 0))
+            log = "logps" in ID_FIELDS[name]
+            probs = probs.exp() if log else probs.masked_fill(probs < 0, 3)
+            terms.append(probs.masked_fill(ids < 0, 0))
         return torch.cat(terms, 1).sum(1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
