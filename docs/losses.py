@@ -45,23 +45,24 @@ HEAD = """\
 
 `python docs losses` generates this page from [docs/frameworks](frameworks). Each row names a loss
 of a framework, the headloss expression with equal value and gradient, and the test that compares
-the two in float64; `hl` is `import headloss as hl`. A number in a headloss expression, such as a
-clip bound, stands for an option of the framework. Tests under `tests/frameworks` call the
+the two in float64; `hl` is `import headloss as hl`. Replace a number in a headloss expression, such
+as a clip bound, by the value of the framework's option. Tests under `tests/frameworks` call the
 frameworks' own functions and run by `make test-frameworks`; all other tests run in `make test`.
 """
 REDUCTIONS = """\
 ## Reductions
 
 A reduction gives each token a weight, and `hl.Totals` holds the denominators of the weights. By
-default the totals are those of a micro-batch; `hl.Batch(..., totals=...)` sets the totals of the
-optimizer step. `.over(...)` changes the reduction of a term.
+default a loss is divided by the token or sequence count of the micro-batch; `hl.Batch(...,
+totals=...)` sets the counts of the whole optimizer step. `.over(...)` changes the reduction of a
+term.
 """
 METRICS = """\
 ## Metrics
 
-A term reports metrics under the term's name: `out.metrics["grpo/ratio"]`. The table lists the
-name under which each framework logs an equal number; *none* means that the framework logs no such
-number.
+A term reports metrics under the term's name: `out.metrics["grpo/ratio"]`. For each metric of
+headloss, the table lists the name under which each framework logs an equal value; *none* means that
+the framework does not log the value.
 """
 
 

@@ -263,12 +263,13 @@ def _few_steps(bench: Any, found: dict) -> str:
             cells = (bench._cell(of.get(name), best) for name in DEFAULTS)
             rows.append((f"{model}, {work}", *cells))
     rows += [study_tables.replay_row(DEFAULTS), study_tables.draft_row(DEFAULTS)]
-    said = [f"{_range(min(of), max(of))} at {n}" for n, of in sorted(change.items(), reverse=True)]
+    falling = sorted(change.items(), reverse=True)
+    said = [f"{_range(min(of), max(of))} at {n} tokens" for n, of in falling]
     return (
         f"{_markdown(rows)}\n\nCompared with *Transformers*, headloss needs {min(less):.0f} to "
-        f"{max(less):.0f} GiB less memory at {most} tokens. Relative to "
-        "*Transformers*, the time of a headloss step is "
-        f"{', '.join(said)} tokens.\n"
+        f"{max(less):.0f} GiB less memory at {most} tokens. Compared "
+        "with the time of a *Transformers* step, the time of a headloss step is "
+        f"{', '.join(said)}.\n"
         f"{study_tables.draft_note()} {bench.report.machine(found)}"
     )
 

@@ -121,8 +121,8 @@ def draft_note() -> str:
     """Return a sentence that explains the draft model's row."""
     release, commit = (_read("drafts")[key] for key in ("versions", "commit"))
     return (
-        "In the draft model's row (commit "
-        f"{commit}), *Transformers* stands for plain PyTorch with stored logits; speculators "
+        "In the table row *draft model* (commit "
+        f"{commit}), the column *Transformers* is plain PyTorch with stored logits; speculators "
         f"{release['speculators']} with fused losses needs {_cell(_draft_steps()['speculators'])}."
     )
 

@@ -469,8 +469,8 @@ def claim(results: dict) -> str:
         "logits to bfloat16,\nwhich moves tokens across GRPO's clip. If a model's largest logit is "
         "27, the gradient of all weights differs from a\nfloat64 head's gradient by "
         f"{small[0]} in plain PyTorch, {small[1]} in TRL and {small[2]} in headloss. If the "
-        f"largest logit is 40,\nthe error is {large[0]} in plain PyTorch, {large[1]} in TRL and "
-        f"{large[2]} in headloss "
+        f"largest logit is 40,\nthe gradient's error is {large[0]} in plain PyTorch, {large[1]} in "
+        f"TRL and {large[2]} in headloss "
         "([measured](benchmarks/README.md#the-gradient-that-you-get))."
     )
 
