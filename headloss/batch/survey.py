@@ -97,23 +97,21 @@ class Survey:
         return numbers
 
     def _bad(self, name: str, ordered: Tensor) -> Tensor:
-        """[N] bool: True for a position of the id field `name` with a repeated id, with a negative
-        probability, or with probabilities whose sum exceeds 1 by more than rounding explains.
+        """[N] bool: True for a position of the id field `name` with a repeated id, or with
+        probabilities whose absolute values sum to more than 1, beyond what rounding explains.
         `ordered` holds the sorted ids."""
-        most = 1.01
-        # Add 3 to a position's sum of probabilities for each repeated id and each negative
-        # probability, so that a sum above `most` (slightly more than 1) means a repeated id or
-        # impossible probabilities.
-        terms = [_repeated(ordered)] * 3
-        if name in self.probs:
-            ids = self.id_fields[name]
-            probs = self.probs[name].view_as(ids)
-            most = {1: 2.0, 2: 1.1}.get(probs.itemsize, most)
-            probs = probs.float() if most > 1.1 else probs
-            log = "logps" in ID_FIELDS[name]
-            probs = probs.exp() if log else probs.masked_fill(probs < 0, 3)
-            terms.append(probs.masked_fill(ids < 0, 0))
-        return torch.cat(terms, 1).sum(1) > most
+        repeated = _repeated(ordered)
+        if name not in self.probs:
+            return repeated.any(1)
+        ids = self.id_fields[name]
+        probs = self.probs[name].view_as(ids)
+        most = {1: 2.0, 2: 1.1}.get(probs.itemsize, 1.01)
+        probs = probs.float() if most > 1.1 else probs
+        probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
+        # Three entries of 1 for each repeated id: a sum above `most` means a repeated id or
+        # impossible probabilities. Absolute values reveal log-probs in the place of probabilities.
+        terms = torch.cat([repeated] * 3 + [probs.masked_fill(ids < 0, 0)], 1)
+        return torch.linalg.vector_norm(terms, 1, 1) > most
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """True if the `Survey` was made from the given tensors and can detect changes; RuntimeError
