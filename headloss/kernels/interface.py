@@ -50,7 +50,7 @@ class Backward(NamedTuple):
     transform: Transform
     normalizer: Normalizer  # Softmax normalizer over the whole vocabulary, [n].
     coefficients: SoftmaxCoefficients  # Shape [n].
-    logps: Tensor | None  # Log-probs [n] of the targets; None if c_target is absent.
+    logps: Tensor | None  # Log-probs [n] of the targets; None if `coefficients.target` is None.
     # Dtype of the gradient, at most as wide as the tile's dtype; None: the tile's dtype.
     dtype: torch.dtype | None = None
     all_columns: bool = False  # True: the tile has all columns, as in the forward pass.
@@ -71,7 +71,7 @@ class Backward(NamedTuple):
 class ExpTile(NamedTuple):
     """Tile of *exp logits* exp(z - shift), stored in place of the logits z."""
 
-    exp_logits: Tensor  # [n, v] bfloat16, or the float32 or float64 dtype of the hidden states.
+    exp_logits: Tensor  # Exponentials [n, v]: bfloat16, or float32/float64 like the hidden states.
     shift: Tensor  # Largest logit of each token, or a logit not far below it, [n].
 
     @classmethod
@@ -106,12 +106,12 @@ class Measured(NamedTuple):
 
 class ShiftedSums(NamedTuple):
     """Sum of exp(z_j - shift) dz_j/draw_j w_j over the columns j of a vocabulary slice, per token,
-    where w_j is row j of the weight. The gradient of hidden states follows from `ShiftedSums` if
-    c_target and c_prob are the only nonzero gradient coefficients."""
+    where w_j is row j of the weight. If the loss depends only on the target's logit and the
+    log-sum-exp, the gradient of the hidden states follows from `ShiftedSums`."""
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
-    column: Tensor  # The column of the vocabulary slice that a token's sum leaves out, [n] int64.
+    column: Tensor  # Column of the vocabulary slice that is not in a token's sum, [n] int64.
     far: Tensor  # Bool [n]: True if rows[t] is invalid, as a logit of token t far exceeds shift[t].
 
 
@@ -139,8 +139,8 @@ class Walk(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Allowed ids of each token's softmax, as P pairs (token, column). A call handles only pairs
-    whose column lies in the *window*, a range of vocabulary columns."""
+    """Allowed ids of each token's softmax, as P pairs (token, column). A kernel call handles only
+    pairs (token, column) whose column lies in the *window*, a range of vocabulary columns."""
 
     ids: Tensor  # Vocabulary column [P] int64 of each pair; a negative number stands for no column.
     offsets: Tensor  # Int64 [n + 1], offsets[0] = 0: token t has ids[offsets[t]:offsets[t + 1]].
@@ -165,7 +165,7 @@ class Sum(NamedTuple):
 
 
 class Acts(Protocol):
-    """Functions that every backend implements, as a module returned by `kernels.load`."""
+    """Functions that every backend's module implements; `kernels.load` returns the module."""
 
     def partials(
         self,
@@ -176,9 +176,9 @@ class Acts(Protocol):
     ) -> SoftmaxState:
         """Return statistics, [n] vectors, of raw [n, v] in float32, bfloat16, float16 (or float64).
         Only statistics in `needs` are computed. With `onto`, the result is the tile's state merged
-        with the online-softmax state `onto`, whose memory may be reused. Columns `without` [n, K]
-        int64 are left out of the sums, which is more accurate than a subtraction afterwards. If
-        `without` leaves columns out, no target may lie in the tile of logits."""
+        with the online-softmax state `onto`, whose memory may be reused. The columns `without` [n,
+        K] int64 do not enter the statistics, which is more accurate than to subtract their terms
+        afterwards. If `without` leaves columns out, no target may lie in the tile of logits."""
 
     def best(self, raw: Tensor, transform: Transform) -> tuple[SoftmaxState, Tensor]:
         """Return a tile's `SoftmaxState` without targets, and the column [n] int64 of each row's
@@ -186,7 +186,7 @@ class Acts(Protocol):
 
     def logit_gradient_(self, raw: Tensor, backward: Backward) -> Tensor:
         """Return the gradient of the raw logits [n, v], written into the memory of `raw`. A
-        gradient in fewer bits than `raw` fills the first part of each row of `raw`."""
+        gradient of a dtype narrower than that of `raw` fills only the first bytes of each row."""
 
     def finish(self, slices: Tensor, needs: frozenset[str], vocabulary: int) -> Measured:
         """Return statistics over the whole vocabulary from the partial sums of W slices, merged in
@@ -202,9 +202,9 @@ class Acts(Protocol):
         None: the first n rows. `out` may be `x`; None: a new tensor of the dtype of `x`."""
 
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
-        """Return each gradient sum, multiplied in float32 or wider by the scalar `factor` and the
-        sum's row factors, then rounded to the gradient's dtype. All sums with row factors have
-        equally many rows. A gradient sum that already has the gradient's dtype is overwritten."""
+        """Return each gradient sum times the scalar `factor` and the sum's row factors, in float32
+        or wider, rounded to the gradient's dtype. All sums with row factors (`Sum.rows`) have
+        equally many rows. A sum that has the gradient's dtype is overwritten."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -234,12 +234,13 @@ class Acts(Protocol):
         add: bool = False,
         uneven: bool = False,
     ) -> None:
-        """Write to (or `add` to) `out` [n, H] each token's sum of values[pair] * rows[id - first]
-        over the token's pairs (token, id) with ids in [first, first + size). Each token's products
-        are added in the order of its ids, in float32 or wider; the sum is rounded once. For a 0 in
-        `values`, no row of `rows` is read. The sums are the gradient of hidden states or, with
-        tokens and columns exchanged, of the weight. Pass uneven=True if most pairs belong to a few
-        rows of `out`, `support.first` is 0, and all ids are below `support.size`."""
+        """Write to (or `add` to) each row out[token], of H elements, the sum of values[pair] *
+        rows[id - support.first] over the token's pairs (token, id) with 0 <= id - support.first <
+        support.size. Each token's products are added in the order of its ids, in float32 or wider;
+        the sum is rounded once. For a 0 in `values`, no row of `rows` is read. `support_sums`
+        computes the gradient of the hidden states or, with tokens and columns exchanged, of the
+        weight. Pass uneven=True if most pairs belong to a few rows of `out`, `support.first` is 0,
+        and all ids are below `support.size`."""
 
     # ------------------------------------------------------------------ pairs of tiles: see `pair`
 
@@ -268,8 +269,8 @@ class Kernels(Acts, Protocol):
     def fixed_product(
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
-        """Return the product of a [n, k] and b [k, m] (of any strides), rounded once to `dtype`, or
-        added to `out` [n, m]. Sums are in float32, in one order for all rows and every n."""
+        """Return the product a [n, k] @ b [k, m] (of any strides), rounded once to `dtype`, or
+        added to `out` [n, m]. Sums are in float32, in an order independent of n and of the row."""
 
     # ------------------------------------------------------------------ matmuls with an epilogue
 
@@ -291,8 +292,7 @@ class Kernels(Acts, Protocol):
         vocabulary: int,
         exp_tile: ExpTile | None = None,
     ) -> Measured:
-        """Return the statistics over the whole vocabulary: `softmax.finish` of `product_partials`
-        over all columns."""
+        """Return statistics over the whole vocabulary: `softmax.finish` of `product_partials`."""
 
     def product_gradient(self, x: Tensor, w: Tensor, backward: Backward) -> Tensor:
         """Return the gradient of the raw logits x [n, H] @ w.T [H, v], in new memory [n, v] of the
@@ -309,8 +309,8 @@ class Kernels(Acts, Protocol):
         self, x: Tensor, w: Tensor, forward: Forward, sums: bool = False
     ) -> tuple[SoftmaxState, ShiftedSums | None]:
         """Return statistics of the raw logits x [n, H] @ w.T [H, v], as `product_partials` does.
-        If sums=True, n > 0 and the dtype is not float16, the second result is a `ShiftedSums` (sums
-        from which the hidden gradient follows), else None."""
+        The second result, from which the gradient of the hidden states follows, is a `ShiftedSums`
+        if the argument `sums` is True, n > 0 and the dtype of x is not float16, else None."""
 
     def narrow_hidden(
         self, x: Tensor, w: Tensor, backward: Backward, sums: ShiftedSums | None = None
@@ -338,10 +338,10 @@ class Kernels(Acts, Protocol):
     def exp_gradient_(
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
-        """Return the gradient of the raw logits [n, v], written over the exponentials in
-        `exp_tile`. With a soft cap, c_uniform must be None: the soft cap's derivative needs the
-        logit z, which does not follow from exp(z - shift) = 0. With `order`, row i of the result is
-        the gradient of row order.rows[i], and result rows from order.count on are arbitrary."""
+        """Return the gradient of the raw logits [n, v], written over `exp_tile`. With a soft cap,
+        the coefficient c_uniform must be None, because the soft cap's derivative needs z, which is
+        lost where exp(z - shift) underflows to 0. With `order`, row i of the result is the gradient
+        of row order.rows[i], and result rows from order.count on are arbitrary."""
 
     def exp_multiple_(
         self,
@@ -352,15 +352,15 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
         least: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return a factor per token, [n]: the factor times the token's row exp(z - shift) of
-        `exp_tile` is the gradient of the raw logits. The call overwrites each token's target column
-        in `exp_tile` with the gradient of the target's raw logit divided by the returned factor. Of
+        """Return factors [n], where factors[i] times row i of `exp_tile`, exp(z - shift), is the
+        gradient of the raw logits of token i. The call overwrites each token's target column in
+        `exp_tile` with the gradient of the target's raw logit divided by the returned factor. Of
         the gradient coefficients, only c_target and c_prob may be present, and there must be no
-        soft cap. With `least` [n] (the size of gradients that `chosen_gradient_` later adds to a
-        row), each returned factor is at least a small fraction of `least` in absolute value. The
-        second result is x [n, H] with each row multiplied by its returned factor in float32 or
-        wider, then rounded to the dtype of x. With `order`, row i of every result is computed from
-        row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
+        soft cap. If given, `least` [n] is the size of the gradients that `chosen_gradient_` later
+        writes into each row, and each returned factor is at least 2^-90 times this size in absolute
+        value. The second result is x [n, H] with each row multiplied by its returned factor in
+        float32 or wider, then rounded to the dtype of x. With `order`, row i of every result is
+        computed from row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 
@@ -386,14 +386,14 @@ class Kernels(Acts, Protocol):
         """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are
         kept, a kept row with an index below c stays in place, and a kept row with an index of at
         least c moves to the place of a row that is not kept, so that GPU programs in any order
-        never read a row that is already overwritten. If `keep` selects more than `most` rows,
+        never read a row that is already overwritten. If more than `most` rows have keep=True,
         return the identity permutation of all n rows."""
 
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
         row for which `live` is False gets statistics and gradients of 0. If one call computes
-        statistics and gradient, the caller makes `coefficients` for an entropy of 0; `given_rows`
-        adds the gradient terms that depend on the entropy or on the derivatives `slopes`."""
+        statistics and gradient, `coefficients` must be computed as if the entropy were 0;
+        `given_rows` adds the gradient terms of the entropy and of the derivatives `slopes`."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded

@@ -2,14 +2,13 @@
 teacher over the whole vocabulary), for every backend.
 
 n tokens, v columns. q is the teacher's distribution and p the student's, both at the term's
-temperature. Every divergence is a sum over the vocabulary, to which tiles of logits and ranks
-contribute summands. The log-acceptance log sum min(p, q) over the whole vocabulary is the
-log-sum-exp of the log-acceptances of the tiles or ranks.
+temperature. Every divergence is a sum over the vocabulary: each tile of logits and each rank adds
+the summands of its own columns. The log-acceptance log sum min(p, q) over the whole vocabulary is
+the log-sum-exp of the log-acceptances of the tiles or ranks.
 
 The table has the name of each divergence; the divergence's value, where m = b q + (1-b) p is a
 mixture of q and p with a number b; and s_j, the value's derivative with respect to p_j (for
 forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
-
     forward_kl        sum q (log q - log p)              d/dz_j = p_j - q_j
     reverse_kl        sum p (log p - log q)              s_j = log p_j/q_j
     js                b KL(q || m) + (1-b) KL(p || m)    s_j = (1-b) log p_j/m_j
@@ -19,23 +18,26 @@ forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
     log_acceptance    log a, a = sum min(p, q)           s_j = [p_j < q_j], 1/2 where equal
 
 For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
-student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the derivative in p_k. The sum over k
-of p_k s_k (probability times derivative) is called the mean slope; adding one constant to all s_k
-does not change the gradient (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024,
-arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
+student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the divergence's derivative with
+respect to the student's probability p_k. The sum over k of p_k s_k (probability times derivative)
+is called the mean slope; adding one constant to all s_k does not change the gradient (Lin 1991;
+Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
+arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
-sum min(p, q). Computed as 1 - total variation, a small acceptance a would have no correct digit.
-The gradient of the log-acceptance log a = log sum min(p, q) with respect to the student's logit z_j
-is r_j s_j - p_j R, where r_k = min(p_k, q_k) / a, s_k is 1 where the student's p_k is below the
-teacher's q_k (1/2 where equal, else 0), and the mean slope R is the sum over k of r_k s_k. The
-gradient of the log-acceptance log a is bounded, however small the acceptance a is.
+sum min(p, q). The formula 1 - total variation is not used, because a small acceptance a computed by
+subtraction from 1 would have no correct digit. The gradient of the log-acceptance log a = log sum
+min(p, q) with respect to the student's logit z_j is r_j s_j - p_j R, where r_k = min(p_k, q_k) / a,
+s_k is 1 where the student's p_k is below the teacher's q_k (1/2 where equal, else 0), and the mean
+slope R is the sum over k of r_k s_k. The gradient of the log-acceptance log a is bounded, however
+small the acceptance a is.
 
 The teacher's probabilities q may sum to a mass w below 1, if the student (a draft model) has only a
 part of the teacher's vocabulary. If the teacher's probabilities sum to w < 1, the total variation
 grows by (1 - w) / 2, and the gradient of forward_kl with respect to the student's logit z_j is w
-p_j - q_j. For forward_kl, the kernels store w - 1 (w is the sum of the teacher's probabilities) in
-place of the mean slope sum_k p_k s_k.
+p_j - q_j. For forward_kl, the kernels store w - 1 (w is the sum of the teacher's probabilities)
+where other divergences store the mean slope, the sum over k of p_k times the divergence's
+derivative in p_k.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Distribution(NamedTuple):
     normalizer: Normalizer
 
     def rows(self, rows: slice | Tensor) -> Distribution:
-        """Return the transform and the normalizer restricted to the tokens `rows`."""
+        """Return the softmax (transform and normalizer) of the tokens `rows` alone."""
         return Distribution(self.transform.rows(rows), self.normalizer.rows(rows))
 
 
@@ -67,7 +69,7 @@ class Pair(NamedTuple):
     loss term."""
 
     student: Distribution
-    teacher: Distribution  # The normalizer has one element per student row.
+    teacher: Distribution  # The teacher's `normalizer` has one element per student row.
     measures: tuple[Measure, ...]  # K measures.
     # Teacher row of each student row, [n] int64; None: row i of the student has row i of the
     # teacher.

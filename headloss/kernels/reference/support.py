@@ -1,7 +1,7 @@
 """Softmax over a set of allowed columns per token, in plain PyTorch: logits, statistics, gradient.
 
-n tokens, P pairs (token, column), H hidden width, K largest number of columns of a token. The
-columns of each token in a block are padded to K columns.
+n tokens, P pairs (token, column), H hidden width, K largest number of columns of a token. Tokens
+are processed in blocks; within a block, each token's list of columns is padded to K columns.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from ...statistics.softmax import FLOOR, SURE, Normalizer, SoftmaxCoefficients, 
 from ..interface import Backward, Forward, Measured, partials_of
 from ..transform import Transform
 
-# Largest number of elements per step, which bounds the memory of temporaries.
+# Largest number of elements in a block of rows that is processed at once, which bounds the memory
+# of temporaries.
 BLOCK_ELEMENTS = 1 << 20
 
 
@@ -168,8 +169,8 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            # The formula c_prob exp(z - max_logit) / sum exp(z - max_logit) is exact unless p is
-            # small.
+            # The gradient c_prob p is computed as c_prob exp(z - max_logit) / sum exp(z -
+            # max_logit), which loses digits only where the probability p is small.
             max_logit, log_sum = inputs.normalizer
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))

@@ -107,8 +107,9 @@ def per_row(value, z, row, inside=None):
 
 @triton.jit
 def transformed(raw, z, outer):
-    """Return the logits after scale, soft cap and temperature, from raw logits; `outer` is the
-    factor `z.outer`, which `per_row` divides by a token's temperature."""
+    """Return the logits after scale, soft cap and temperature, from raw logits; `z` is a
+    `LogitScaling`, and `outer` is `z.outer` divided by the token's temperature if each token has
+    its own temperature."""
     x = raw.to(tl.float32)
     if z.inner is not None:
         x, _ = tanh_and_slope(x * z.inner)
@@ -120,10 +121,10 @@ def transformed(raw, z, outer):
 @triton.jit
 def dots(x, w, column, inside, z, h, WIDTH: tl.constexpr):
     """Return [WIDTH] dot products of a row of x and a row of w, of H elements each, plus the bias
-    of each column; the dot product is 0 where `inside` is False. `x` and `w` are pointers to rows;
-    one pointer `x` may serve every row of w. The products of elements are exact in float32, and are
-    added in a fixed order, 256 elements of H at once, so that each result depends on its
-    two rows alone."""
+    of each column; the dot product is 0 where `inside` is False. `w` is a vector of pointers to
+    rows; `x` is a vector of pointers to rows too, or a pointer to a single row that is multiplied
+    by every row of w. The products of elements are exact in float32, and are added in a fixed
+    order, 256 elements of H at once, so that each result depends on its two rows alone."""
     DEPTH: tl.constexpr = 256
     total = tl.zeros((DEPTH, WIDTH), tl.float32)
     for start in range(0, h, DEPTH):
@@ -192,8 +193,8 @@ def under_cap_at(g, z, cap):
 @triton.jit
 def gradient_from_logp(log_p, slope, at, c):
     """Return the gradient dL/dz of a column from its log-prob, with the loss's derivative `slope`
-    with respect to this log-prob. The result keeps all digits of the column's probability p or,
-    near p = 1, all digits of 1 - p."""
+    with respect to this log-prob. The returned gradient keeps all digits of the column's softmax
+    probability p or, near p = 1, all digits of 1 - p."""
     log_p = tl.minimum(tl.maximum(log_p, FLOOR), 0.0)
     p = tl.exp(log_p)
     g = tl.where(log_p > SURE, at[0] * expm1(log_p) + (at[0] + slope), at[0] * p + slope)
@@ -222,9 +223,10 @@ def normalizer_of(normalizer, row, inside=None):
 
 @triton.jit
 def token_of(a, row):
-    """Return the inputs of one token's gradient: `outer` and `factor` of the logit scaling, the
-    normalizer (max_logit, log_sum), the gradient coefficients (c_prob, c_entropy, c_uniform), and
-    the gradient at the target (0 where `a.logps` is None)."""
+    """Return what the gradient of one token needs from the `GradientInputs` a: `outer` and `factor`
+    of the logit scaling, the normalizer (max_logit, log_sum), the gradient coefficients (c_prob,
+    c_entropy, c_uniform), and the gradient at the target (0 if `a.logps`, the targets' log-probs,
+    is None)."""
     outer = per_row(a.z.outer, a.z, row)
     factor = per_row(a.z.factor, a.z, row)
     at = coefficients(a.c, row)
@@ -257,8 +259,9 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merged(a, b):
-    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). The state with the
-    larger max_logit is not rescaled, even if max_logit is -inf in both states."""
+    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). Of the two states a
+    and b, the state with the larger max_logit is not rescaled, even if max_logit is -inf in a and
+    in b."""
     max_a, sumexp_m1_a, entropy_a = a
     max_b, sumexp_m1_b, entropy_b = b
     max_logit = tl.maximum(max_a, max_b)

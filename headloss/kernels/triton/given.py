@@ -86,7 +86,7 @@ def slope_parts(slopes, row, count, SLOPES: tl.constexpr):
 @triton.jit
 def closed_slope(parts, logp, SLOPES: tl.constexpr):
     """Return the loss's derivative with respect to a token's log-prob `logp`: the sum of SLOPES
-    closed-form functions of `logp`, whose numbers are in `parts`."""
+    closed-form functions of `logp`, each described by five numbers in the tuple `parts`."""
     slope = 0.0
     for i in tl.static_range(SLOPES):
         rate = parts[5 * i]

@@ -4,8 +4,8 @@ One warp loads slices of x and w into a ring buffer in shared memory. Two groups
 the same slices of w, and each group multiplies half of the rows. The two groups of multiplying
 warps synchronise only through the ring buffer of slices in shared memory. While one group of warps
 runs its epilogue, the other group multiplies slices that are still in the ring buffer, so that the
-tensor cores do not wait. The portable Triton kernel in product.py has no such overlap: all its
-warps load, multiply and run the epilogue together.
+tensor cores do not wait. The portable Triton kernel in product.py does not overlap the epilogue
+with multiplications: all its warps load, multiply and run the epilogue together.
 
 x [n, H], w [v, H] and the output [n, v] are tensor descriptors.
 """
@@ -150,10 +150,10 @@ def each_half(
     LOAD: gl.constexpr,
     END: gl.constexpr,
 ):
-    """Run four warps over the upper or lower half of each tile of the program. The function `LOAD`
-    loads the inputs of the epilogue before the multiplication of a tile. The function `END`, the
-    epilogue, receives a tile of logits and the loaded inputs, and writes its results to `to`
-    through the shared-memory buffers `out`."""
+    """Run four warps over the upper or lower half of every tile of logits that this GPU program
+    computes. The function `LOAD` loads the inputs of the epilogue before the multiplication of a
+    tile. The function `END`, the epilogue, receives a tile of logits and the loaded inputs, and
+    writes its results to `to` through the shared-memory buffers `out`."""
     tiles_m, blocks = gl.cdiv(n, ROWS), gl.cdiv(v, WIDTH)
     stage, phase = 0, 0
     for tile in range(gl.program_id(0), tiles_m * blocks, PROGRAMS):
@@ -179,7 +179,8 @@ def each_tile(
     END: gl.constexpr,
 ):
     """Run all warps of a GPU program: two groups of warps multiply, and one warp loads. `to` is the
-    tensor descriptor of the matrix that the epilogue `END` writes, or None."""
+    tensor descriptor of the matrix that the epilogue (the function `END`) writes, or None if the
+    epilogue writes no matrix."""
     ring = new_ring(x, w)
     out = ring[0]
     if to is not None:
@@ -216,8 +217,8 @@ def load_for_sums(pointers, first, block, n):
 
 @gluon.jit
 def sum_tile(z, loaded, out, exp_tile, pointers, first, block, n, v, WHO: gl.constexpr):
-    """Store the sums over a tile's columns from which the statistics follow and, with `exp_tile`,
-    exp(z - shift) of the logits z."""
+    """Store each row's sums over a tile's columns (sum of exponentials, entropy sum, sum of logits,
+    largest logit) and, with `exp_tile`, exp(z - shift) of the logits z."""
     of, sums = pointers
     sumexps, entropy_sums, logit_sums, max_logits = sums
     factor, shift, column = loaded

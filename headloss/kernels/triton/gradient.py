@@ -76,9 +76,10 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # If the tile holds e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is
-        # computed as e * (level + slope * log2(e)). Later code overwrites the element at the
-        # target's column with a gradient that includes the coefficient c_target.
+        # If the tile holds e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e *
+        # (level + slope * log2(e)) with two numbers per row, `level` and `slope`. Later code
+        # overwrites the gradient at the target's column with a value that includes the loss's
+        # derivative with respect to the target's log-prob.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2
@@ -116,8 +117,8 @@ def gradient_kernel(
                 g = tl.where(columns == target, target_gradient, g)
             if a.z.inner is not None:
                 if a.shifts is not None:
-                    # Use the target's log-prob, because exp(z - shift) of the target may be 0, from
-                    # which z cannot be computed.
+                    # Compute the target's logit z from the target's log-prob, because exp(z -
+                    # shift) of the target may underflow to 0, which loses z.
                     if a.logps is not None:
                         log_p = tl.where(columns == target, target_log_p, log_p)
                     g = under_cap_at(g, max_logit + (log_p + log_sum), outer)
@@ -154,8 +155,8 @@ def logit_gradient_(
     return out
 
 
-# Smallest ratio |s| / |c_target| in a gradient s exp(z - shift) + c_target [column = target]: so
-# small that s exp(z - shift) is negligible.
+# Smallest ratio |s| / |c_target| in a gradient s exp(z - shift) + c_target [column = target]; with
+# a ratio this small, s exp(z - shift) is negligible next to c_target.
 SMALLEST = Constant(2.0**-90)
 
 
@@ -188,7 +189,7 @@ def multiple_rows_kernel(a, first, v, h, BLOCK: tl.constexpr):
     if row == place:
         if (column >= 0) & (column < v):
             tl.store(exp_logits + column, target_value)
-    else:  # Copy the row to its new place in the tile.
+    else:  # Copy row `row` of the tile to row `place`.
         to = a.tile.data + place * a.tile.stride
         for start in range(0, v, BLOCK):
             columns = start + tl.arange(0, BLOCK)

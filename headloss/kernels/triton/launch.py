@@ -1,9 +1,9 @@
 """Launches of Triton kernels over a one-dimensional grid of programs.
 
 Triton recompiles a kernel when an integer argument becomes 1 or a multiple of 16, or when a
-tensor's address becomes a multiple of 16 bytes. Kernels therefore list arguments that vary with the
-number of tokens in `do_not_specialize`, and vectors of tokens begin at multiples of 16 bytes, so
-that no number of tokens recompiles a kernel.
+tensor's address becomes a multiple of 16 bytes. So that no number of tokens recompiles a kernel,
+kernels list arguments that vary with the number of tokens in `do_not_specialize`, and vectors of
+tokens begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations

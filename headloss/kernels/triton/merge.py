@@ -5,8 +5,8 @@ n tokens, v columns of this slice of the vocabulary, H hidden width, W ranks. On
 up the sums of all column blocks of the matmul x @ w.T, and computes the statistics by the formulas
 of `softmax.finish`. If a token's shift (the logit subtracted in exp(z - shift)) is far below the
 token's largest logit, the same launch computes the token's sums again from recomputed logits. For
-every token whose shift is not far below the largest logit, the launch writes exp(z - shift) = 1 at
-the column whose logit is the shift.
+every token whose shift is not far below the token's largest logit, the kernel writes exp(z - shift)
+= 1 into the tile of exponentials, at the column whose logit is the shift.
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
 order in which a Triton reduction adds depends on the register layout, which depends on the divisors
@@ -50,14 +50,14 @@ class Flags(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operands of the epilogue of the matmul x @ w.T; the epilogue sums over the columns of each
-    tile of logits."""
+    """Arguments of the epilogue that runs after each tile of the matmul x @ w.T and sums
+    exponentials of the tile's logits over the columns."""
 
     # Shift [n]: the logit of one column per token, subtracted from all logits before exp.
     shift: Tensor
-    # Two rows of numbers per token, [2, pitch]: the target's logit (-inf if this slice of the
-    # vocabulary lacks the target), and the index of the column whose logit is `shift`, as the bits
-    # of an int32.
+    # Two numbers per token, [2, pitch]: the target's logit (-inf if this slice of the vocabulary
+    # lacks the target), and the index of the column whose logit is `shift` (an int32 stored bit for
+    # bit as a float32).
     more: Tensor
     # Partial sums of each token over each block of columns, [.., blocks, pitch]; `pitch` is n
     # rounded up to a multiple of 16.
@@ -65,17 +65,17 @@ class Epilogue(NamedTuple):
     # Row length of the tensors `parts` and `more`: the number n of tokens, rounded up to a multiple
     # of 16 so that every row is aligned.
     pitch: int
-    # Number of elements, blocks * pitch, of each array in `parts`: all sums of exp, all entropy
-    # sums, all logit sums, all largest logits.
+    # Number of elements of each array in `parts` (sums of exp, entropy sums, logit sums, largest
+    # logits): the number of column blocks times `pitch`.
     stride: int
     z: LogitScaling
     flags: Flags
 
 
 class Merge(NamedTuple):
-    """Operands of the kernel that merges the partial sums of a matmul's column blocks. The results
-    are written as rows into the memory behind the tensor `epilogue.more`; the functions `measured`
-    and `partials_of` make named tuples of these rows."""
+    """Operands of the kernel that merges the partial sums of a matmul's column blocks. The kernel
+    writes each result as a row [n] into the memory that follows the two rows of `epilogue.more`;
+    the functions `measured` and `partials_of` make named tuples of the result rows."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -101,8 +101,8 @@ def summed_again(of, rows, far, v, h, ROWS: tl.constexpr):
     recompute the logits z, return max_logit, sumexp_m1 and entropy_sum, and store exp(z -
     max_logit) in `of.exp_tile`, if given. One GPU program reads the weight only once for all its
     tokens."""
-    COLUMNS: tl.constexpr = 128  # Vocabulary columns per step.
-    DEPTH: tl.constexpr = 64  # Elements of the hidden width H per step.
+    COLUMNS: tl.constexpr = 128  # Vocabulary columns in one tile of recomputed logits.
+    DEPTH: tl.constexpr = 64  # Elements of the hidden width H that one step of the matmul reads.
     WRITES: tl.constexpr = of.exp_tile is not None
     scaling = of.epilogue.z
     x = (of.x.data + tl.where(far, rows, 0) * of.x.stride)[None, :]
@@ -137,7 +137,7 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
 
     `highest` is the pair (max z, sum exp(z - max z) - 1) of each token's logits z, from which the
     softmax normalizer is computed. The statistics are computed from `sums` and not from `highest`,
-    so that their bits are equal with and without the statistic top1.
+    so that a request for the statistic top1 changes no bit of another statistic.
     """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums
@@ -166,7 +166,8 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     """Merge a matmul's sums over blocks of columns into statistics. The argument `of` is a `Merge`
     record, and `vocabulary` is the number of vocabulary columns of all ranks together."""
     HALVES: tl.constexpr = 6
-    BLOCKS: tl.constexpr = 1 << HALVES  # Number of column blocks whose sums are added at once.
+    # Number of column blocks of the matmul whose partial sums are added at once.
+    BLOCKS: tl.constexpr = 1 << HALVES
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n
     more = of.epilogue.more

@@ -5,17 +5,18 @@ n is the number of tokens, v the number of vocabulary columns, and H the hidden 
 most 256 and is padded to a power of two in the kernel. Each GPU program owns rows of one matrix
 (hidden states or weight) and loops over the rows of the other matrix. The forward pass computes a
 token's statistics and, on request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j
-except one column k, where w_j is row j of the weight, and the shift is the logit z_k of column k
-(see product.py). If c_target and c_prob are the only gradient coefficients, the hidden gradient
-follows from the sum of exp(z_j - shift) dz_j/draw_j w_j. For gradients the kernel recomputes each
-tile of logits, turns the tile into its gradient, and multiplies the gradient at once by the hidden
-states (for the weight) or by the weight (for the hidden states).
+except one column k, where raw_j is the logit of column j before scale and soft cap, z_j is the
+logit after both, w_j is row j of the weight, and the shift is the logit z_k of column k (see
+product.py). If c_target and c_prob are the only gradient coefficients, the hidden gradient follows
+from the sum of exp(z_j - shift) dz_j/draw_j w_j. For gradients the kernel recomputes each tile of
+logits, turns the tile into its gradient, and multiplies the gradient at once by the hidden states
+(for the weight) or by the weight (for the hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
-already fill a GPU. The sums over the 16 parts of the vocabulary are added in a fixed order, so that
-a token's result never depends on the batch's other tokens. A table marks the tiles of logits that
-need a mask: tiles that contain the column of a token's target or shift (the logit that exp(z -
-shift) subtracts), and tiles at the end of the vocabulary.
+already fill a GPU. The partial sums that GPU programs compute over the 16 parts of the vocabulary
+are added in a fixed order, so that a token's result never depends on the batch's other tokens. A
+table marks the tiles of logits that need a mask: tiles that contain the column of a token's target
+or shift (the logit that exp(z - shift) subtracts), and tiles at the end of the vocabulary.
 
 In the kernel for the weight's gradient, tokens are the columns of a tile, so that each thread reads
 many elements of a vector with one element per token. If c_target and c_prob are the only gradient
@@ -69,16 +70,17 @@ class Cut(NamedTuple):
     streamed: int  # Columns of a tile.
     parts: int
     described: bool  # True: matrices are tensor descriptors, for the tensor memory accelerator.
-    weight: bool  # True: a program owns vocabulary columns and loops over tokens.
+    # True, for the weight's gradient: a GPU program owns vocabulary columns and loops over tokens.
+    weight: bool
 
 
 class Tokens(NamedTuple):
     """Inputs of `narrow_kernel` with one entry per token; for the weight's gradient, padded to
     whole tiles of tokens."""
 
-    # Column [n] of each token: the target or, for statistics, the column whose logit is the shift
-    # in exp(z - shift). A number outside of 0..v - 1 stands for a column in a different slice of
-    # the vocabulary.
+    # Column [n] of each token: the target's column or, if the kernel computes statistics, the
+    # column k whose logit z_k is the shift in exp(z - shift). A number outside of 0..v - 1 stands
+    # for a column in a different slice of the vocabulary.
     column: Tensor
     # Gradient of the raw logit at `column`, [n]; None if the kernel computes statistics.
     target: Tensor | None
@@ -87,8 +89,8 @@ class Tokens(NamedTuple):
     log2_sumexp: Tensor
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    # Index (a scalar tensor) of the first token whose coefficient c_prob is not negative; None if
-    # the kernel reads the gradient coefficients from the field `c`.
+    # Index (a scalar tensor) of the first token whose gradient coefficient c_prob is not negative;
+    # None if the kernel reads every token's gradient coefficients from the field `c`.
     border: Tensor | None = None
 
 
@@ -157,8 +159,8 @@ def narrow_kernel(
     factor,
     some,  # Mask [count] of the rows of `out` that are written; None: write all rows.
     a,  # A `Tokens` record.
-    # For statistics, an `Epilogue` (operands for the sums over blocks of columns) with one block
-    # per part of the vocabulary; else None.
+    # If the kernel computes statistics, an `Epilogue` (operands for the sums over blocks of
+    # columns) with one block per part of the vocabulary; if the kernel computes a gradient, None.
     of,
     count,
     length,
@@ -166,7 +168,8 @@ def narrow_kernel(
 ):
     ROWS: tl.constexpr = cut.stationary
     WIDTH: tl.constexpr = cut.streamed
-    FOLDED: tl.constexpr = (ROWS, WIDTH // 8, 8)  # Eight partial sums per row, added at the end.
+    # Each row of a tile is summed as eight partial sums, which are added at the end.
+    FOLDED: tl.constexpr = (ROWS, WIDTH // 8, 8)
     blocks, tiles = tl.cdiv(count, ROWS), tl.cdiv(length, WIDTH)
     part, size = tl.program_id(0) // blocks, tl.cdiv(tiles, cut.parts)
     block, start = tl.program_id(0) % blocks, part * size
@@ -247,15 +250,17 @@ def _sweep(
     factor: Tensor | None = None,
     some: Tensor | None = None,
     of: Epilogue | None = None,  # For statistics.
-    # Row of `streamed` that holds each token's hidden states, [n], for the weight's gradient alone.
+    # Row of the matrix `streamed` that holds the hidden states of each token, [n]; given only for
+    # the weight's gradient.
     place: Tensor | None = None,
 ) -> None:
     """Run the kernel over all tiles of the logits `stationary` [count, H] @ `streamed`.T [H,
     length], where one operand is the hidden states and the second operand is the weight. The tile
     sizes depend on the head's shape alone. A tile of logits is computed with a mask if it contains
-    the target or the shift column of a token, or ends beyond the last row of the operand
-    `streamed`. A token whose target lies in a different rank's slice of the vocabulary makes an
-    arbitrary tile use a mask, which costs time and changes no result."""
+    a token's target, contains the column whose logit is a token's shift, or ends beyond the last
+    row of the operand `streamed`. A token whose target lies in a different rank's slice of the
+    vocabulary causes a needless mask in an arbitrary tile, which costs time and changes no
+    result."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))
     shapes = TOKENS if place is None else COLUMNS

@@ -69,8 +69,8 @@ LOWEST = Constant(-1e30)
 
 @triton.jit
 def sums(z, log2_shift, ENTROPY: tl.constexpr):
-    """Return e = exp(z - shift), the sum of e, and the sum of e (z - shift) in units of log 2, of
-    each row."""
+    """Return three results for each row of logits z: e = exp(z - shift), the sum of e, and the sum
+    of e (z - shift) / log 2."""
     below = z * LOG2E - log2_shift[:, None]
     e = tl.exp2(below)
     mass = tl.sum(e, 1)
@@ -101,14 +101,15 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    # Leave the column whose logit is the shift out of the largest logit: the matmul adds the
-    # logit's products in a different order, so that its result could exceed the shift.
+    # The largest logit excludes the column whose logit is the shift: the matmul adds products in a
+    # different order than the kernel that computed the shift, so that the column's logit from the
+    # matmul could exceed the shift.
     if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 
     log2_shift = tl.load(of.shift + rows, mask=inside, other=0.0) * LOG2E
-    # Sum the two halves of a tile separately even if there is no `exp_tile`, so that the bits of
-    # the sums do not depend on `exp_tile`.
+    # Sum the two halves of a tile separately, whether or not the exponentials are stored in
+    # `exp_tile`, so that the bits of the sums do not depend on `exp_tile`.
     left, right = halves(z)
     e, mass, entropy_sum = sums(left, log2_shift, of.flags.entropy)
     if exp_tile is not None:
@@ -207,10 +208,11 @@ def statistics_of(
     exp_tile: ExpTile | None = None,
     sweep: tuple[int, Callable[[Epilogue], None]] | None = None,
 ) -> Sequence[Tensor]:
-    """Return one tensor [n] per statistic: finished statistics as the function `measured` reads
-    them or, if `vocabulary` is None, partial sums as the function `partials_of` reads them. If
-    given, `sweep` replaces the matmul kernel: a pair of the number of column blocks and a function
-    that writes the sums over each block's columns to an `Epilogue`."""
+    """Return a sequence of tensors [n], one per statistic: final statistics in the order that the
+    function `measured` reads or, if `vocabulary` is None, partial sums over the rows of w in the
+    order that the function `partials_of` reads. If given, `sweep` replaces the matmul kernel: a
+    pair of the number of column blocks and a function that writes the sums over each block's
+    columns to an `Epilogue`."""
     targets, first, transform, needs = forward
     n, h = x.shape
     v = w.shape[0]

@@ -42,15 +42,15 @@ class Strided(NamedTuple):
 
 class LogitScaling(NamedTuple):
     """Scaling from raw logits to logits z: z = tanh(raw * inner) * outer with a soft cap, else raw
-    * outer; the derivative dz/draw is `factor`, times the derivative of tanh if there is a soft
-    cap. See `formulas.transformed`."""
+    * outer; the derivative dz/draw is the field `factor`, multiplied by 1 - tanh(raw * inner)^2 if
+    there is a soft cap. See `formulas.transformed`."""
 
     inner: float | None
     outer: float
     factor: float
     # Temperature of each token, [n]: a kernel divides `outer` and `factor` by the token's
-    # temperature. With temperature=None, `outer` and `factor` are already divided by the
-    # temperature.
+    # temperature. With temperature=None, the fields `outer` and `factor` of the logit scaling are
+    # already divided by the single temperature of all tokens.
     temperature: Tensor | None
     same: int | None  # Flag: 1 if z equals the raw logits, else None.
     # Factor by which a matmul's result is multiplied before the bias is added.
@@ -76,8 +76,8 @@ class GradientInputs(NamedTuple):
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    # Derivative of the loss with respect to each log-prob in `column_logps`; if None, the gradient
-    # coefficient c_target is the derivative with respect to these log-probs.
+    # Derivative of the loss with respect to each log-prob in `column_logps`; if None, this
+    # derivative is the gradient coefficient c_target.
     column_slopes: Matrix | None = None
     # Raw logit [n] of each token's chosen column, given only if each token has exactly one chosen
     # column.
@@ -85,8 +85,8 @@ class GradientInputs(NamedTuple):
     x: Matrix | None = None  # Hidden states [n, H].
     # Output [n, H]: row i is row i of the hidden states times multiples[i].
     features: Tensor | None = None
-    # Size [n] of the gradients that are later added to each row; the absolute value of a factor in
-    # `multiples` is at least a small fraction of this size.
+    # Size [n] of the gradients that a later kernel writes at chosen columns of each row; the
+    # absolute value of each factor in `multiples` is at least 2^-90 times this size.
     least: Tensor | None = None
 
 
@@ -197,6 +197,6 @@ def check_tile(name: str, tile: Tensor) -> Matrix:
 
 
 def narrowed(tile: Tensor, backward: Backward) -> Tensor:
-    """Return a tile [n, v] of the dtype `backward.dtype` in the memory of `tile`; row i of both
-    tiles begins at the same address."""
+    """Return a view [n, v], of the dtype `backward.dtype`, of the memory of `tile`; row i of the
+    view begins at the same address as row i of `tile`."""
     return tile.view(backward.dtype or tile.dtype)[:, : tile.shape[1]]

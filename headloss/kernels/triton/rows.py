@@ -17,7 +17,7 @@ from .records import Matrix, matrix_of, programs_on
 
 BLOCK = 2048  # Columns of a row that are scaled at once.
 PROGRAMS = 8  # Number of GPU programs per multiprocessor that scale rows.
-WIDEST = 4096  # Number of elements that a program scales at once.
+WIDEST = 4096  # Number of elements of a tensor that one GPU program scales at once.
 # Largest number of GPU programs in a launch that scales rows. The number of programs is small, so
 # that a launch ends quickly if the scale factor (known only on the GPU) is 1 and nothing has to be
 # scaled.
@@ -64,8 +64,8 @@ launch_rows = Launcher(rows_kernel, num_warps=8)
 
 
 def scale_rows_(rows: LogitRows, factor: Tensor) -> None:
-    # The CPU does not know whether `factor` is 1. If `factor` is 1, the few programs of the launch
-    # read no row and end quickly.
+    # The CPU does not know whether `factor` is 1. If `factor` is 1, the GPU programs of
+    # `scale_rows_` read no row, and end quickly because they are few.
     x = Matrix(rows.tensor, 1)
     n = len(rows.offsets)
     aligned = 16 if rows.aligned else 1

@@ -134,11 +134,11 @@ class Pieces(NamedTuple):
     # one token; an unused entry holds n, the number of tokens.
     tokens: Tensor
     ends: Tensor  # Shape [n].
-    # Cumulative sum [n], over the tokens, of the number of pieces of at most PIECE pairs; a token
-    # whose pairs fit into one piece counts as 0.
+    # Cumulative sum [n], over the tokens, of the number of pieces (runs of at most PIECE = 512
+    # pairs of one token); a token whose pairs fit into one piece counts as 0.
     cut_ends: Tensor
-    # Indices [R] of the tokens with more than PIECE pairs; an unused entry holds n, the number of
-    # tokens.
+    # Indices [R] of the tokens with more than PIECE = 512 pairs (token, column); an unused entry
+    # holds n, the number of tokens.
     cut: Tensor
 
 
@@ -174,8 +174,8 @@ def store_row(out, row, depth, h, value, ADD: tl.constexpr):
 
 @triton.jit
 def count_of(ends, token):
-    """Return ends[token] and the number of the token's pieces, ends[token] - ends[token - 1], from
-    the cumulative numbers of pieces `ends`."""
+    """Return ends[token] and ends[token] - ends[token - 1], where `ends` are the cumulative numbers
+    of pieces (runs of consecutive pairs) of the tokens."""
     end = tl.load(ends + token)
     return end, end - tl.load(ends + token - 1, mask=token > 0, other=0)
 
@@ -307,12 +307,12 @@ def support_sums(
     pieces = pieces_of(support.offsets, count, every=not add)
     if not len(pieces.tokens):
         return
-    # If a token's pairs are cut into several pieces of at most PIECE pairs, at least half of the
-    # token's pieces hold PIECE pairs.
+    # If a token's pairs (token, id) are cut into several pieces of at most PIECE = 512 pairs, at
+    # least half of the token's pieces hold exactly PIECE pairs.
     sums = torch.empty(2 * (count // PIECE) + 1, h, dtype=torch.float32, device=out.device)
     launch_sums(len(pieces.tokens), *operands, pieces, sums, h, n, blocks, **options)
-    # A token's pairs are cut into several pieces only if `rows` has more than PIECE rows, because a
-    # token's ids are distinct.
+    # Since a token's ids are distinct, a token has more than PIECE = 512 pairs (token, id) only if
+    # the matrix `rows` has more than PIECE rows.
     if len(pieces.cut) and len(rows) > PIECE:
         arguments = (sums, pieces, strided(out), h, n, len(pieces.cut))
         launch_pieces(len(pieces.cut) * blocks, *arguments, ADD=add, WIDTH=width)
