@@ -169,8 +169,9 @@ def logit_gradient_(raw: Tensor, backward: Backward) -> Tensor:
         c, z = inputs.coefficients, inputs.transform.read(widened(tile))
         g = tile if tile.dtype == z.dtype and inputs.transform.softcap is None else z
         if inputs.all_columns and c.prob is not None and c.entropy is c.uniform is None:
-            # The gradient c_prob p is computed as c_prob exp(z - max_logit) / sum exp(z -
-            # max_logit), which loses digits only where the probability p is small.
+            # The gradient's term c_prob p (a number c_prob per token times the softmax probability
+            # p) is computed as c_prob exp(z - max_logit) / sum exp(z - max_logit), which loses
+            # digits only where p is small.
             max_logit, log_sum = inputs.normalizer
             torch.sub(z, max_logit.unsqueeze(1), out=g).exp_()
             g.mul_((c.prob / log_sum.exp()).unsqueeze(1))

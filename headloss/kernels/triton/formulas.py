@@ -259,9 +259,9 @@ def block_partials(z, inside, ENTROPY: tl.constexpr):
 
 @triton.jit
 def merged(a, b):
-    """Return `softmax.merge` of two states (max_logit, sumexp_m1, entropy_sum). Of the two states a
-    and b, the state with the larger max_logit is not rescaled, even if max_logit is -inf in a and
-    in b."""
+    """Return `softmax.merge` of two online-softmax states a and b, each a tuple (max_logit,
+    sumexp_m1, entropy_sum); the state with the larger max_logit is not rescaled, even if max_logit
+    is -inf in a and in b."""
     max_a, sumexp_m1_a, entropy_a = a
     max_b, sumexp_m1_b, entropy_b = b
     max_logit = tl.maximum(max_a, max_b)

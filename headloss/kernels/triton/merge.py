@@ -136,8 +136,9 @@ def write_statistics(out, pitch, rows, inside, highest, sums, vocabulary, flags)
     """Write the normalizer and the statistics, as computed by `softmax.finish`, to rows of `out`.
 
     `highest` is the pair (max z, sum exp(z - max z) - 1) of each token's logits z, from which the
-    softmax normalizer is computed. The statistics are computed from `sums` and not from `highest`,
-    so that a request for the statistic top1 changes no bit of another statistic.
+    softmax normalizer is computed. The statistics are computed from the argument `sums` and not
+    from the argument `highest`, so that a request for the statistic top1 changes no bit of another
+    statistic.
     """
     top, above = highest
     max_logit, sumexp_m1, entropy_sum, logit_sum, target = sums

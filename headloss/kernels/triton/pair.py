@@ -266,8 +266,8 @@ def pair_gradient_kernel(
     tile,  # Raw logits, a `Matrix`.
     to,  # Gradient, a `Matrix`.
     d,  # A `Part`.
-    # `GradientInputs` of the loss terms that need no teacher; NO_INPUTS if every loss term needs
-    # the teacher.
+    # `GradientInputs` (normalizer, gradient coefficients, log-probs) of the loss terms that need no
+    # teacher; NO_INPUTS if every loss term needs the teacher.
     a,
     # K compile-time descriptions (`Kind`), one per divergence; none for stored top-k teacher
     # log-probs.

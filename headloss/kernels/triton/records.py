@@ -76,8 +76,8 @@ class GradientInputs(NamedTuple):
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
-    # Derivative of the loss with respect to each log-prob in `column_logps`; if None, this
-    # derivative is the gradient coefficient c_target.
+    # Derivative of the loss with respect to each log-prob in `column_logps`; if None, the field
+    # `c.target` holds this derivative, one number per token.
     column_slopes: Matrix | None = None
     # Raw logit [n] of each token's chosen column, given only if each token has exactly one chosen
     # column.

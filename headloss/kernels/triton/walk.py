@@ -126,8 +126,8 @@ def row_partials(x, length, z, outer, to, WIDTH: tl.constexpr, KEPT: tl.constexp
 @triton.jit
 def logit_gradient(raw, inside, z, outer, normalizer, at, c):
     """Return two tensors for a block of columns of a row: the gradient of the raw logits without
-    the term c_target, which the caller adds at the target's column alone, and the derivative of the
-    soft cap."""
+    the coefficient `c.target`, which the caller adds at the target's column, and the derivative of
+    the soft cap."""
     max_logit, log_sum = normalizer
     logit = logits_of(raw, inside, z, outer)
     if c.entropy is not None:
@@ -146,8 +146,7 @@ def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
     """Write the gradient of a row of logits, from the last columns to the first. The written
-    gradient lacks the term c_target, which is nonzero only at the target's column, where the caller
-    adds it."""
+    gradient lacks the coefficient `c.target`, which the caller adds at the target's column."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
