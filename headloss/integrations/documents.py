@@ -27,11 +27,11 @@ def documents_of(call: Mapping[str, Any], targets: Tensor) -> Segments | None:
     argument of the call marks documents.
 
     Args:
-        call: arguments of the call by name. Documents are marked by the first argument in the list
-            `TOLD_BY` that the call has. `cu_seq_lens_q` [S + 1] are cumulative lengths over all B x
-            L tokens; a repeated cumulative length marks no document. `seq_idx` [B, L] changes where
-            a document begins, and is negative at padding. `position_ids` stop increasing by 1 where
-            a document begins.
+        call: arguments of the call by name. Of the argument names in the list `TOLD_BY`, the first
+            one present in the call marks the documents. `cu_seq_lens_q` [S + 1] are cumulative
+            lengths over all B x L tokens; a repeated cumulative length marks no document. `seq_idx`
+            [B, L] changes where a document begins, and is negative at padding. `position_ids` stop
+            increasing by 1 where a document begins.
         targets: [B, L], shifted labels.
 
     Raises:
@@ -76,7 +76,8 @@ def as_documents(
 
 
 def of_text(positions: Tensor) -> Tensor:
-    """Return the text's positions [B, L], the first of M-RoPE's four [4, B, L]."""
+    """Return the text's position ids: `positions[0]` of M-RoPE positions [4, B, L], else
+    `positions` unchanged."""
     return positions[0] if positions.dim() == 3 and len(positions) == 4 else positions
 
 
@@ -124,7 +125,8 @@ def _numbered(starts: Tensor, targets: Tensor | None, tokens: Any) -> Segments:
     end."""
     starts, column = starts.clone(), torch.arange(starts.shape[1], device=starts.device)
     if targets is not None:
-        # True at positions that cannot be padding: a target, or a token unlike its predecessor.
+        # True at positions that cannot be padding, because the target is not -100 or the token
+        # differs from the previous token.
         data = ~starts
         if isinstance(tokens, Tensor) and tokens.shape == starts.shape:
             differs = tokens.diff(dim=1).to(starts.device) != 0

@@ -85,8 +85,8 @@ class DraftHeads:
 
         The draft's head maps h [.., H] to [h | 0], and a Markov head maps u [.., r] to [0 | u],
         both [.., H + r], so that the framework's sum of the two outputs is [h | u]. The verifier's
-        head maps its input h [.., H] to h, or to [h | 0] [.., H + r] if draft and verifier share
-        one head.
+        head returns its input h [.., H]; a head shared by draft and verifier appends r zeros and
+        returns [h | 0] [.., H + r].
         """
         replaced: dict[Any, Any] = {self.verifier: padded(0, 0)}
         replaced[self.draft] = padded(0, self.rank)
@@ -160,10 +160,11 @@ class Parts(torch.autograd.Function):
     alone, not to `values`.
 
     The scalar `total` is the sum of `values` weighted by the numbers `shares`, and its gradient
-    comes from one headloss pass over the head. If a framework sums the returned copies of `values`
-    with weights proportional to `shares`, the gradient is a multiple of the gradient of `total`,
-    without a second pass over the head. If the framework's weights are not proportional to
-    `shares`, the weights of `values` in `total`, the backward pass raises RuntimeError.
+    comes from one headloss pass over the head. If a framework's loss weights the copies of `values`
+    in proportion to `shares` (the weights of `values` in `total`), the backward pass only scales
+    the gradient of `total`, without a second pass over the head. If the framework's loss weights
+    the tensors `values` in other proportions than `total` does, the backward pass raises
+    RuntimeError.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Tensors in place of logits (*followed logits*) that store their formula instead of the values.
 
-B rows, L positions, H hidden width, V vocabulary. A head's module returns `Followed` [.., V], which
-knows the head and its hidden states. Row selection, casts, factors, one tanh and a constant bias of
-`Followed` logits return `Followed` logits; any other operation computes the logits' values.
+B rows, L positions, H hidden width, V vocabulary. In place of logits [.., V], a head's module
+returns a `Followed` tensor that stores the head and the hidden states. Row selection, casts,
+factors, one tanh and a constant bias return `Followed` logits; other operations compute the values.
 `Recipe.hidden` and `Recipe.head_of` give `head_loss` its arguments for `Followed` logits.
 """
 
@@ -116,7 +116,7 @@ class HeadCall:
 
 @dataclass(eq=False)
 class Recipe:
-    """Formula of logits: with raw = head(hidden) + bias, scale raw, or factor tanh(scale raw).
+    """Formula of logits: `scale * raw` or `factor * tanh(scale * raw)`, raw = head(hidden) + bias.
 
     Attributes:
         hidden: hidden states [.., H] of the logits' rows.
@@ -189,9 +189,9 @@ class Followed(Tensor):
         return self.recipe.make(attached)
 
     def through(self, model: nn.Module, act: Callable[[Tensor, Head], Tensors]) -> Tensors:
-        """Return `act(hidden, head)`, with a gradient, where `self` are the logits of `hidden` and
-        `head`. `act` runs under the autocast settings of the model's call of the head, whose
-        sharded weights are gathered in forward and backward."""
+        """Return `act(hidden, head)`, differentiable, with the hidden states and the head stored in
+        the lazy logits `self`. `act` runs with the autocast settings under which the model called
+        its head; sharded head weights are gathered in forward and backward."""
         node = self.node  # Each read of a tensor attribute takes ten microseconds.
         recipe = getattr(node, "recipe", self.own)
         seam, exact = recipe.call.seam, list[Tensor]()
@@ -230,7 +230,7 @@ class Followed(Tensor):
             name in WRITES or (name[-1] == "_" and name[-2:] != "__")
         ):
             with torch.set_grad_enabled(first.requires_grad):
-                first.make()  # Later reads of the logits must see the in-place write.
+                first.make()  # Later reads of the logits must see what `func` writes.
             first.recipe.call.written = True
         args, kwargs = tree_map(real, (args, kwargs))
         return func(*args, **kwargs)
@@ -258,7 +258,7 @@ def real(value: Any) -> Any:
 
 class _Node(torch.autograd.Function):
     """Autograd node of lazy logits (`Followed`), with hidden states and head parameters as inputs.
-    The node's `backward` runs if an autograd function uses the logits like a usual tensor."""
+    `_Node.backward` runs if an autograd function has used the lazy logits like a usual tensor."""
 
     @staticmethod
     def forward(ctx: Any, recipe: Recipe, shape: Any, dtype: Any, *tensors: Tensor) -> Followed:
@@ -287,7 +287,7 @@ class _Node(torch.autograd.Function):
 
 
 class _Bridge(torch.autograd.Function):
-    """Values, with a gradient, of lazy logits (`Followed`) that an autograd function returned."""
+    """Copy the values of lazy logits (`Followed`) and pass the copy's gradient on to the logits."""
 
     @staticmethod
     def forward(ctx: Any, passed: Followed, logits: Tensor) -> Tensor:
@@ -360,7 +360,7 @@ def _item(x: Followed, func: Any, index: Any) -> Any:
         return None
     masks = [p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else 1 for p in parts]
     last, columns = parts[-1], x.shape[-1]
-    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # The last index selects token ids.
+    if sum(masks) >= x.dim() or any(p is ... for p in parts):  # `parts[-1]` indexes the vocabulary.
         stop = last.stop if isinstance(last, slice) and last == slice(last.stop) else 0
         columns = min(columns, columns if stop is None else stop)
         parts = (*parts[:-1], slice(None))

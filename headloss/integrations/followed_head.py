@@ -1,4 +1,4 @@
-"""Context in which a model's head returns followed logits (a tensor without storage)."""
+"""Context in which a model's head returns lazy logits, a tensor without storage."""
 
 from __future__ import annotations
 
@@ -74,8 +74,9 @@ class FollowedHead:
 
 
 def _product(model: Any) -> nn.Module:
-    """Return the module that computes logits: the output embeddings, or, if these are an embedding
-    (as in FSMT), the last linear layer with as many outputs."""
+    """Return the module that computes logits: the model's output embeddings, or, if the output
+    embeddings are an `nn.Embedding` (as in FSMT), the last `nn.Linear` with one output per token
+    id."""
     named = model.get_output_embeddings()
     if not isinstance(named, nn.Embedding):
         return named  # type: ignore[no-any-return]

@@ -69,8 +69,9 @@ class Logged:
     ) -> dict[str, float]:
         """Return the finite values by name, in one read of the device, and reset all sums.
 
-        `take` must be called in all `processes` of the default group. The arguments `steps` and
-        `ranks` of `take`, if not None, replace the numbers counted by `add`.
+        If `processes` is above 1, every process of torch.distributed's default group must call
+        `take`. The arguments `steps` and `ranks` of `take`, if not None, replace the numbers of
+        steps and ranks that calls of `add` have counted.
         """
         metrics = Metrics()
         for kinds, packed in self._packed.items():

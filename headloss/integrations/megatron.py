@@ -141,7 +141,8 @@ class TokenStats(Processor):
 
 @dataclass(frozen=True)
 class HeadLoss(Processor):
-    """headloss's `Output` of an objective; its `.logps` and `.entropies` are [s, b].
+    """Output processor that returns headloss's `Output` of an objective, with `logps` and
+    `entropies` [s, b].
 
     `output_processor_context` holds arguments of `Batch`: fields [b, s], [b, s, K] or [S],
     `totals`, and `segments` over [s, b]. By default the segments are the sequences of

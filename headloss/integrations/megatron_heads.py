@@ -31,8 +31,8 @@ def head_of(
 ) -> tuple[Head, Options]:
     """Return the head of an output layer, and the options for its loss.
 
-    The options set sequence parallelism, and `main_grad` if the layer accumulates its weight
-    gradient in the parameter's attribute `main_grad`.
+    `Options.sequence_parallel` is as in the output layer; `Options.main_grad` is the weight's
+    attribute `main_grad` if the output layer accumulates its weight gradient there.
 
     Args:
         layer: an output layer that `check_layer` accepts.
@@ -127,7 +127,7 @@ def check_layer(
 READ = ("weight", "bias", "tp_group", "sequence_parallel", "disable_grad_reduce")
 # Output layers that passed the check that their logits equal hidden states times weight.
 COMPARED: WeakSet[Any] = WeakSet()
-HANDS_ON = "hands_on"  # Attribute of a replaced forward: the layer's original forward.
+HANDS_ON = "hands_on"  # A replaced `forward` stores the original `forward` in this attribute.
 LARGEST = 100.0  # Scale of the test logits, large enough to reveal any common soft cap.
 
 
@@ -154,7 +154,7 @@ def _compare(linear: Any, row: Tensor, weight: Any) -> None:
         logits, _ = forward(row, weight=weight, runtime_gather_output=False)
     except Exception as error:
         raise TypeError(f"output_layer: {name} without labels raises {error!r}") from error
-    # Index of this rank's row after the sequence-parallel gather.
+    # Index of this rank's row in the logits: sequence parallelism gathers the rows of all ranks.
     place = linear.tp_group.rank() if linear.sequence_parallel else 0
     difference, size = (logits[place] - want[0]).norm(), want.norm()
     if not difference <= size * max(4 * torch.finfo(want.dtype).eps, 1e-3):

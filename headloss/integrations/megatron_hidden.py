@@ -36,7 +36,7 @@ MODULE = "megatron.core.models.common.language_module.language_module:LanguageMo
 
 
 def check() -> str:
-    """Return a description of the checked functions of Megatron.
+    """Return a text that names the functions of Megatron whose arguments were checked.
 
     RuntimeError if Megatron's output layer or loss has unexpected arguments.
     """
@@ -59,8 +59,8 @@ def hand_on(model: Any, options: Options | None = None) -> Door | None:
         options: memory and schedule; `hand_on` sets `sequence_parallel` and `main_grad` itself.
 
     Returns:
-        the `Door` object that stands in the model's output layer; None if the model has no output
-        layer, as on every pipeline stage but the last.
+        the `Door` object that takes the place of the model's output layer; None if the model has no
+        output layer, as on every pipeline stage but the last.
 
     Raises:
         RuntimeError: Megatron-Core's output layer or loss has unexpected arguments.

@@ -228,9 +228,9 @@ def _run(
     ranks = head.vocab_group.size() if options.sequence_parallel and head.vocab_group else 1
 
     def rows(values: Tensor, at: int) -> Tensor:
-        """Return one value per row of the hidden states, whose blocks are the predictions (main and
-        MTP depths): `values` [n, s, b, ..] for the n blocks from number `at` on, and 0 for all
-        other blocks."""
+        """Return one value per row of the hidden states, which have one block of rows for each
+        prediction (main and MTP depths). The n blocks that begin with block `at` get `values` [n,
+        s, b, ..]; all other blocks get 0."""
         spread = values.new_zeros(blocks, *values.shape[1:])
         spread[at : at + len(values)] = values
         return spread.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -278,10 +278,10 @@ def _terms(first: int, count: int) -> Objective:
 
 
 def _totals(totals: Totals, blocks: int) -> Totals:
-    """Return a copy of `totals` in which `kept` maps the mask name of each block of rows (main
-    prediction or MTP depth) to the totals of the main prediction. A term restricted to a block by
-    `Term.where` reads its denominator there; the terms of the MTP depths are sums without a
-    denominator."""
+    """Return a copy of `totals` whose dict `kept` gives the main prediction's totals to each block
+    of rows (main prediction or MTP depth), under the block's mask name. A term that `Term.where`
+    restricts to one block reads its denominator from `Totals.kept`; the terms of MTP depths are
+    sums and need no denominator."""
     counts = (totals.tokens, totals.segments)
     counts += () if totals.prompts is None else (totals.prompts,)
     return replace(totals, kept={_block(k): counts for k in range(blocks)})

@@ -99,8 +99,9 @@ def _compute_dspark_loss(**arguments: Any) -> Any:
 def _collect_local_terms(
     *, outputs: Any, loss_decay_gamma: float | None, l1_loss_alpha: float
 ) -> tuple[dict[str, Tensor], bool]:
-    """Return Automodel's loss sums of this rank. `outputs.draft_logits` holds hidden states
-    followed by Markov states, [B, N, K, H + r], in place of logits."""
+    """Return Automodel's loss sums of this rank. In place of logits, `outputs.draft_logits` holds
+    the draft's hidden states (width H) followed by the Markov head's inputs (width r), [B, N, K, H
+    + r]."""
     heads = DRAFT.get()
     if heads is None:
         theirs = SEAMS.theirs[f"{DSPARK}.loss", "_collect_local_terms"]

@@ -105,7 +105,8 @@ def _distils(post_processing_fn: Any) -> bool:
 def _gathered(hidden: Tensor) -> Tensor:
     """Return hidden states [B, S, H] gathered from [B, S / tp, H].
 
-    The gather is needed because NeMo-RL slices packed sequences out of rows of all S positions.
+    NeMo-RL slices packed sequences out of rows of S positions, so the S / tp positions of each
+    tensor-parallel rank are gathered first.
     """
     if latest().ranks == 1:
         return hidden

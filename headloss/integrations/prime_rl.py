@@ -43,7 +43,7 @@ def uninstall() -> None:
 
 
 def forward(
-    self: Any,  # The layer of prime-rl, which has a weight [V, H], and for Gemma a soft cap.
+    self: Any,  # prime-rl's head layer, with a weight [V, H] and, for Gemma, a soft cap.
     hidden_states: Tensor,  # The hidden states [B, L, H].
     labels: Tensor | None,  # The labels [B, L], already shifted.
     temperature: Tensor | None = None,  # Temperatures of the tokens, [B, L].

@@ -94,7 +94,7 @@ def part(package: str, place: str, name: str = "") -> Any:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if "." not in missing or not f"{module}.".startswith(f"{missing}."):
-            raise  # A whole package is not installed: the framework, or one that it imports.
+            raise  # A whole package is missing: the framework or one of its dependencies.
         raise misfit(package, f"{module}: is not there") from error
     for attribute in filter(None, (holder, name)):
         if not hasattr(value, attribute):

@@ -97,8 +97,8 @@ def hooked(exact: Tensor, passed: Tensor, zeros: bool = True) -> Tensor:
     """Return a tensor with the values of `exact`, tied by autograd to the tensor `passed`, so that
     a wrapper's backward hooks on `passed` run.
 
-    The tensor `passed` is a rounded copy of `exact` made by a wrapper such as FSDP2; in the
-    backward pass the rounded copy gets a gradient of zeros, or None if `zeros` is False.
+    The tensor `passed` is a rounded copy of `exact` made by a wrapper such as FSDP2. In the
+    backward pass `hooked` gives `passed` a gradient of zeros, or None with `zeros=False`.
     """
     if passed is exact or not exact.requires_grad:
         return exact

@@ -18,8 +18,9 @@ from ..losses import Objective, Term, cispo
 
 
 def refuse(instead: str, **asked: bool) -> None:
-    """Raise ValueError for the first keyword argument that is True, an unsupported option; the
-    error names `instead`, the software that supports the option."""
+    """Raise ValueError if a keyword argument is True: keywords name unsupported options, and True
+    says that the user set the option. The message names `instead`, the library that supports the
+    option."""
     for name, on in asked.items():
         if on:
             raise ValueError(f"{name}: is not supported here, only by {instead}")

@@ -5,7 +5,7 @@ parallelism.
 the losses. `uninstall()` restores SkyRL's function.
 
 B rows of L positions, H hidden width, V vocabulary, R ranks of tensor parallelism. SkyRL's code for
-context parallelism and packing surrounds the replaced function, and is unchanged.
+context parallelism and packing, which calls the replaced log-prob function, is unchanged.
 """
 
 from __future__ import annotations

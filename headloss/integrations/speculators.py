@@ -7,8 +7,9 @@ During a training forward the heads of draft and verifier return their inputs. s
 `compute_metrics`, which reduces row losses to one loss, is called twice. The first
 `compute_metrics` call gives the derivative of the reduced loss with respect to each row's loss. One
 headloss call computes the row losses, each weighted by the derivative of the reduced loss with
-respect to the row's loss. The second `compute_metrics` call computes the metrics from headloss's
-row losses. All steps of EAGLE-3 share one headloss call, after the last step.
+respect to the row's loss. The second call of speculators' `compute_metrics` computes speculators'
+metrics from the row losses that headloss computed. All steps of EAGLE-3 share one headloss call,
+after the last step.
 
 T positions, n rows of a loss, S unrolled steps, H hidden width, r rank of a Markov head, V draft
 vocabulary.
@@ -134,7 +135,7 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
         if forward is None:  # `compute_metrics` was called outside a draft model's forward.
             return theirs(*args, **kwargs)
         arguments = _bound(theirs, args, kwargs)
-        if kind == "eagle3":  # All EAGLE-3 steps are computed after the last step.
+        if kind == "eagle3":  # After the last EAGLE-3 step, one call computes all steps' losses.
             forward.steps.append(arguments)
             return arguments["logits"].new_zeros((), dtype=torch.float32), {}
         return _fused(kind, [arguments], forward)
@@ -144,10 +145,11 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a loss: states of draft and verifier, and a mask of the rows that are read."""
+    """Hidden states of draft and verifier for a loss, and a mask of the rows that the loss
+    reads."""
 
     hidden: Tensor  # Draft states [1, n, H + r], or [1, T, S, H] for S EAGLE-3 steps.
-    verifier: Tensor  # Verifier states [1, n, H], or [T, H] for S EAGLE-3 steps.
+    verifier: Tensor  # Verifier states [1, n, H]; for EAGLE-3, one state per position, [T, H].
     targets: Tensor  # The verifier's likeliest ids, [1, n] or [1, T, S].
     read: Tensor  # Bool mask in the shape of `targets`.
     # Index of the verifier's row for each draft row, in the shape of `targets`; None if draft row i
@@ -280,9 +282,9 @@ def _called(
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return the result of speculators' `compute_metrics`, called with row losses computed before.
 
-    In place of logits, `compute_metrics` gets a placeholder tensor with two columns. The verifier's
-    larger logit is always in the first column; the draft's larger logit is in the first column only
-    in rows where draft and verifier agree on the likeliest token.
+    In place of logits, `compute_metrics` gets a placeholder tensor with two columns. In each row of
+    the placeholder logits, the verifier's larger logit is in column 0; the draft's larger logit is
+    in column 0 if draft and verifier agree on the likeliest token, else in column 1.
     """
     first = next(iter(values.values()))
     agreed = values.get("top1", torch.zeros_like(first))

@@ -34,7 +34,8 @@ class CountsSteps:
     shards: Shards | None = None
 
     def batch_of(self, inputs: dict[str, Any], device: torch.device) -> Batch | None:
-        """Return the batch of a micro-batch's loss; None without labels."""
+        """Return the `Batch` for the loss of the micro-batch `inputs`; None if `inputs` has no
+        labels."""
         raise NotImplementedError
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

@@ -48,16 +48,16 @@ class HeadLossWrapper(ChunkedLossWrapper):
     `MTPLoss._build_loss_terms`, or a list of the main hidden states and D depths [B, L, H] together
     with `positions`; one `head_loss` call computes all 1 + D predictions.
 
-    Terms over the mean of tokens are divided by `global_valid_tokens`, as in torchtitan's losses;
-    the default divisor is 1. A term whose reduction is not the mean of tokens needs an optimizer
-    step that makes one loss call. `loss_inputs` become fields of the batch: `generator_logprobs`
-    becomes `old_logps`, and `loss_mask` chooses positions. Where `positions` restart at 0, a new
-    document begins; documents are the segments of terms.
+    A term that is a mean over tokens is divided by `global_valid_tokens`, as in torchtitan's
+    losses; without `global_valid_tokens` the divisor is 1. A term whose reduction is not the mean
+    of tokens needs an optimizer step that makes one loss call. `loss_inputs` become fields of the
+    batch: `generator_logprobs` becomes `old_logps`, and `loss_mask` chooses positions. A new
+    document begins where `positions` restart at 0, and each document is one segment of the batch.
 
-    A one-pass call holds the weight's gradient until the call's backward. While a call holds a
-    weight gradient, later calls use the schedule "recompute" if `options.schedule` is "auto". A
-    pipeline that runs several forwards before the first backward, such as GPipe, holds only one
-    weight gradient.
+    A one-pass call holds the weight's gradient until the call's backward. While the weight gradient
+    of one call waits in memory for its backward pass, later calls with `options.schedule` "auto"
+    use the schedule "recompute". A pipeline that runs several forwards before the first backward,
+    such as GPipe, holds only one weight gradient.
 
     Attributes:
         metrics: headloss's metrics of the last call; None before the first call.
@@ -197,8 +197,8 @@ def _releasing(held: WeakSet[_Held]) -> Any:
     """Add a `_Held` marker, which says that a weight gradient waits in memory, to the weak set
     `held`; return a backward hook that removes the marker.
 
-    The backward hook alone references the marker, so if no backward runs, the marker leaves the
-    weak set when autograd frees the loss's graph.
+    The backward hook holds the only reference to the `_Held` marker, so if no backward pass runs,
+    the marker leaves the `WeakSet` `held` when autograd frees the loss's graph.
     """
     gradient = _Held()
     held.add(gradient)
@@ -210,8 +210,8 @@ def _depths(
 ) -> list[tuple[Tensor, Tensor, float]]:
     """Return predictions, labels and weights as in torchtitan 0.3's `MTPLoss`.
 
-    Depth k has labels k tokens further on. torchtitan's own function shifts the labels within
-    documents.
+    The label at prediction depth k is the token k positions after the main prediction's label;
+    torchtitan's `roll_mtp_sequence` shifts the labels within documents.
     """
     if positions is None:
         raise ValueError("positions: got None with several predictions, want [B, L]")
@@ -318,7 +318,7 @@ def _as_loss(loss: Tensor, hidden: Tensor) -> Tensor:
     """Return the loss as a DTensor, a sum over data shards, if the hidden states are a sharded
     DTensor.
 
-    torchtitan's full_dtensor mode shards hidden states over data.
+    torchtitan's full_dtensor mode shards hidden states over the data-parallel ranks.
     """
     if not isinstance(hidden, DTensor) or all(p.is_replicate() for p in hidden.placements):
         return loss

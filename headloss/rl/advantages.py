@@ -42,7 +42,8 @@ def generalised(
 
         A_t = sum_k (gamma lam)^k (r_(t+k) + gamma V_(t+k+1) - V_(t+k)), return_t = A_t + V_t
 
-    Schulman et al. 2016, arXiv:1506.02438. After the last token, the value V is 0.
+    Schulman et al. 2016, arXiv:1506.02438. V_t is `values[:, t]`, and 0 after the last unmasked
+    token.
     """
     rewards, values = _checked(mask, rewards=rewards, values=values)
     advantages = torch.zeros_like(values)
@@ -77,8 +78,8 @@ def normalised(values: Tensor, mask: Tensor, distributed: bool = False) -> Tenso
 def leave_one_out(rewards: Tensor, group: int) -> Tensor:
     """Return the factor [N] that turns group-mean advantages into leave-one-out advantages.
 
-    The factor of a row is n / (n - 1), where n is the number of rewards in the row's group (`group`
-    consecutive rows) that are not NaN. Kool et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
+    If n of the `group` consecutive rewards of a group are not NaN, the factor is n / (n - 1). Kool
+    et al. 2019; Ahmadian et al. 2024, arXiv:2402.14740.
     """
     if group < 1 or len(rewards) % group:
         raise ValueError(f"group: got {group} of {len(rewards)} rewards, want rows of whole groups")

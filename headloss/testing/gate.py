@@ -30,7 +30,8 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """True if a value's error against float64 is within its budget; False for a NaN error."""
+        """True if the error against float64 is at most the allowed `budget`; False for a NaN
+        error."""
         return self.error <= self.budget
 
 
@@ -94,8 +95,8 @@ class Verdict(NamedTuple):
         return not self.failure and all(c.ok for c in self.comparisons)
 
 
-# Objectives to compare with the float64 oracle. Together the test cases cover every gradient
-# coefficient, every scope and every schedule of `head_loss`.
+# Objectives whose losses and gradients are compared with a reference computed in float64. Together
+# the test cases cover every gradient coefficient, every scope and every schedule of `head_loss`.
 OBJECTIVES: dict[str, Callable[[Head], Term | Objective]] = {
     "cross_entropy + z_loss": lambda _: cross_entropy(label_smoothing=0.1) + 1e-3 * z_loss(),
     "gspo + kl - entropy": lambda _: gspo() + 0.1 * kl(estimator="k3") - 0.01 * entropy(),
@@ -126,7 +127,8 @@ def check(case: Case, device: torch.device | str = "cpu") -> Verdict:
     many targets well; a prompt without targets begins each longer segment."""
     hidden, head, batch = _inputs(case, device)
     objective = OBJECTIVES[case.objective](Head(head.weight.detach()))
-    # 64 tokens per chunk give several chunks; a batch-scoped objective still gets all tokens.
+    # Chunks of 64 tokens divide the test's tokens into several chunks; an objective that needs the
+    # whole batch at once still gets all tokens.
     options = Options(schedule=case.schedule, chunk_tokens=64)
     try:
         backend = plan(hidden, head, batch, objective, options).backend

@@ -1,8 +1,8 @@
 """Oracle that materialises the logits, the error budget, and random test inputs.
 
-The oracle, a reference in float64, computes statistics and divergences from materialised logits and
-gradients by autograd. From the library's own computation the oracle uses only the terms' functions,
-the packing and the token weights.
+The oracle, a reference computation in float64, materialises the logits, computes statistics and
+divergences from the logits, and gets gradients by autograd. The reference computation in float64
+shares with headloss only the terms' functions, the packing of tokens and the token weights.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def plain(
 ) -> Plain:
     """Return the objective and its gradients by autograd through materialised logits.
 
-    The mode "float64" gives the reference results. The modes "float32" (logits in float32) and
-    "input" (logits in the inputs' dtype) give PyTorch's own errors, which set the error budget.
+    The mode "float64" gives the results with which headloss's results are compared. The modes
+    "float32" (logits in float32) and "input" (logits in the inputs' dtype) give the errors of plain
+    PyTorch, from which the errors allowed to headloss are computed.
     """
     objective = Objective.of(objective)
     dtype = {"float64": torch.float64, "float32": torch.float32, "input": hidden.dtype}[mode]
@@ -157,8 +158,8 @@ def _statistics(z: Tensor, packing: Packing, candidate_ids: Tensor | None) -> St
 
 
 def _candidates(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Return [T, K + 1] log-probs: of K chosen columns (0 for an absent column), and of all
-    remaining columns together."""
+    """Return log-probs [T, K + 1]: of the K ids in each row of `ids` (0 where an id is negative),
+    and in the last column of all remaining ids together."""
     empty = ids < 0
     chosen = log_p.gather(1, ids.clamp_min(0)).masked_fill(empty, 0)
     others = log_p.new_zeros(len(log_p), log_p.shape[1] + 1)  # last: of empty slots

@@ -62,7 +62,7 @@ class Measure(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in logs or not self._times:
             return
-        logged = state.log_history[-1]  # values added to log_history are stored in checkpoints
+        logged = state.log_history[-1]  # `Trainer` stores `log_history` in its checkpoints
         logged["step_time"] = sum(self._times) / len(self._times)
         logged["peak_memory_mib"] = peak_memory() / MIB
         self._times = []

@@ -116,7 +116,7 @@ def generate(
 def _inference(trainer: Any) -> Iterator[Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     training, cache = model.training, model.config.use_cache
-    home = model.device  # under FSDP, the CPU until the first training step
+    home = model.device  # under FSDP, the model is on the CPU until the first training step
     moves = home.type == "cpu" and not is_fsdp2(model)
     model.eval()
     model.config.use_cache = True

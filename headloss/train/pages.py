@@ -22,7 +22,7 @@ from .schema import write as recipe_text
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True
 )
-# Errors raised for a run's folder with JSON of a wrong structure.
+# Errors raised by reading JSON files of a run whose structure is wrong.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 

@@ -45,7 +45,8 @@ class Recipe:
         dtype: dtype of the weights: "float32", "bfloat16", "float16" or "auto" (as saved).
         lora: fields of PEFT's `LoraConfig`; None trains all weights.
         task: "reasoning_gym:NAME", or a JSONL file with a "prompt" and an "answer" on each line.
-        task_options: options of the reasoning_gym generator; an override of the task drops them.
+        task_options: options of the reasoning_gym generator; an override of `task` on the command
+            line drops the recipe's `task_options`.
         reward: "module:function", with the arguments of TRL's reward functions; "solved" gives 1
             for a full score of the reasoning_gym generator, else 0. With `reward=None` the reward
             is the generator's score for a reasoning_gym task; for a file the reward is 1 if the

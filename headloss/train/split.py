@@ -27,7 +27,8 @@ def digest(question: Any) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """Division of a run's problems into training and held-out problems, stored as digests of the
-    questions, and the divisions used in earlier runs of the starting model.
+    questions; `history` holds the divisions of earlier runs that trained the model from which this
+    run starts.
 
     Attributes:
         settings: recipe keys that determine the split.
@@ -67,8 +68,8 @@ class Split:
 
     @property
     def others(self) -> list[dict[str, Any]]:
-        """Recorded divisions into training and held-out problems of earlier runs of the model that
-        differ from this run's division."""
+        """Recorded divisions of problems into training and held-out problems by the model's earlier
+        runs, without divisions that equal this run's."""
         splits = self.history["splits"] if self.history and self.held_out else []
         return [split for split in splits if split["digest"] != digest(self.held_out)]
 
@@ -110,8 +111,8 @@ class Split:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """Return the contents of a `split.json` file, or None without a file; raise one of the errors
-    in `DAMAGED` for a damaged file."""
+    """Return the contents of a `split.json` file, or None without a file; a damaged file raises an
+    error of a type in the tuple `DAMAGED`."""
     if not path.is_file():
         return None
     record = json.loads(path.read_text())

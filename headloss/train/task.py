@@ -254,7 +254,7 @@ def _from_file(path: Path, seed: int) -> Iterator[Row]:
     return iter(rows)
 
 
-RESERVED = {  # field names that a scorer is given by headloss, or that TRL reads as images
+RESERVED = {  # field names reserved for a scorer's arguments, or for images that TRL reads
     "question",
     "fields",
     "prompts",

@@ -1,4 +1,4 @@
-"""Trainers of the algorithms, with additional terms, whole checkpoints and exact resumption."""
+"""TRL trainers for a recipe's algorithm, with added terms, full checkpoints and exact resuming."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def liger_fused_linear_cross_entropy(
     return_predicted_tokens: bool = False,
     chunk_mem_const: int = 1,
 ) -> Tensor | CrossEntropyOutput:
-    """Return the cross-entropy plus `lse_square_scale` times the squared log-sum-exp, optionally
-    with token scaling.
+    """Return the cross-entropy plus `lse_square_scale` times the squared log-sum-exp; with
+    `use_token_scaling`, each token's loss is multiplied by the token's detached probability.
 
     Weight gradients accumulate in float32; `accum_dtype` is ignored. Class weights and
     `return_predicted_tokens` are refused with ValueError.

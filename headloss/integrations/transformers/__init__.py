@@ -8,10 +8,10 @@
     record_support(model)    # Records the ids from which `generate` draws its tokens.
 
 After `apply(model)` the model's own forward still runs. In a call with labels, the model's head
-returns *followed logits*: a lazy tensor that stores its formula, not its values. The model's loss
-function, or a call of `cross_entropy` on the followed logits, returns headloss's objective instead.
-An operation that followed logits do not support computes the logits' values and runs on the values.
-Calls without labels, such as generation, are unchanged.
+returns *followed logits*: a lazy tensor that stores its formula, not its values. headloss's
+objective replaces the model's loss function, or `cross_entropy` if it is called on the lazy logits.
+Any operation that cannot be added to the lazy logits' formula computes the logits' values and runs
+on the values. Calls without labels, such as generation, are unchanged.
 """
 
 from .apply import Applied, apply, remove

@@ -46,8 +46,8 @@ def apply(
     A call with labels runs the model's own code with the objective in place of the model's loss
     function, and returns the loss and the logits. In a model without a loss function, headloss
     replaces `torch.nn.functional.cross_entropy` of the logits. Labels, the labels' shift and the
-    token count are read from the loss function's arguments. Terms over the mean of tokens are
-    divided by `num_items_in_batch`, if the call has that argument. A term that is not a mean of
+    token count are read from the loss function's arguments. A term that is a mean over tokens is
+    divided by the call's argument `num_items_in_batch`, if present. A term that is not a mean of
     tokens needs a step of one call; in a `Trainer`, `TotalsMixin` supports all reductions.
     Documents that `position_ids` mark in packed rows are the segments of terms.
 
@@ -102,10 +102,11 @@ def _causal(model: nn.Module) -> nn.Module:
 
 
 def _replaced(model: Any) -> bool:
-    """Return whether the model's loss function is the shifted mean, which the objective replaces.
+    """Return whether the model's loss function is Transformers' mean cross-entropy of shifted
+    labels, which the objective replaces.
 
-    If the model's loss function is another function of Transformers, the function runs, and the
-    objective replaces the function's `cross_entropy`.
+    If the model has one of Transformers' special loss functions, the loss function still runs, with
+    the objective in place of its `cross_entropy` call.
 
     Raises:
         ValueError: the loss function is the user's own.

@@ -1,4 +1,4 @@
-"""A model's call with labels: the head returns `Followed`, and the loss function is the objective.
+"""Model calls with labels, in which the head returns lazy logits and headloss computes the loss.
 
 The objective replaces the model's loss function, or a `torch.nn.functional.cross_entropy` of the
 followed logits (logits without memory that remember their formula).

@@ -15,7 +15,7 @@ from ..shared import over_count
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step of several calls.
+    """Denominators and rank counts of an optimizer step that makes several calls of the model.
 
     Attributes:
         totals: denominators over all calls of the step, on all ranks.

@@ -14,10 +14,10 @@ from .apply import Applied, applied_to
 class TermLog(TrainerCallback):
     """Callback that adds "headloss/NAME" values to log entries, averaged like the entry's loss.
 
-    `install` puts the callback among Transformers' default callbacks, before the reporting
-    callbacks, so that every `Trainer` built later has one. The callback does nothing for a model
-    without `apply`, or if `Applied.log_terms` is False. Terms are averaged over all steps, metrics
-    only over the steps that `logging_steps` selects.
+    `install` adds the callback `TermLog` to Transformers' default callbacks, before the reporting
+    callbacks, so that every `Trainer` built later has a `TermLog`. The callback does nothing for a
+    model without `apply`, or if `Applied.log_terms` is False. Terms are averaged over all steps,
+    metrics only over the steps that `logging_steps` selects.
     """
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

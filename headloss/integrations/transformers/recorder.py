@@ -39,7 +39,7 @@ def record_support(model: Any) -> Iterator[SupportRecorder]:
         model: a model of Transformers; PEFT, DDP and other wrappers are unwrapped.
 
     Yields:
-        SupportRecorder: records of the last `generate` inside the context.
+        SupportRecorder: records of the last `generate` call inside the `with` block.
 
     Raises:
         TypeError: the model cannot generate.
@@ -117,7 +117,8 @@ class SupportRecorder:
 
         Raises:
             TypeError: `tokens` are not integers.
-            ValueError: `tokens` have another shape, or differ from the drawn tokens.
+            ValueError: `tokens` have another shape than the tokens that `generate` drew, or differ
+                from them.
         """
         shape = self._ended().counts.shape
         if not is_integers(tokens):
@@ -139,7 +140,7 @@ class SupportRecorder:
 
     @contextlib.contextmanager
     def attached(self, model: Any) -> Iterator[None]:
-        """While the context is open, append the recorder to the logits processors of the model's
+        """While the `with` block runs, this recorder is the last logits processor of the model's
         `generate`."""
         model = unwrap(model)
         while hasattr(model, "get_base_model"):
@@ -211,8 +212,8 @@ class SupportRecorder:
         self._scores = None
 
     def _end(self, sequences: Tensor) -> None:
-        """Build the sets of ids for `sequences` [B, prompt + C]. If `generate` has discarded the
-        token of the last step, the step is left out."""
+        """Build the set of ids from which each token of `sequences` [B, prompt + C] was drawn. If
+        `generate` has discarded the token of the last step, the step is left out."""
         if not self._steps:
             return
         self._tokens = sequences[:, self._first :]

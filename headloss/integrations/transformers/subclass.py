@@ -27,7 +27,7 @@ def applied_class(base: Any) -> Any:
         state, own = vars(self).get(STATE), functools.partial(base.forward, self)
         return own(*args, **kwargs) if state is None else state.run(self, own, args, kwargs)
 
-    # accelerate would follow `__wrapped__` to the model's own forward.
+    # If this forward had `__wrapped__`, accelerate would call the model's own forward instead.
     vars(forward).pop("__wrapped__", None)
     forward.__signature__ = inspect.signature(base.forward)  # type: ignore[attr-defined]
     forward.__doc__ = base.forward.__doc__
@@ -46,8 +46,8 @@ def _new(base: Any) -> Any:
 
 
 def enter(model: Any) -> Any:
-    """Change the model's class to `applied_class(type(model))`, and let wrappers that have stored
-    the old class's forward call the new class's forward.
+    """Change the model's class to `applied_class(type(model))`. Attributes of the model in which
+    wrappers stored the old class's `forward` get the new class's `forward`.
 
     If the instance has a `forward` attribute of its own, the attribute is removed and returned. A
     `forward` attribute that accelerate's hooks have set stays, because the hooks call headloss's
@@ -70,8 +70,8 @@ def enter(model: Any) -> Any:
 
 
 def leave(model: Any) -> None:
-    """Undo `enter`. If FSDP2's class derives from headloss's subclass, headloss's subclass stays
-    but has no effect."""
+    """Undo `enter`. If FSDP2 has derived a class from headloss's subclass of the model's class, the
+    subclass stays but has no effect."""
     kind = type(model)
     if BASE in vars(kind):
         _swap(model, kind, vars(kind)[BASE])

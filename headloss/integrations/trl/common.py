@@ -72,7 +72,8 @@ def record(
     ranks: int = 1,
     further: Callable[[], Metrics] | None = None,
 ) -> None:
-    """Add the terms of a `Request` to the next log entry, and its metrics if the step is logged.
+    """Add the terms of a `Request` to the trainer's next log entry, and the metrics of the
+    `Request` if the current step is logged.
 
     Args:
         parts: number of micro-batches in a step.

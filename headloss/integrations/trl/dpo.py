@@ -116,8 +116,8 @@ class DPOTrainer(Logs, CountsSteps, dpo_trainer.DPOTrainer):
         return super().compute_ref_log_probs(Unrounded(model), inputs)
 
     def _measure(self, measured: Measured, inputs: dict[str, Any]) -> None:
-        """Let TRL's own method record its metrics on the computed log-probs; its loss is not
-        used."""
+        """Let TRL's `_compute_loss` record TRL's metrics from the log-probs that headloss computed;
+        the loss that `_compute_loss` returns is not used."""
         before, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             super()._compute_loss(measured, inputs, False)

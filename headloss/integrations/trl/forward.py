@@ -12,9 +12,9 @@ The head is read in each call, inside the wrappers' forwards, where FSDP has gat
 PEFT has switched adapters.
 
 Wrappers with mixed precision (FSDP2's hooks, accelerate under DDP) cast the tensors that enter and
-leave a forward, and rebuild containers and dataclasses. Because wrappers rebuild containers, a
-forward returns only tensors. Values that must not be cast are stored on the `Request`, which
-wrappers do not inspect.
+leave a forward, and rebuild containers and dataclasses. Because wrappers rebuild containers and
+dataclasses, a wrapped forward returns only tensors. Values that must not be cast are stored on the
+`Request`, which wrappers do not inspect.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _of_any_model(model: Any) -> Callable[..., Any]:
 @dataclass(frozen=True, kw_only=True)
 class Path:
     """Settings by which log-probs are computed: with or without making logits, and in which dtype.
-    The loss and the passes without gradient may have different settings.
+    The loss, and log-probs computed without gradient (a reference model's), have a `Path` each.
 
     Attributes:
         fused: whether the logits are never made.
@@ -275,7 +275,7 @@ class Switches:
         """Return the code paths for loss and log-probs of `model` that the options choose.
 
         Raises:
-            ValueError, TypeError: as from `Head.of`, if an option set to True needs the head.
+            ValueError, TypeError: an option needs the model's head, which headloss cannot read.
         """
         try:
             with whole_head(model):

@@ -158,8 +158,8 @@ def _parts(trainer: Any) -> int:
 
 
 def _totals(trainer: Any, inputs: dict[str, Any]) -> Totals | None:
-    """Return a rank's part of the step's totals, also for a user's own terms; None in an
-    evaluation, which has no optimizer step.
+    """Return a rank's part of the totals (tokens and rows) of an optimizer step, which also divide
+    a user's own terms; None in an evaluation, which has no optimizer step.
 
     All micro-batches of TRL have an equal size.
     """

@@ -1,4 +1,4 @@
-"""Checks of TRL's two replaced functions: argument order, and results at an example."""
+"""Checks of the two TRL functions that headloss replaces: argument order, and example results."""
 
 from __future__ import annotations
 

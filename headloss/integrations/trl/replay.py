@@ -33,9 +33,9 @@ CHANGING: dict[str, tuple[Any, ...]] = {
     "exponential_decay_length_penalty": (),
     "watermarking_config": (),
 }
-# Transformers' processors that only remove ids, with the option value that removes none
-# (`REMOVING`), processors that keep the softmax (`LEAVING`), and options of processors that change
-# the softmax (`OPTIONS`).
+# `REMOVING`: Transformers' logits processors that only remove ids, each with its option and the
+# value of the option that removes no id. `LEAVING`: logits processors that do not change the
+# softmax. `OPTIONS`: options of logits processors that change the softmax.
 REMOVING: dict[str, tuple[str, Any]] = {"MinPLogitsWarper": ("min_p", 0)}
 REMOVING |= dict.fromkeys(
     (
@@ -75,7 +75,7 @@ class Obstacle(NamedTuple):
 
     option: str
     problem: str
-    replayed: bool = False  # True if log-probs are computed, but differ from the sampler's.
+    replayed: bool = False  # True: headloss computes log-probs, which differ from the sampler's.
 
 
 def wanted(trainer: Any) -> bool:

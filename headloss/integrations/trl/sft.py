@@ -29,8 +29,9 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
     as "headloss/...".
 
     Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
-    by the totals of the optimizer step over all ranks. Documents of packed rows are sequences.
-    Context parallelism is TRL's: accelerate's torch backend, without packing.
+    by the totals of the optimizer step over all ranks. Each document of a packed row counts as one
+    sequence in the totals. Context parallelism is TRL's: accelerate's torch backend, without
+    packing.
 
     Raises:
         ValueError: an unsupported configuration; the message names the option.
@@ -88,7 +89,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
             parts = 1 if divides else self.parts
             loss = loss + self.router_aux_loss_coef * found.aux_loss / parts
         found.is_top1 = of_probe(request.result, "top1")
-        with torch.no_grad():  # TRL's own method records its metrics; its loss is not used.
+        with torch.no_grad():  # TRL's `compute_loss` records metrics; the returned loss is unused.
             model_of: Any = Measured(found)
             super().compute_loss(model_of, inputs, num_items_in_batch=num_items_in_batch)
             ranks = self.ranks if batch.totals is not None else 1

@@ -3,8 +3,8 @@
 B rows, C completion columns, K the largest number of ids kept for a token, P (token, id) pairs of
 all tokens. In TRL's batch the ids that the sampler kept are a list with one entry per row, so TRL
 shuffles and splits the list with the rows. The entry of a row is two int32 tensors: the ids that
-the sampler kept for all of the row's tokens [P], and the number of kept ids of each token [C]. For
-a token without kept ids, log-probs are over the whole vocabulary.
+the sampler kept for all of the row's tokens [P], and the number of kept ids of each token [C]. If
+the sampler kept no ids for a token, the token's log-prob is over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Drawn(float):
     """The log-prob of a token, with the token's index in `SampledSets`, the ids that the sampler
     kept.
 
-    TRL slices and concatenates lists of log-probs, with 0.0 for a tool's tokens. `Drawn` objects
-    are floats that stay in these lists, and their index finds the ids from which each token was
-    drawn.
+    TRL slices and concatenates lists of log-probs, with 0.0 for a tool's tokens. A `Drawn` object
+    is a float, so TRL keeps it in its lists of log-probs; the object's index finds the ids from
+    which the token was drawn.
     """
 
     __slots__ = ("at", "sets")
@@ -186,8 +186,8 @@ def sampling_metrics(new_logps: Tensor, scored: Tensor, inputs: dict[str, Any]) 
 
 @contextlib.contextmanager
 def sets_of_outputs() -> Iterator[None]:
-    """Inside the context, attach the ids that the sampler kept to the log-probs that TRL reads from
-    vLLM's outputs."""
+    """While the `with` block runs, TRL's `extract_logprobs` also attaches to each log-prob of
+    vLLM's outputs the ids that the sampler kept."""
     theirs = part("trl", ENGINE, "extract_logprobs")
 
     def extract_logprobs(all_outputs: Any) -> Any:

@@ -23,7 +23,7 @@ class Scored:
     """The scored positions of a micro-batch, packed or in rows.
 
     Args:
-        shape: shape of this rank's positions.
+        shape: shape of this sequence-parallel rank's tensor of token positions.
 
     Attributes:
         mask: [B, R] bool, verl's `response_mask`.

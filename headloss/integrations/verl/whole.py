@@ -129,8 +129,8 @@ class WholeVocabulary(Teacher):
             divergences=(self.kind,),
         )
         losses = stats.divergences[self.kind]
-        # verl also reads the probability mass of the teacher's top-k ids; this divergence is over
-        # the whole vocabulary, so the mass is 1.
+        # verl also reads the probability mass of the teacher's top-k ids; headloss's divergence is
+        # over the whole vocabulary, so the mass is 1.
         mass = spread(torch.ones_like(losses), self.at, labels)
         self.topk = TopK(spread(losses, self.at, labels), mass, mass.clone())
         logp, entropy = (spread(x, self.at, labels) for x in (stats.logp, stats.entropy))
