@@ -2,8 +2,8 @@
 
 B rows, L positions, H hidden width, V vocabulary. In place of logits [.., V], a head's module
 returns a `Followed` tensor that stores the head and the hidden states. Row selection, casts,
-factors, one tanh and a constant bias return `Followed` logits; other operations compute the values.
-`Recipe.hidden` and `Recipe.head_of` give `head_loss` its arguments for `Followed` logits.
+factors, one tanh and a constant bias keep logits lazy; any other operation computes the logits'
+values. `Recipe.hidden` and `Recipe.head_of` give `head_loss` its arguments for `Followed` logits.
 """
 
 from __future__ import annotations

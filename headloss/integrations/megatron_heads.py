@@ -31,8 +31,8 @@ def head_of(
 ) -> tuple[Head, Options]:
     """Return the head of an output layer, and the options for its loss.
 
-    `Options.sequence_parallel` is as in the output layer; `Options.main_grad` is the weight's
-    attribute `main_grad` if the output layer accumulates its weight gradient there.
+    The returned `Options` copy `sequence_parallel` from the output layer, and `main_grad` from the
+    layer's weight if the weight's gradient is accumulated in `weight.main_grad`.
 
     Args:
         layer: an output layer that `check_layer` accepts.

@@ -67,8 +67,8 @@ def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> 
 
 @contextlib.contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Iterator[None]:
-    """Set `forward` as the instance's forward inside the context; with None, remove the instance's
-    forward."""
+    """Set `forward` as the instance's forward while the `with` block runs; with `forward=None`,
+    remove the instance's forward."""
     attributes = vars(module)  # Writing to `vars(module)` is ten times faster than `setattr`.
     before = attributes.pop("forward", None)
     if forward is not None:

@@ -22,7 +22,7 @@ from .oracle import Mode, budget, error, parameters, plain, random_batch, traine
 
 @dataclass(frozen=True)
 class Comparison:
-    """Error of one quantity against the oracle: norm of the difference over the oracle's norm."""
+    """Error of one quantity: norm of the difference from the float64 reference, over its norm."""
 
     quantity: str
     error: float

@@ -1,4 +1,4 @@
-"""Oracle that materialises the logits, the error budget, and random test inputs.
+"""Float64 reference with materialised logits (oracle), allowed errors, and random test inputs.
 
 The oracle, a reference computation in float64, materialises the logits, computes statistics and
 divergences from the logits, and gets gradients by autograd. The reference computation in float64

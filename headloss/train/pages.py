@@ -22,7 +22,7 @@ from .schema import write as recipe_text
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True
 )
-# Errors raised by reading JSON files of a run whose structure is wrong.
+# Errors raised while reading a run's JSON files if the files have a wrong structure.
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError)
 
 

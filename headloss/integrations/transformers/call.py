@@ -1,7 +1,7 @@
 """Model calls with labels, in which the head returns lazy logits and headloss computes the loss.
 
 The objective replaces the model's loss function, or a `torch.nn.functional.cross_entropy` of the
-followed logits (logits without memory that remember their formula).
+lazy logits (tensors that store their formula instead of values).
 
 B rows, L positions, V vocabulary.
 """

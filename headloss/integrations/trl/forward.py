@@ -174,7 +174,7 @@ def _of_any_model(model: Any) -> Callable[..., Any]:
 @dataclass(frozen=True, kw_only=True)
 class Path:
     """Settings by which log-probs are computed: with or without making logits, and in which dtype.
-    The loss, and log-probs computed without gradient (a reference model's), have a `Path` each.
+    A trainer has one `Path` for the loss and one for log-probs computed without gradient.
 
     Attributes:
         fused: whether the logits are never made.
@@ -329,7 +329,7 @@ def installed(
     switches: Switches | None = None,
     resolved: list[Paths] | None = None,
 ) -> Iterator[None]:
-    """Replace `add_fused_lm_head` of TRL's `module` by headloss's `add_head` inside the context.
+    """Replace `add_fused_lm_head` of TRL's `module` by `add_head` while the `with` block runs.
 
     TRL's own fused head ignores adapters on the head, so TRL refuses such adapters; headloss
     allows adapters on the head.

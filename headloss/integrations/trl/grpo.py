@@ -38,11 +38,11 @@ class GRPOTrainer(Logs, grpo_trainer.GRPOTrainer):
     - `sampling_support`: log-probs and entropies of all passes over the ids that top-k, top-p or
       min-p sampling kept. `sampling_support=True`: the ids that the sampler kept are used, and an
       option that prevents this raises ValueError. `sampling_support=False`: log-probs are over the
-      whole vocabulary, as in TRL. `sampling_support=None`, the default: the kept ids are used if
-      the sampler removes ids; if the kept ids cannot be recorded, TRL's log-probs are used, with a
-      warning. A `rollout_func` returns the ids that its sampler kept as "support_ids" next to its
-      "completion_ids": for each completion [C, K] integers with -1 in unused entries, or a list
-      with each token's ids (an empty list means the whole vocabulary).
+      whole vocabulary, as in TRL. `sampling_support=None`, the default: if the sampler removes ids,
+      log-probs are over the ids that the sampler kept; if the kept ids cannot be recorded, TRL's
+      log-probs are used, with a warning. A `rollout_func` returns the ids that its sampler kept as
+      "support_ids" next to its "completion_ids": for each completion [C, K] integers with -1 in
+      unused entries, or a list with each token's ids (an empty list means the whole vocabulary).
 
     Override `objective` to add terms, and set `options` for memory and schedule.
 

@@ -1,9 +1,9 @@
 """The decision whether a trainer computes log-probs over the ids that its sampler kept.
 
 `sampling_support` is the trainer's option: True asks for log-probs over the ids that the sampler
-kept, False for TRL's log-probs, None for log-probs over kept ids if a filter removes ids. An option
-that prevents log-probs over kept ids raises ValueError if `sampling_support` is True, and gives one
-warning if `sampling_support` is None.
+kept, False for TRL's log-probs, None for log-probs over the ids that the sampler kept if a filter
+removes ids. An option that prevents log-probs over the ids that the sampler kept raises ValueError
+if `sampling_support` is True, and gives one warning if `sampling_support` is None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from .support import ENGINE
 
 LOG = logging.getLogger("headloss")
 SWITCH, RUNNER = "return_sampling_mask", "VLLM_USE_V2_MODEL_RUNNER"
-# Options that change the logits of kept ids, and the values at which an option changes nothing.
+# Options that change the logits of the ids that the sampler keeps, and the values at which an
+# option changes nothing.
 CHANGING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "encoder_repetition_penalty": (1,),
@@ -104,7 +105,8 @@ def settle(trainer: Any, obstacles: Iterable[Obstacle]) -> bool:
     `obstacles` (options that prevent or disturb this).
 
     Raises:
-        ValueError: `sampling_support` is True, but an option prevents log-probs over kept ids.
+        ValueError: `sampling_support` is True, but an option prevents log-probs over the ids that
+            the sampler kept.
     """
     replayed = True
     for option, problem, all_the_same in obstacles:

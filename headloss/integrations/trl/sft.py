@@ -30,7 +30,7 @@ class SFTTrainer(Logs, CountsSteps, sft_trainer.SFTTrainer):
 
     Override `objective` to add terms, and set `options` for memory and schedule. A term is divided
     by the totals of the optimizer step over all ranks. Each document of a packed row counts as one
-    sequence in the totals. Context parallelism is TRL's: accelerate's torch backend, without
+    sequence in the step's totals. Context parallelism is TRL's: accelerate's torch backend, without
     packing.
 
     Raises:
