@@ -50,8 +50,8 @@ def _covariance(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def _first(order: Tensor, share: float, count: Tensor) -> Tensor:
-    """Return [T] bool, True at the smallest values: a share `share` of all tokens, at least one
-    token.
+    """Return [T] bool, True at the tokens with the smallest values of `order`: the fraction `share`
+    of all tokens, and at least one token.
 
     No shape depends on values, so that the CPU does not wait for the GPU.
     """
@@ -115,8 +115,8 @@ def clip_cov(
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
-        share: largest share of all tokens that is dropped, in (0, 1].
-        low, high: bounds of the covariance, low < high.
+        share: largest fraction of all tokens that is dropped, in (0, 1].
+        low, high: a token can be dropped if its covariance is above low and below high; low < high.
 
     Inputs: advantages, old_logps, draws (random numbers, new in every step). Default reduction:
     token_mean.
@@ -162,12 +162,12 @@ def _observe_kl(stats: Statistics, batch: PackedBatch, *, share: float) -> dict[
 def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
     """Unclipped surrogate with a penalty on the log-ratio of the tokens of highest covariance.
 
-        -r A, plus coefficient |logp - old| at the max(1, share T) tokens of largest covariance c, T tokens in all
+        -r A + coefficient |logp - old| at the max(1, share T) tokens of largest covariance c = (A - mean A) (logp - mean logp), -r A at all other tokens; ratio r = exp(logp - old) of new to old policy, advantage A, T tokens in all
 
     Cui et al. 2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        share: share of all tokens that gets the penalty, in (0, 1].
+        share: fraction of all tokens that gets the penalty, in (0, 1].
         coefficient: weight of the penalty, >= 0.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.

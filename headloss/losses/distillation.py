@@ -56,21 +56,22 @@ def distillation(
             teacher's K stored ids as one more outcome. The tail "renormalized" divides the K
             probabilities of the teacher, and the K probabilities of the student, by their sum. The
             tail "truncated" sums over the teacher's K stored ids alone, which is not a divergence
-            and may be negative. The tail "clamped" is max(s, 0) for the sum s over the teacher's K
-            stored ids, without a gradient where s is below 0, as in verl. The tail "generalized" is
-            a divergence of the student's probabilities p_k and the teacher's probabilities q_k of
-            the teacher's K stored ids, whose sums may be below 1: sum_k p_k (log p_k - log q_k) -
-            p_k + q_k for "reverse_kl", sum_k q_k (log q_k - log p_k) - q_k + p_k for "forward_kl",
-            and the sum over the K ids alone for "js". The generalized divergence is never negative,
-            and is 0 with gradient 0 where student and teacher give equal probabilities to the
-            teacher's K stored ids: Ma et al. 2026 (MOPD), arXiv:2606.30406, equation 5. The tail
-            "sampled" is for divergence="reverse_kl" alone: the divergence's sum over the teacher's
-            K stored ids, plus sg(1 + log p_y - log q_y) log p_y at a token whose target y, sampled
-            by the student, is not among the K ids (p_y and q_y are the student's and the teacher's
-            probability of y; sg stops the gradient). The gradient of the summand sg(1 + log p_y -
-            log q_y) log p_y is an unbiased estimate of the gradient of the part of the divergence
-            outside the teacher's K stored ids. The value of sg(1 + log p_y - log q_y) log p_y has
-            no meaning; NeMo-RL's pull requests 3584 and 3608 define only its gradient.
+            and may be negative. The tail "clamped" is max(s, 0), where s is the divergence's sum
+            over the teacher's K stored ids; a token with s below 0 has no gradient, as in verl. The
+            tail "generalized" is a divergence of the student's probabilities p_k and the teacher's
+            probabilities q_k of the teacher's K stored ids, whose sums may be below 1: sum_k p_k
+            (log p_k - log q_k) - p_k + q_k for "reverse_kl", sum_k q_k (log q_k - log p_k) - q_k +
+            p_k for "forward_kl", and the sum over the K ids alone for "js". The generalized
+            divergence is never negative, and is 0 with gradient 0 where student and teacher give
+            equal probabilities to the teacher's K stored ids: Ma et al. 2026 (MOPD),
+            arXiv:2606.30406, equation 5. The tail "sampled" is for divergence="reverse_kl" alone:
+            the divergence's sum over the teacher's K stored ids, plus sg(1 + log p_y - log q_y) log
+            p_y at a token whose target y, sampled by the student, is not among the K ids (p_y and
+            q_y are the student's and the teacher's probability of y; sg stops the gradient). The
+            gradient of the summand sg(1 + log p_y - log q_y) log p_y is an unbiased estimate of the
+            gradient of the part of the divergence outside the teacher's K stored ids. The value of
+            sg(1 + log p_y - log q_y) log p_y has no meaning; NeMo-RL's pull requests 3584 and 3608
+            define only its gradient.
 
     Inputs: one of `teacher_logits` [.., V]; `teacher_hidden` [.., H'] with `teacher_head` (its
     logits are made one tile at a time; with `teacher_index` [..], `teacher_hidden` has rows [M, H']
@@ -183,9 +184,9 @@ def sdar(*, beta: float = 5.0) -> Term:
 
     Lu et al. 2026 (SDAR), arXiv:2605.15155; added to a policy term with a factor of 0.1 or 0.01.
     The loss of `hl.sdar` has the gradient of -g log p_y, where p_y is the student's probability of
-    the sampled token y, and the gate g in [0, 1] is held constant. The loss, a gate times the
-    teacher's log-prob minus the student's log-prob of the sampled token, is not a divergence and
-    may be negative.
+    the sampled token y, and the gate g in [0, 1] is held constant. The loss g (log q_y - log p_y)
+    is not a divergence: its value is negative where the student's probability p_y is above the
+    teacher's probability q_y.
 
     Args:
         beta: steepness, > 0, of the sigmoid gate as a function of the teacher's log-prob minus the

@@ -176,8 +176,9 @@ def draft_weights(
         gamma: decay length in tokens, > 0; 7, 5, 4 for blocks of 16, 10, 8 in DFlash's paper.
         floor: lower bound of a token's confidence in D-PACE, > 0 and at most 1.
 
-    Inputs with weights="decay": slots [..], the index k of a token among the block's drafted
-    tokens, from 0. The token that precedes the drafted tokens (the block's anchor) is not scored.
+    With weights="decay", the modifier reads the batch field slots [..]: the index k of each token
+    among the drafted tokens of its block, counted from 0. The token that precedes the drafted
+    tokens (the block's anchor) is not scored.
     """  # noqa: E501 (an equation is one line)
     with naming("draft_weights"):
         one_of(("decay", "d_pace"), weights=weights)

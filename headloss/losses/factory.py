@@ -32,8 +32,8 @@ def factory(function: Callable[P, Term]) -> Callable[P, Term]:
             check_names(signature.parameters.values(), args, kwargs)
             made = function(*args, **kwargs)
         options = ((option, kwargs.get(option, default)) for option, default in defaults.items())
-        # A head belongs to the term's teacher. Ranks compare the options of terms, but ranks with
-        # shards of a teacher's head have different tensors.
+        # Ranks compare the options of their terms. Leave out the option `teacher_head`, because
+        # ranks with shards of the teacher's head have different tensors.
         plain = tuple(option for option in options if option[0] != "teacher_head")
         return replace(made, name=name, options=plain)
 

@@ -26,7 +26,8 @@ from .term import Term
 if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
-# Bounds of a token's influence weight where its advantage is negative and its ratio above `safety`.
+# Bounds of FIPO's influence weight (exp of a token's discounted future log-ratios) at tokens with a
+# negative advantage and a policy ratio above the option `safety`.
 SAFE = (0.8, 1.0)
 
 
@@ -79,9 +80,8 @@ class _Fipo:
         return torch.where(self._safe(stats, batch), weight, weight.clamp(*SAFE))
 
     def _safe(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return [T] bool: False for tokens with a negative advantage and a policy ratio above
-        `safety`, whose influence weight is clamped to the bounds `SAFE`; True for all other
-        tokens."""
+        """Return [T] bool: False for tokens with a negative advantage and a policy ratio above the
+        option `safety`; True for all other tokens."""
         advantages = batch.advantages
         if self.safety is None:
             return torch.ones_like(advantages, dtype=torch.bool)
@@ -112,13 +112,13 @@ def fipo(
 
         -sg(f_t) min(min(r, delta) A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A); weight f_t = clip(exp(F_t), lo, 1 + weight_clip); future KL F_t = sum_{k >= t} 2^(-(k - t) / half_life) m_k d_k; log-ratio d_k = logp_k - old_k; m_k = 0 where r_k > delta, else 1; lo = 1 if high_only, else 1 - weight_clip
 
-    Where the advantage is negative and the policy ratio is larger than the option `safety`, a
-    second clip limits the influence weight f_t to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in
-    the version of ms-swift. The distance k - t between two tokens counts the scored tokens of a
+    At a token with a negative advantage and a policy ratio above the option `safety`, the factor
+    f_t of the token's loss is also clipped to [0.8, 1]. Ma et al. 2026, arXiv:2603.19835, in the
+    version of ms-swift. The distance k - t between two tokens counts the scored tokens of a
     segment; other frameworks count all positions, unscored ones included. The future KL F_t, a
     discounted sum of the log-ratios of new to old policy from token t on, is clamped to [-20, 20];
     the log-ratios in the sum are not clamped. With old_logps=CURRENT (old and new policy are equal)
-    every log-ratio of new to old policy is 0, and every token has the influence weight 1.
+    every log-ratio of new to old policy is 0, and the factor f_t of every token's loss is 1.
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

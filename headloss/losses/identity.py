@@ -36,7 +36,8 @@ def _given(factory: Callable[..., Any], options: dict[str, Any]) -> Given:
 
 
 class Recorder:
-    """Proxy for statistics or a batch, which records the name of every attribute read."""
+    """Proxy for a `Statistics` or `PackedBatch` object that adds the name of every attribute read
+    to the set `seen`."""
 
     def __init__(self, target: Any, seen: set[str]) -> None:
         self._target, self._seen = target, seen
@@ -65,8 +66,8 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def fingerprint(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a key of `value` (a term, or one of its functions or arguments), for comparisons. Two
-    values have equal keys if they differ only in the contents of tensors.
+    """Return a key of `value` (a term, or one of its functions or arguments), for comparisons.
+    `fingerprint` returns equal keys for values that differ only in the contents of their tensors.
 
     Every tensor found in `value` is appended to the list `tensors`. The key that `fingerprint`
     returns keeps no tensor, function or process group of `value` alive.

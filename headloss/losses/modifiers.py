@@ -229,8 +229,8 @@ def _among_top(
 
 
 def _quantile(
-    values: Tensor,  # [N] values, padded with inf.
-    count: Tensor,  # Number of values that are not padding, a 0-dimensional tensor.
+    values: Tensor,  # [N] numbers; an entry inf is padding.
+    count: Tensor,  # Number of entries of `values` that are not padding, a 0-dimensional tensor.
     q: float,
 ) -> Tensor:
     """Return the q-quantile by linear interpolation, [], without a device read; inf if empty.

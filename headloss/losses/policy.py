@@ -167,10 +167,10 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
 def gspo_token(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
     """GSPO with advantages and clip per token; equal to GSPO if a sequence has one advantage.
 
-        -min(s_it A_t, clip(s_it, 1 - epsilon_low, 1 + epsilon_high) A_t), s_it = sg(s_i) exp(logp_t - sg(logp_t))
+        -min(s_it A_t, clip(s_it, 1 - epsilon_low, 1 + epsilon_high) A_t), s_it = sg(s_i) exp(logp_t - sg(logp_t)), sequence ratio s_i = exp(mean_t (logp_t - old_t)), advantage A_t of token t; sg stops the gradient
 
-    Zheng et al. 2025, arXiv:2507.18071, section 4.3. The mean log-ratio mean_t d_t is clamped to
-    [-20, 20].
+    Zheng et al. 2025, arXiv:2507.18071, section 4.3. The sequence's mean log-ratio mean_t (logp_t -
+    old_t) is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
@@ -278,8 +278,9 @@ def luspo(
 
         -|o_i| min(min(s_i, delta) A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), answer i of |o_i| tokens, sequence ratio s_i
 
-    Liu et al. 2026, arXiv:2602.05261. The reduction sequence_sum multiplies by the
-    answer's number of tokens |o_i|. The log of the policy ratio is clamped to [-20, 20].
+    Liu et al. 2026, arXiv:2602.05261. The factor |o_i|, the number of tokens of answer i, comes
+    from the default reduction sequence_sum, a sum over the tokens of each answer. The log of the
+    policy ratio is clamped to [-20, 20].
 
     Args: as in `grpo`.
 

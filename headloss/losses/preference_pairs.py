@@ -45,7 +45,8 @@ LEAST = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
-    """Loss type and options of a loss of the chosen and rejected rewards c and r."""
+    """Pairwise preference loss, a function of the reward c of a chosen answer and the reward r of a
+    rejected answer."""
 
     loss_type: str = "sigmoid"
     beta: float
@@ -120,7 +121,9 @@ SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "softmax", "hinge", "ipo", "exo
 
 
 def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) -> Tensor:  # [S]
-    """Return sums of [T] values; `ld_alpha` weighs tokens beyond the shorter answer of a pair."""
+    """Return the sum of the per-token `values` over each answer, [S]. `ld_alpha`, if given,
+    multiplies the values of those tokens of a pair's longer answer that exceed the length of the
+    shorter one."""
     if ld_alpha is None:
         return batch.segments.sum(values)
     if batch.segments.group is not None:
@@ -169,7 +172,8 @@ def likely_under_policy(stats: Statistics, batch: PackedBatch) -> Tensor:
 
 
 def log_odds(stats: Statistics, batch: PackedBatch) -> Tensor:
-    """Return log p / (1 - p) for the geometric mean p of an answer's token probabilities."""
+    """Return each answer's log-odds log(p / (1 - p)), [S], for the geometric mean p of the answer's
+    token probabilities."""
     mean = logp(stats, batch, average=True)
     return mean - log_1_minus_p(mean, LEAST)
 
@@ -263,8 +267,9 @@ def observe(
 
 
 def preference(score: Score, how: Pairwise, reward: Score | None = None) -> Term:
-    """Return a term that compares chosen with rejected answers by `score`. The term's metrics
-    report the `reward` of each answer, or the `score` if `reward` is None."""
+    """Return a preference term, whose loss compares the `score` of chosen answers with the `score`
+    of rejected answers. The term's metrics report the `reward` of each answer, or the `score` if
+    `reward` is None."""
     one_of(LOSS_TYPES, loss_type=how.loss_type)
     positive(beta=how.beta)
     non_negative(gamma=how.gamma)

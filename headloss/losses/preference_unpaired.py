@@ -151,8 +151,8 @@ def _transported(stats: Statistics, batch: PackedBatch, *, how: Pairwise, paired
         lengths = batch.segments.sum(batch.live.to(upper.dtype))
     of_chosen, of_rejected = split(lengths, batch)
     there = of_chosen + of_rejected > 0
-    # A pair of answers without a scored token gets the largest float as its score in both sets,
-    # `upper` and `lower`, so that the pair sorts last and is not counted.
+    # A pair of answers without a scored token must not count: give it the largest float as its
+    # score in `upper` and in `lower`, so that it sorts last in both tensors.
     last = torch.finfo(upper.dtype).max
     upper, lower = (x.masked_fill(~there, last).sort().values for x in (upper, lower))
     # a NaN score stays in the mean, so that the loss becomes NaN
@@ -168,9 +168,9 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
 
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u_(i) and v_(i) the i-th smallest of two sets u and v: u = logp_chosen - logp_rejected of the policy, v of the reference; unpaired: u = sum(logp - ref) of chosen answers, v of rejected answers
 
-    Melnyk et al. 2024, arXiv:2406.05882. All answers of a call are sorted together, and each pair's
-    loss is the mean loss over the call. A pair of answers without a scored token is left out before
-    the scores are sorted.
+    Melnyk et al. 2024, arXiv:2406.05882. The scores of all pairs in a call are sorted together, and
+    every pair gets the same loss, the mean over the call. A pair of answers without a scored token
+    has no part in the sorted scores or in the mean.
 
     Args:
         beta: factor, > 0, of the difference between the i-th smallest scores of the two compared

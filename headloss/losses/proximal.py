@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..batch.packing import PackedBatch
 
 DIVERGENCES = ("tv", "kl")
-Inside = Callable[[Statistics, "PackedBatch"], Tensor]  # [T] bool, tokens that keep their gradient
+Inside = Callable[[Statistics, "PackedBatch"], Tensor]  # [T] bool: True at tokens with a gradient
 
 
 def _ratio_inside(
@@ -39,7 +39,7 @@ def _ratio_inside(
 
 
 def _observe(stats: Statistics, batch: PackedBatch, *, inside: Inside) -> dict[str, Observed]:
-    """Return the metrics of a policy ratio, and the shares of tokens without a gradient."""
+    """Return the metrics of a policy ratio, and the fractions of tokens without a gradient."""
     ratio = importance_ratio(stats, batch, "token")
     dropped, a = ~inside(stats, batch), batch.advantages
     shares = {
@@ -145,10 +145,10 @@ def icepop(*, alpha: float = 0.5, beta: float = 5.0, surrogate: Surrogate = "log
 
         -sg(r) A log p_y where alpha <= r <= beta, else 0; ratio r of new to old policy, advantage A
 
-    Ling Team 2025, arXiv:2510.18855; the paper's r is the trainer's probability divided by the
-    sampler's. To get the loss of the Ling Team's paper, pass the sampler's log-probs as old_logps,
-    or mask another policy term by `.corrected("token_mask", min=0.5, max=5.0)`. The log of the
-    policy ratio r is clamped to [-20, 20].
+    Ling Team 2025, arXiv:2510.18855. The paper on IcePop divides the trainer's probability by the
+    sampler's: to get the paper's loss, pass the sampler's log-probs as old_logps, or mask another
+    policy term by `.corrected("token_mask", min=0.5, max=5.0)`. The log of the policy ratio r is
+    clamped to [-20, 20].
 
     Args:
         alpha, beta: lower and upper bound of the ratio, 0 <= alpha <= beta.
@@ -211,8 +211,8 @@ def dro(*, beta: float = 0.1) -> Term:
 
         -(A log p_y - beta / 2 (log p_y - log q_y)^2), advantage A, target's probability p_y under the new and q_y under the old policy
 
-    Richemond et al. 2024, arXiv:2405.19107. The loss does not clamp the log-ratio; the metrics
-    clamp the exponent at 20.
+    Richemond et al. 2024, arXiv:2405.19107. The log-ratio log p_y - log q_y is not clamped in the
+    loss, and is clamped to at most 20 before the exponential in the metrics.
 
     Args:
         beta: strength of the pull to the old policy, > 0.

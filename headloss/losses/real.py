@@ -86,10 +86,11 @@ def real(*, tau: float = 0.5) -> Term:
     Args:
         tau: temperature of the scores, > 0.
 
-    Inputs: advantages, averaged over the sequence, of which the sign alone counts; old_logps;
-    prompts [S]: all segments of a prompt are in one call, in any order. Default reduction:
-    sequence_mean. Metrics: positive_score and negative_score, the scores s_i of the answers with
-    A_i > 0 and with A_i <= 0; mixed_groups, the fraction of prompts with answers of both signs.
+    Inputs: advantages (an answer is good if the mean of its tokens' advantages is above 0);
+    old_logps; prompts [S], an integer id of each segment's prompt. All segments of a prompt must be
+    in one call, in any order. Default reduction: sequence_mean. Metrics: positive_score and
+    negative_score, the scores s_i of the answers with A_i > 0 and with A_i <= 0; mixed_groups, the
+    fraction of prompts with both good and bad answers.
     Also called: ms-swift real.
     """  # noqa: E501 (an equation is one line)
     positive(tau=tau)

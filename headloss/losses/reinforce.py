@@ -173,7 +173,7 @@ def vespo(
 ) -> Term:
     """Variational sequence-level soft policy optimization (VESPO): reshape the sequence's weight.
 
-        -sg(phi(w_i)) A log p_y; phi(w) = w^k exp(lambda (1 - w)), with k and lambda by the sign of A; w_i = exp(sum_t d_t), d_t = logp_t - old_t
+        -sg(phi(w_i)) A log p_y; phi(w) = w^k exp(lambda (1 - w)), where k = k_pos and lambda = lambda_pos if A >= 0, else k = k_neg and lambda = lambda_neg; w_i = exp(sum_t d_t), d_t = logp_t - old_t
 
     Shen et al. 2026, arXiv:2602.10693. The log of the sequence weight w_i is clamped to [log 1e-8,
     20]. If the batch has the field sampling_logps (log-probs of the sampler), the sum over the
@@ -232,10 +232,10 @@ def topr(
 
         -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; the weight w is exp(sum_t d_t), exp(mean_t d_t) or exp(d_t), with d_t = logp_t - old_t
 
-    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t d_t). ROLL has the
-    weight w = exp(logp_t - old_t) of a single token, and tests the sign of the episode's score,
-    where `hl.topr` tests the sign of the advantage. The log of the weight w is clamped to [-20,
-    20].
+    Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t (logp_t - old_t)) of
+    a whole sequence. ROLL has the weight w = exp(logp_t - old_t) of a single token, and tests the
+    sign of the episode's score, where `hl.topr` tests the sign of the advantage. The log of the
+    weight w is clamped to [-20, 20].
 
     Args:
         importance_sampling_level: w is "sequence_product" (exp of the sum), "sequence" (exp of the

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MEASURES = ("ratio", "k2", "k3", "tv", "kl")
 LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
-NEAR_ONE = 1e-6  # smallest distance of a probability from 0 and 1 in the KL divergence
+NEAR_ONE = 1e-6  # probabilities are clamped to [1e-6, 1 - 1e-6] in the KL divergence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,8 @@ class _Rejection:
         return q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
 
     def kept(self, stats: Statistics, batch: PackedBatch) -> Tensor:
-        """Return True for the tokens [T] or sequences [S] whose mismatch is within the bounds."""
+        """Return [T] or [S] bool: True for tokens or sequences whose measure of the mismatch
+        between trainer and sampler is between the fields `minimum` and `maximum`."""
         low, high = self.minimum, self.maximum
         if self.measure == "ratio":
             low, high = (math.log(x) if x > 0 else -math.inf for x in (low, high))

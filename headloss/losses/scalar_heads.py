@@ -20,7 +20,7 @@ from ..batch.reduction import Reduction, Totals, as_reduction
 from ..batch.weights import token_weights
 from .arguments import naming, non_negative, with_floats
 
-ANY = torch.inf  # vocabulary size for which every target is valid
+ANY = torch.inf  # vocabulary size passed to `pack`, which accepts every target below this size
 
 
 @with_floats
@@ -80,10 +80,11 @@ def bradley_terry(
 
     Args:
         rewards: [S] the reward R of each segment, or [..] a reward at each position, of which the
-            reward at a segment's last scored token counts. A pair with an answer without a scored
-            token has loss 0.
-        batch: a batch, optionally with `margin`, [S], which is read at the chosen answers.
-        centre: weight of the squared sum of rewards, >= 0.
+            reward at a segment's last scored token counts. With rewards [..], a pair has loss 0 if
+            either of its two answers has no scored token.
+        batch: a batch, optionally with the field `margin` [S], whose values at the chosen answers
+            are read.
+        centre: weight of (R_chosen + R_rejected)^2, >= 0.
 
     Returns:
         Tensor: [] the loss, with a gradient to `rewards`.

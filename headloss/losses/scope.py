@@ -10,8 +10,8 @@ Scope = Literal["token", "segment", "batch", "external"]
 Per = Literal["token", "segment"]
 # The smallest part of a batch on which a term can be computed.
 SCOPES: tuple[Scope, ...] = ("token", "segment", "batch")
-# True during a trial run of a term, which finds the inputs that the term reads, or checks that
-# splitting the batch leaves the term's values unchanged.
+# `TRACING` is True during a trial run of a term. A trial run finds the inputs that the term reads,
+# or checks that splitting the batch leaves the term's values unchanged.
 TRACING = ContextVar("tracing", default=False)
 
 

@@ -56,7 +56,8 @@ class _Centering:
 
     @torch.no_grad()
     def centre(self, log_p: Tensor, batch: PackedBatch) -> _Centre:
-        """Return the coefficients c_k of log p_k from the trainer's candidate log-probs, [T, K]."""
+        """Return the coefficients c_k of the loss A sum_k c_k log p_k, computed from `log_p` [T,
+        K], the trainer's log-probs of the candidates."""
         got, want = batch.candidate_sampling_logps.shape[1:], log_p.shape[1:]
         if got != want:
             raise ValueError(
@@ -114,12 +115,13 @@ def score_centering(
     NeMo-RL bounds the denominator alone). Add score centering to a policy term, with that policy
     term's reduction and correction bounds, e.g. hl.reinforce() + hl.score_centering(), or
     hl.reinforce().corrected("token_truncate", min=a, max=b, live=True) +
-    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's probability of a token
-    outside the candidates is modelled as the trainer's probability times one factor rho. The loss
-    is exact if the candidates cover the whole vocabulary or all of `support_ids`, because no token
-    is outside the candidates. The loss of prime-rl is the exact sum over the ids that the sampler
-    kept, and drops tokens whose trainer and sampler probabilities differ too much.
-    `hl.score_centering` also applies to tokens that the policy term clips or masks.
+    hl.score_centering(mode="token_truncate", min=a, max=b). The sampler's probability of a
+    vocabulary entry that is not among `candidate_ids` is modelled as rho times the trainer's
+    probability of that entry. The loss is exact if the candidates cover the whole vocabulary or all
+    of `support_ids`, because no token is outside the candidates. The loss of prime-rl is the exact
+    sum over the ids that the sampler kept, and drops tokens whose trainer and sampler probabilities
+    differ too much. `hl.score_centering` also applies to tokens that the policy term clips or
+    masks.
 
     Args:
         mode: the weight f(w) of the ratio w is 1 (None), w clamped to [min, max]

@@ -40,7 +40,8 @@ class _SecondMoment:
             moments = moments.where(batch.live, torch.inf)
         ordered, order = moments.sort(stable=True)
         number = torch.arange(1, len(order) + 1, device=order.device)
-        # The mean of the n smallest squared log-ratios rises with n: search n bit by bit.
+        # The mean of the n smallest squared log-ratios rises with n. Find the largest n with a mean
+        # below the threshold by binary search, which sets the bits of n from the highest down.
         count, step = number.new_zeros(()), 1 << len(order).bit_length()
         while step := step // 2:
             more = count + step
@@ -70,9 +71,10 @@ def second_moment_masked(threshold: float = 0.04, *, live: bool = False) -> Modi
     Zheng et al. 2025 (M2PO), arXiv:2510.01161, with threshold 0.04, live=True and an unclipped
     ratio; the authors' code derives clip bounds from the threshold instead. If even the smallest
     squared mismatch (old - sampling)^2 is not below threshold, all tokens but the token of smallest
-    mismatch are dropped. The mean squared mismatch is over the tokens of one call on one rank. A
-    NaN log-prob of the sampler counts as no mismatch. `second_moment_masked` leaves the denominator
-    of the reduction unchanged; `second_moment_mask` counts only the kept tokens in the denominator.
+    mismatch are dropped. The mean of (old - sampling)^2 is taken over the tokens of one call on one
+    rank. A NaN log-prob of the sampler counts as no mismatch. `second_moment_masked` leaves the
+    denominator of the reduction unchanged; `second_moment_mask` counts only the kept tokens in the
+    denominator.
 
     Args:
         threshold: upper bound of the mean of (old - sampling)^2 over the kept tokens, > 0.

@@ -113,10 +113,11 @@ def kl_shaped(
 ) -> Term:
     """Policy term with the KL divergence from the reference subtracted from the advantages.
 
-        A_t - beta kl_t, kl_t the estimated KL of token t; with the option centred, A_t - beta (kl_t - mean_t kl_t)
+        A_t - beta kl_t in place of the advantage A_t, or A_t - beta (kl_t - mean_t kl_t) with centred=True; kl_t the KL divergence from the reference policy, estimated at token t
 
-    Ziegler et al. 2019, arXiv:1909.08593, subtract the KL divergence from the reward. A policy term
-    shaped with beta=1 and advantages of 0 is on-policy distillation from the reference policy.
+    Ziegler et al. 2019, arXiv:1909.08593, subtract the KL divergence from the reward. For example,
+    hl.kl_shaped(hl.reinforce(), beta=1.0) with advantages of 0 is on-policy distillation from the
+    reference policy.
 
     Args:
         term: a term that reads advantages.

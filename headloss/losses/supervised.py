@@ -116,8 +116,8 @@ def unlikelihood(stats: Statistics, batch: PackedBatch) -> Tensor:
 
         -log(1 - p_y)
 
-    Welleck et al. 2019, arXiv:1908.04319. The argument of the log is at least the dtype's epsilon,
-    so that the loss is finite at p_y = 1.
+    Welleck et al. 2019, arXiv:1908.04319. 1 - p_y is raised to at least the dtype's epsilon, so
+    that the loss -log(1 - p_y) is finite at p_y = 1.
 
     Inputs: none. Default reduction: token_mean. Metrics: perplexity, top1.
     """

@@ -47,7 +47,7 @@ class Teacher:
     """
 
     temperature: float
-    # Left out of the repr: the repr of a head would copy the weight from the device.
+    # repr=False, because the repr of a `Head` would copy its weight from the GPU to the CPU.
     head: Head | None = field(repr=False)
     tail: Tail = "bucket"
 

@@ -113,8 +113,8 @@ def measures_of(
 def observed(term: Term, stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
     """Return the metrics that a term and its modifiers report, by name."""
     reports: dict[str, Observed] = {}
-    # Take the segment count from the recorded batch, because a read of the recorder would be
-    # recorded as a read by the term.
+    # Read the segment count from the batch itself: a `Recorder` of the batch would list the read of
+    # `segments` as a read by the term.
     recorded = batch._target if isinstance(batch, Recorder) else batch
     for source in (term, *term.modifiers):
         if source.observe is not None:
