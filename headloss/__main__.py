@@ -117,8 +117,8 @@ def _problem(arguments: argparse.Namespace, on_gpu: bool) -> PlanInputs:
 
 
 def _draw(problem: PlanInputs, options: Options, backend: str, title: str, path: Path) -> list[str]:
-    """Draw planned bytes against tokens; return, for each schedule that does not support the
-    objective or the head, the reason.
+    """Draw a plot of planned bytes against the number of tokens; return one reason for each
+    schedule that does not support the objective or the head.
 
     Raise ValueError if matplotlib is not installed or does not support the suffix of `path`.
     """

@@ -63,9 +63,9 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
         term: the term, or its factory.
         **fields: tensors for batch fields for which the default values, random normal numbers, are
             not valid: [28] for one value per token, [6] for one value per segment, or [28, K] for K
-            values per token. By default, the check passes four candidates per token to a term that
-            reads candidates, two prompts to a term that reads prompts, and random numbers in place
-            of divergences to a term with a teacher.
+            values per token. By default, `check_term` passes four candidates per token to a term
+            that reads candidates, two prompts to a term that reads prompts, and random numbers in
+            place of divergences to a term with a teacher.
 
     Returns:
         A `TermReport`: the statistics and fields that the term reads, and the ways to divide the
@@ -139,7 +139,8 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
     if term.teacher is not None and not fields.keys() & {n for of in INPUTS.values() for n in of}:
         name = "teacher_logits" if term.teacher.head is None else "teacher_hidden"
         fields[name] = torch.zeros(tokens, 2, dtype=torch.float64, device="cpu")
-    # Each iteration adds one batch field that the term reads and that was missing.
+    # Each iteration of the loop finds one batch field that the term reads and `fields` lacks, and
+    # adds the field to `fields`.
     for _ in range(64):
         targets = torch.zeros(tokens, dtype=torch.int64, device="cpu")
         batch = Batch(targets, segments, **fields)  # type: ignore[arg-type]
@@ -163,9 +164,9 @@ def _batch(term: Term, named: dict[str, Tensor]) -> tuple[PackedBatch, Reads]:
 
 
 def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
-    """Return lists of sub-batches, by the name of the division: sub-batches cut at segment borders,
-    sub-batches of one token (each division only if the term's scope allows it), and the whole batch
-    with permuted segments."""
+    """Return a dict from the name of a division to the sub-batches that the division makes of the
+    batch: cut at segment borders, or cut into single tokens (each only if the term's scope allows
+    the division), or the whole batch with permuted segments."""
     ends = batch.segments.lengths.cumsum(0).tolist()
 
     def piece(start: int, stop: int) -> Piece:

@@ -49,12 +49,12 @@ def head_function(
         loss_fn: `loss_fn(logps, entropies)` gets two float32 tensors (float64 for float64 inputs)
             in the targets' shape, 0 at unscored positions, and returns a scalar.
         separable: the unit ("token" or "sequence") over which the loss is a sum; None for any loss.
-            A separable loss may be divided only by constants, such as a mask's sum.
+            If `separable` is set, loss_fn may divide only by constants, such as the sum of a mask.
 
-            - None, which works for every loss: loss_fn is called once, on all positions, and the
-              gradient comes back through `head_stats`: schedule *held* (the work of three matmuls)
-              if the softmax terms of all tokens fit `memory_budget`, else *recompute* (four
-              matmuls). Tensors that loss_fn reads from its closure get gradients too.
+            - `separable=None` works for every loss: loss_fn is called once, on all positions, and
+              the gradient comes back through `head_stats`: schedule *held* (the work of three
+              matmuls) if the softmax terms of all tokens fit `memory_budget`, else *recompute*
+              (four matmuls). Tensors that loss_fn reads from its closure get gradients too.
             - "token": loss_fn(logps, entropies) = sum_t f_t(logp_t, entropy_t).
             - "sequence": a sum over segments; each summand is a function of one segment's tokens.
 

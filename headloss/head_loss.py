@@ -226,7 +226,7 @@ def logits_loss(
 
 @eagerly
 def plan(
-    hidden: Tensor,  # [.., H], may be on the meta device
+    hidden: Tensor,  # Hidden states [.., H]; a tensor on the meta device is allowed.
     head: Head,
     batch: Batch,
     objective: Term | Objective | None,

@@ -85,16 +85,16 @@ def head_stats(
     object share the batch's packing. A batch may have another shape than the hidden states under
     `Options(sequence_parallel=True)`.
 
-    The `one_pass` schedule is not available, because the outside loss reads the statistics of all
-    tokens before any gradient. Schedule "auto" chooses *frozen* (the work of two matmuls) for a
-    head without gradient under `gradients=("logp",)`, *held* (three matmuls) if the softmax terms
-    (or logits) of all tokens fit `memory_budget`, else *recompute* (four matmuls). `torch.compile`
-    always runs *recompute*, as a registered operator without a graph break; a teacher, columns
-    beside the head and a vocabulary group cause a graph break.
+    The `one_pass` schedule is not available, because the loss outside of `head_stats` reads the
+    statistics of all tokens before any gradient is computed. Schedule "auto" chooses *frozen* (the
+    work of two matmuls) for a head without gradient under `gradients=("logp",)`, *held* (three
+    matmuls) if the softmax terms (or logits) of all tokens fit `memory_budget`, else *recompute*
+    (four matmuls). `torch.compile` always runs *recompute*, as a registered operator without a
+    graph break; a teacher, columns beside the head and a vocabulary group cause a graph break.
 
     Args:
-        options: see `Options`. The backward pass writes `main_grad`. The option `upstream` raises
-            an error.
+        options: see `Options`. The backward pass adds the weight gradient to the option's tensor
+            `main_grad`. The option `upstream` raises an error.
         gradients: names of the statistics with a gradient; all other statistics are returned
             detached. "candidate_logps", "candidate_tail" and names of `divergences` may be among
             the names. "candidate_tail", the log-probability of all tokens outside the candidates,

@@ -41,8 +41,8 @@ def head_topk(
 
     Shapes: hidden [.., H] and head.weight [V, H]; ids and log-probs are [.., k].
 
-    Log-probs are float32 (float64 for float64 inputs). Ties between equal logits are broken
-    arbitrarily.
+    Log-probs are float32 (float64 for float64 inputs). If columns have equal logits, their order is
+    arbitrary, as is the choice of the columns that are among the k.
 
     Args:
         hidden, head, options: as for `head_loss`.
@@ -94,7 +94,8 @@ def head_topk(
         inputs = PlanInputs(
             tokens=len(x),
             vocabulary=shard.widest,
-            # Bytes of a token's logits, and for k > 1 of the copies that torch.topk makes.
+            # Bytes of a token's logits; torch.topk with k > 1 copies the logits, which doubles the
+            # bytes.
             row_bytes=(1 + (k > 1)) * source.dtype.itemsize,
             on_gpu=x.is_cuda,
         )

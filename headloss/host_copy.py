@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a GPU tensor's values to pinned CPU memory, made without blocking the CPU. `tolist`
-    waits for the copy, and not for GPU work that was queued after the copy."""
+    """A copy of a GPU tensor's values to pinned CPU memory, made without blocking the CPU. The
+    method `tolist` waits until the values are in CPU memory, and not for GPU work that was queued
+    after the copy to the CPU."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values

@@ -3,12 +3,12 @@
 The head of a language model turns hidden vectors x [T, H] into logits z = x W^T [T, V], and a loss
 is a function of their softmax p. The T x V logits are too many to store, and need not be stored:
 
-1. A loss reads a few *statistics* of each token, never the token's logits. The gradient of the loss
-   with respect to the statistics becomes four *coefficients* per token, from which the gradient of
-   every logit follows.
-2. Statistics of the whole vocabulary can be merged from the statistics of slices of columns.
-3. A mean over tokens or over sequences is a *weight* per token: the loss is sum_t w_t l_t.
-4. A loss whose gradient needs the statistics of all tokens runs `recompute`, else `one_pass`.
+- A loss reads a few *statistics* of each token, never the token's logits. The gradient of the loss
+  with respect to the statistics becomes four *coefficients* per token, from which the gradient of
+  every logit of the token is computed.
+- Statistics of the whole vocabulary can be merged from the statistics of slices of columns.
+- A mean of losses l_t over tokens or over sequences is sum_t w_t l_t with *weights* w_t of tokens.
+- A loss whose gradient needs the statistics of all tokens runs `recompute`, else `one_pass`.
 
 `headloss.head_loss` is faster and more general than `naive`, whose inputs must be float32 or
 float64, with finite logits and a target at every position.
@@ -59,8 +59,8 @@ class SoftmaxState(NamedTuple):
     """Online-softmax state of n tokens' logits z_j in a slice; e_j = exp(z_j - m), m = max z."""
 
     m: Tensor  # Maximum, max z.
-    sum_e: Tensor  # Sum of e_j.
-    sum_ez: Tensor  # Sum of e_j (z_j - m), which keeps more digits than sum e_j z_j.
+    sum_e: Tensor  # Sum of exp(z_j - m).
+    sum_ez: Tensor  # Sum of exp(z_j - m) (z_j - m): z_j - m loses fewer digits than z_j.
     sum_z: Tensor
     target: Tensor  # Logit z_y of the target y; -inf if y is not in this slice.
 

@@ -54,10 +54,10 @@ class Options:
             report the number of skipped tokens and a bound on the sum of their |dL/dz|. In the
             Frobenius norm, `skipped_mass.sum` times the largest norm of a weight row bounds the
             error of the hidden gradient; `skipped_mass.sum` times the largest norm of a hidden
-            state bounds the error of the weight gradient. No row is skipped under "frozen", or in a
-            block of tokens so small that a GPU's wait for the number of rows costs more than
-            skipping saves. A teacher with logits over the whole vocabulary, `logits_loss`, and
-            static shapes do not support `gradient_tolerance` and raise an error.
+            state bounds the error of the weight gradient. No row is skipped under the schedule
+            "frozen", or in a block of tokens so small that a GPU's wait for the number of rows
+            costs more than skipping saves. A teacher with logits over the whole vocabulary,
+            `logits_loss`, and static shapes do not support `gradient_tolerance` and raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
             on a GPU without this option. `batch_invariant` makes float16 and float32 heads, and

@@ -38,8 +38,8 @@ REAL = ("advantages", *OF_TOKENS)
 FLOATS = ("advantages", "teacher_logits", "teacher_hidden", "teacher_lse")
 
 
-# The dtype of a batch field (None for a field set to `headloss.CURRENT`), and the shape of the
-# field's value at one token: () for a number.
+# Dtype of a batch field and shape of the field's value at one token, () for a number; the dtype is
+# None for a field set to `headloss.CURRENT`.
 Kind = tuple[torch.dtype | None, tuple[int, ...]]
 
 
@@ -76,17 +76,17 @@ class Batch:
             entry.
         support_ids: the ids over which each position's softmax runs, such as the ids that a sampler
             kept: [.., K] integers with negative ids in unused entries, or a pair of all ids [P] and
-            offsets [N + 1]. Each position's ids are distinct and include the target. A position
-            without ids has the whole vocabulary.
+            offsets [N + 1]. Each position's ids are distinct and include the target. The softmax of
+            a position without ids runs over the whole vocabulary.
         ignore_index: a target value that marks unscored positions in addition to -100, such as the
             id of the padding token.
         **fields: further tensors [..], [.., K] or [S] for terms, by name. A field's name must not
             begin with an underscore or be an attribute of `Batch` or `PackedBatch`. `prompts` are
             [S] integers in any order, equal for segments that answer one prompt. `teacher_index`
             [..] gives each position's row of `teacher_hidden` [M, H'], so that several positions
-            can share a row. Within a chunk of tokens, neighbouring positions that share a row also
-            share its product with the teacher's weight: place such positions next to each other, as
-            in [T, steps] and not [steps, T].
+            can share a row. Within a chunk of tokens, the product of a row of `teacher_hidden` with
+            the teacher's weight is computed once for all neighbouring positions with this row:
+            place such positions next to each other, as in [T, steps] and not [steps, T].
 
     Raises:
         TypeError: a field that is not a dense tensor of real numbers, targets that are not
@@ -235,8 +235,8 @@ class Batch:
         return Batch(moved(self.targets), segments, totals=self.totals, **fields)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the attributes for copies and pickles. The `Survey` (extremes and counts of the
-        tokens) is omitted, because it is cheap to make again."""
+        """Return the attributes for copies and pickles, without the batch's `Survey` (extremes and
+        counts of the tokens), which is cheap to make again."""
         return {**self.__dict__, "_last_survey": None}
 
     def _survey(self) -> Survey:

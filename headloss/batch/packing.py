@@ -252,8 +252,8 @@ class Packing:
         return scattered(values, self.shape, self.index, self.live, rows)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the values [T, ..] of the packed tokens, from values in the caller's shape; an
-        unscored token (packed with static shapes alone) gets 0."""
+        """Return the values [T, ..] of the packed tokens, from values in the caller's shape; a
+        packed token without a target gets 0 (static shapes pack unscored tokens too)."""
         values = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         values = values.contiguous() if self.index is None else values[self.index]
         return values if self.live is None else values.masked_fill(~as_wide(self.live, values), 0)
@@ -306,8 +306,9 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
             With static shapes, no value is read or checked, and no position is dropped.
 
     Raises:
-        ValueError: a batch attribute assigned to after construction; a target, a segment id or an
-            id field's value outside its range at a scored position; invalid `support_ids`.
+        ValueError: an attribute of the batch was assigned after construction; a target, a segment
+            id or an id of a field is outside of its range at a scored position; or `support_ids`
+            are invalid.
         RuntimeError: a batch that was changed in place after construction.
     """
     # Refuse attributes assigned to a batch, since packing reads the fields given at construction.
@@ -327,8 +328,8 @@ def packing_of(batch: Batch, vocabulary: float = torch.inf, unit: int | None = N
 
 def _check_static(support: SupportIds, targets: Tensor) -> None:
     """ValueError if only some of the scored tokens have `support_ids`: with static shapes, the CPU
-    cannot find the tokens without `support_ids`. The check reads the device, except during graph
-    capture."""
+    cannot find the tokens without `support_ids`. Reading `support_ids` makes the CPU wait for the
+    GPU; during graph capture, nothing is checked."""
     if targets.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     restricted = int(support.survey(targets)[-1])

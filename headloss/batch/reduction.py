@@ -189,9 +189,8 @@ class Reduction:
     """A rule for the weights w_t, as a function of (length of each token's segment [T], total
     tokens [], total segments []).
 
-    The reduction `prompt_mean` works on prompts in place of segments, so that its first argument is
-    the number of tokens of each token's prompt, and its third argument is the total number of
-    prompts.
+    The reduction `prompt_mean` counts prompts in place of segments, and gets (number of tokens of
+    each token's prompt [T], total tokens [], total prompts []).
     """
 
     name: str

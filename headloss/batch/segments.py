@@ -61,8 +61,8 @@ class Segments:
         self.ids = ids
         self.count = count
         self.group = group
-        # The common length of all segments, or 0 if the lengths differ. The length is None if the
-        # segment ids are not known to be 0, 1, 2 .. in ascending order.
+        # The common length of all segments; 0 if the lengths differ; None if the segment ids are
+        # not known to be 0, 1, 2 .. in ascending order.
         self._row = row
         # True if the segment ids are sorted, and the number of tokens per segment on this rank is
         # known.

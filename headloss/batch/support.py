@@ -18,7 +18,8 @@ from ..arguments import IGNORE, check_dense, check_device, is_integers
 from ..kernels.interface import Support
 from .segments import count_in, offsets_of
 
-# Larger than every column id, so that each pair has a unique number position * HIGH + column.
+# Factor larger than every column id, so that position * HIGH + column is a different number for
+# each (position, column).
 HIGH = 1 << 32
 
 
@@ -29,7 +30,8 @@ class SupportIds:
     def __init__(self, value: Any, targets: Tensor) -> None:
         self.value = value
         self.tensors = value if isinstance(value, tuple) else (value,)
-        # Largest number K of ids of a position; None for a pair of ids and offsets.
+        # Largest number K of ids of a position in `support_ids` of shape [.., K]; None if
+        # `support_ids` are (ids, offsets).
         self.width: int | None = None
         want = "[.., K] integers, or ([P] ids, [N + 1] offsets)"
         if len(self.tensors) not in (1, 2) or not all(map(is_integers, self.tensors)):
@@ -115,8 +117,8 @@ class SupportIds:
         self, index: Tensor | None, live: Tensor | None, restricted: int | None
     ) -> SupportPairs:
         """Return the (token, id) pairs of the packed tokens; `index` and `live` are attributes of a
-        `Packing`. The argument
-        `restricted` is the number of tokens with ids; None if all scored tokens have ids."""
+        `Packing`. The argument `restricted` is the number of packed tokens with at least one id in
+        `support_ids`; None if all scored tokens have an id in `support_ids`."""
         if live is not None and self.width is None:
             raise ValueError("static: got support_ids with offsets, want [.., K]")
         pairs = self._pairs if index is None else self._pairs.take(index)
@@ -196,8 +198,8 @@ class SupportPairs:
         return Support(ids, offsets, first, size)
 
     def unrestricted(self, rows: slice) -> Tensor | None:
-        """[m] offsets from `rows.start` of the tokens without ids in `rows`; None if all tokens in
-        `rows` have ids."""
+        """[m] indices, counted from `rows.start`, of the tokens in `rows` without `support_ids`;
+        None if all tokens in `rows` have `support_ids`."""
         first, last = (bisect_left(self._free, at) for at in (rows.start, rows.stop))
         return None if first == last or self.free is None else self.free[first:last] - rows.start
 

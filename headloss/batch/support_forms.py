@@ -75,8 +75,8 @@ def support_from_lists(lists: Any, columns: int | None = None) -> tuple[Tensor, 
     """Return ([P] ids, [B C + 1] offsets), int64 on the CPU, for targets [B, C], from the lists of
     vLLM or SGLang.
 
-    The returned ids are in the order of the ids in `lists`. Move ids and offsets to a device with
-    `.to(device)`.
+    The returned ids have the order of the ids in the argument `lists`. Move ids and offsets to a
+    device with `.to(device)`.
 
     >>> support_from_lists([[[7, 3], [5]], [None, [2, 9, 4]], None])
     (tensor([7, 3, 5, 2, 9, 4]), tensor([0, 2, 3, 3, 6, 6, 6]))
@@ -176,6 +176,6 @@ def _integers(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) and hasattr(value, "dtype"):
         # torch.as_tensor raises TypeError for a NumPy array of objects.
         with contextlib.suppress(TypeError):
-            # Copy the array, since torch rejects arrays with negative strides.
+            # Copy the NumPy array, since torch rejects NumPy arrays with negative strides.
             value = torch.as_tensor(value.copy(), device="cpu")
     return check_integers(name, value, "integers, as a tensor or a NumPy array").long()

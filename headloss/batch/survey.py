@@ -14,11 +14,12 @@ from ..arguments import IGNORE
 from ..host_copy import HostCopy
 from .segments import Segments, count_in
 
-# Fields of vocabulary ids, distinct at each position, and the field of their probabilities.
+# Batch fields of vocabulary ids, which must be distinct at each position, each with the name of the
+# field that holds the probabilities or log-probs of the ids.
 ID_FIELDS = {"teacher_topk_ids": "teacher_topk_logps", "candidate_ids": "candidate_probs"}
-# Number larger than every vocabulary id. If a field of ids contains repeated ids or impossible
-# probabilities, BAD is stored in place of the field's largest id, so that the later check of ids
-# against the vocabulary size raises an error.
+# Number larger than every vocabulary id. If a field of ids contains repeated ids, or ids whose
+# probabilities sum to more than 1, `BAD` is stored in place of the field's largest id, so that the
+# later check of ids against the vocabulary size raises an error.
 BAD = (1 << 63) - 1
 NO_LOGITS = (
     "probabilities >= 0 that sum to at most 1; of logits take log_softmax or softmax, of log-probs "
@@ -38,7 +39,8 @@ class Survey:
         id_fields: fields [.., K] of vocabulary ids; negative ids are unused entries.
         probs: [.., K] probabilities or log-probs that belong to the ids, by the id field's name
             (see `ID_FIELDS`).
-        of_support: the result of `SupportIds.survey`, copied to the CPU with the other numbers.
+        of_support: the result of `SupportIds.survey`, copied to the CPU together with the extremes
+            and counts.
         tensors: all tensors whose extremes and counts are computed.
     """
 
@@ -97,8 +99,8 @@ class Survey:
         return numbers
 
     def _bad(self, name: str, ordered: Tensor) -> Tensor:
-        """[N] bool: True for a position of the id field `name` with a repeated id, or with
-        probabilities whose absolute values sum to more than 1, beyond what rounding explains.
+        """[N] bool: True for a position where the id field `name` has a repeated id, or where the
+        absolute values of the ids' probabilities sum to more than 1, beyond what rounding explains.
         `ordered` holds the sorted ids."""
         repeated = _repeated(ordered)
         if name not in self.probs:
@@ -108,8 +110,9 @@ class Survey:
         most = {1: 2.0, 2: 1.1}.get(probs.itemsize, 1.01)
         probs = probs.float() if most > 1.1 else probs
         probs = probs.exp() if "logps" in ID_FIELDS[name] else probs
-        # Three entries of 1 for each repeated id: a sum above `most` means a repeated id or
-        # impossible probabilities. Absolute values reveal log-probs in the place of probabilities.
+        # Each repeated id adds three ones to `terms`: a sum above `most` (1 and a margin for
+        # rounding) means a repeated id, or probabilities that sum to more than 1. Absolute values
+        # are summed, because log-probs passed by mistake for probabilities are negative.
         terms = torch.cat([repeated] * 3 + [probs.masked_fill(ids < 0, 0)], 1)
         return torch.linalg.vector_norm(terms, 1, 1) > most
 

@@ -77,9 +77,10 @@ class HeadLoss(torch.autograd.Function):
 
 class HeadStatistics(torch.autograd.Function):
     """Autograd function that returns logp, lse and entropy of all positions, the log-probs [.., K +
-    1] of candidates, and the divergences from a teacher. Only the statistics in
-    `Requirements.gradients` are differentiable. Tiles of the `held` schedule are saved with
-    autograd, so that activation checkpointing drops and recomputes the tiles."""
+    1] of candidates, and the divergences from a teacher. Outputs that are named in
+    `Requirements.gradients` are differentiable, and all other outputs are not. Tiles of the `held`
+    schedule are saved with autograd, so that activation checkpointing drops and recomputes the
+    tiles."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):

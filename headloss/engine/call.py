@@ -163,10 +163,10 @@ class Call:
 
     def unit(self, logp: Tensor, rows: Rows = ALL) -> Tensor:
         """Return the [n] coefficients by which the `frozen` schedule multiplies dlogp/dhidden. With
-        inputs of any dtype but float16, each token's factor of dlogp/dhidden is 1. In float16, a
-        token's factor of dlogp/dhidden is a power of two of about 1 / ((1 - p) dz/draw), where p is
-        the target's probability and dz/draw the derivative of a transformed logit z with respect to
-        the raw logit, so that the small gradient of a likely target keeps its digits."""
+        inputs of any dtype but float16, each token's coefficient is 1. With float16 inputs, a
+        token's coefficient is a power of two near 1 / ((1 - p) dz/draw), where p is the target's
+        probability and dz/draw the derivative of a transformed logit z with respect to the raw
+        logit, so that the small gradient of a likely target keeps its digits."""
         one = torch.ones_like(logp)
         if not self.requirements.rescaled:
             return one
@@ -183,8 +183,9 @@ class Call:
 
     @property
     def read_again(self) -> list[tuple[str, Tensor, int]]:
-        """Fields that the backward pass reads again, each with its version counter. The fields are
-        not saved with autograd, because autograd's saved-tensor hooks might copy the fields."""
+        """Fields that the backward pass reads again, each with its version counter. Batch fields
+        that the backward pass reads again are not saved with autograd, because autograd's
+        saved-tensor hooks might copy the batch fields."""
         if not self.context.beside:
             return []
         fields = ((name, self.packed.as_given(name)) for name in READ_AGAIN)

@@ -245,8 +245,8 @@ def check_targets(targets: object, hidden: object, options: Options) -> Batch:
 _NAMES = "advantages teacher_logps candidate_ids candidate_probs candidate_sampling_logps desirable"
 _NAMES += " reference_kl importance_sampling_ratio prompts slots teacher_index teacher_lse"
 FIELDS = frozenset({*_NAMES.split(), *LOGPS, *sum(INPUTS.values(), ())})
-# Names that other libraries give to masks, each with the mask's value at excluded tokens. Every
-# name that contains "mask" also counts as a mask.
+# Names that other libraries give to masks, each with the mask's value at excluded tokens. A batch
+# field is also taken for a mask if the field's name contains "mask".
 _ZERO = "mask attention_mask loss_mask completion_mask response_mask action_mask assistant_mask"
 _ZERO += " assistant_masks weight weights loss_weights sample_weight"
 MASKS = {**dict.fromkeys(_ZERO.split(), 0), "labels": IGNORE}

@@ -153,8 +153,8 @@ def statistics_of(required: Requirements) -> list[str]:
 
 def per_segment(numbers: OwnNumbers) -> frozenset[str]:
     """Return the names of the fields that hold one value per segment: those whose shape does not
-    fit one value per token on all ranks. ValueError for a field that fits per token on some ranks
-    and per segment on others only."""
+    fit one value per token on all ranks. Raise ValueError if the shape of a field fits one value
+    per token on some ranks, and on other ranks only one value per segment."""
     forms = {name: of_ranks for name, of_ranks in numbers.items() if name != HIGHEST}
     names = frozenset(n for n, of_ranks in forms.items() if not all(form & 1 for form in of_ranks))
     for name in sorted(names):
@@ -212,8 +212,9 @@ def _of_transform(transform: Transform) -> dict[str, object]:
 
 
 def _names(objective: Objective) -> list[tuple[object, ...]]:
-    """Return names and scopes of the terms, and the dropout of adapters in teachers' heads, because
-    ranks must run a collective for such a dropout."""
+    """Return the names and scopes of the terms, and the dropout of the LoRA adapters of teachers'
+    heads. Ranks must agree on the dropout, because a LoRA dropout runs a collective of all
+    ranks."""
     heads = [term.teacher and term.teacher.head for _, term in objective.parts]
     drops = [head and [lora.dropout for lora in head.lora] for head in heads]
     return [(t.name, t.scope, d) for (_, t), d in zip(objective.parts, drops, strict=True)]
@@ -243,7 +244,8 @@ def _tensors_of_batch(batch: Batch) -> dict[str, list[Tensor]]:
 
 def _sampled(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
     """Return one element of each row of hidden states, [N], with 0 at unscored targets. Ranks
-    compare these elements, because comparing whole rows would cost too much time."""
+    compare one element of each row, because comparing whole rows of hidden states would cost too
+    much time."""
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     at = torch.arange(len(rows), device=rows.device)
     sample = rows[at, at % rows.shape[1]]

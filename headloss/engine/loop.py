@@ -141,7 +141,7 @@ def sweep(call: Call, tensors: Tensors) -> ForwardResult:
             sums = sums or call.accumulator(source)
             sums.add(gradient)
             del inputs, gradient  # Free the gradient before the next block's logits are made.
-        del tile  # Free the tile before the next block's logits are made.
+        del tile  # Free the tile of logits before the next block's logits are made.
     measured = parts[0] if len(parts) == 1 else of_several(torch.cat, parts)
     return ForwardResult(measured, tiles, sums, weighted, shares)
 

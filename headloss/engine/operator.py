@@ -64,7 +64,7 @@ def in_graph(
         scored = scored.targets
     targets = check_targets(scored, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    if head.lora:  # Zero unscored rows, whose NaN must not reach the gradients of the adapters.
+    if head.lora:  # Set unscored rows to 0, so that their NaN cannot reach the adapters' gradients.
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     factors = [t for pair in pairs for t in pair]
@@ -107,8 +107,8 @@ def _open(operands: Sequence[Any], wanted: Sequence[bool]) -> tuple[Call, list[T
     weights = pairs[1::2]
     lora = []
     for inner, b in zip(features[1:], weights[1:], strict=True):
-        # Operations outside of this operator have multiplied the hidden states by LoRA's matrix A,
-        # so that `a`, a placeholder for A, needs only a shape and `requires_grad`.
+        # LoRA's matrix A was multiplied with the hidden states before this operator was called, so
+        # that the placeholder `a` needs only the shape and `requires_grad` of A.
         a = b.new_empty(b.shape[1], features[0].shape[1]).requires_grad_(inner.requires_grad)
         lora.append(Lora(a=a, b=b, scaling=1.0))
     head = Head(

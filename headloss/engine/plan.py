@@ -18,15 +18,16 @@ from ..options import Options
 from .plan_inputs import EXP_ROWS, WAVE_TILE, PlanInputs, Schedule, Tile, bytes_by_part, peak_bytes
 
 MIB = 1 << 20
-CHUNK_WAVES = 0.3  # Fixed time of a chunk, in units of one wave of matmul output tiles.
-# Default memory of a chunk in bytes, on a CPU and on a GPU whose memory size is unknown. On any
-# other GPU, a chunk may use 1 / GPU_SHARE of the GPU's memory.
+CHUNK_WAVES = 0.3  # Overhead per chunk, in units of the time of one wave of matmul output tiles.
+# Default memory of a chunk in bytes, on a CPU and on a GPU whose memory size is unknown. On a GPU
+# of known memory size, a chunk may use 1 / GPU_SHARE of the GPU's memory.
 CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
 # Number of multiply-adds of a block's matmul above which skipping rows without a gradient saves
-# time. For smaller matmuls, skipping costs more time than it saves: a GPU waits until the CPU has
-# read the number of rows, and a CPU needs extra operations.
+# time. For smaller matmuls, leaving out rows without a gradient costs more time than it saves: a
+# GPU waits until the CPU has read the number of rows with a gradient, and a CPU needs extra
+# operations.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Vocabulary columns of a block if `Options.batch_invariant` is True.
@@ -35,7 +36,8 @@ FIXED_COLUMNS = 16384  # Vocabulary columns of a block if `Options.batch_invaria
 SWEEP_BYTES = 480 << 20
 # Working memory of a loop over tiles of logits in a call with a teacher, in bytes.
 TEACHER_BYTES = 660 << 20
-# Smallest and largest number of logits of a block of vocabulary columns in a loop over tiles.
+# Lower and upper bound on the number of logits in one block of vocabulary columns, in loops over
+# tiles of logits.
 SLAB_ELEMENTS = (48 << 20, 192 << 20)
 
 
@@ -339,8 +341,8 @@ def even(p: PlanInputs, rows: int) -> int:
 
 def whole_waves(p: PlanInputs, most: int) -> int:
     """Return the chunk size, up to `most`, with the shortest time of the hidden gradient's matmuls.
-    A matmul runs in waves of one output tile per multiprocessor. Only the hidden gradient's matmul
-    has so few output tiles that multiprocessors idle in the last wave cost noticeable time."""
+    A matmul runs in waves of one output tile per multiprocessor. The hidden gradient's matmul alone
+    has so few output tiles that idle multiprocessors in its last wave cost noticeable time."""
     across = -(-p.width // WAVE_TILE[1])
 
     def waves(rows: int) -> int:
@@ -373,7 +375,7 @@ def cut(p: PlanInputs, rows: int, limit: int) -> list[Chunk] | None:
     segments); None if no such chunks fit."""
     lengths = p.lengths or []
     unit = p.segments_per_unit
-    if p.in_place:  # The logits exist already, so that chunks would save no memory.
+    if p.in_place:  # The caller's logits are in memory already: chunks would save no memory.
         return cut_anywhere(p, p.tokens)
     if p.scope == "token":
         return cut_anywhere(p, rows)

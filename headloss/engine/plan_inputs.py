@@ -37,8 +37,8 @@ class PlanInputs:
     tokens: int = 0  # Scored tokens, T.
     width: int = 0  # Hidden width, H.
     vocabulary: int = 0  # Vocabulary, V.
-    # Scope of the loss terms (such as "segment"); "external" for a loss that needs all statistics
-    # first.
+    # Scope of the loss terms (such as "segment"); "external" for a loss function outside of the
+    # call, which needs the statistics of all tokens before any gradient.
     scope: str = "token"
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1
@@ -99,9 +99,10 @@ class PlanInputs:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes per token and column of a block of vocabulary columns. Without a teacher, a block
-        of columns holds logits. With a teacher, a block of columns holds the gradient of the logits
-        for all tokens, and the logits themselves for only some tokens at a time."""
+        """Bytes per token and column of a block of vocabulary columns. In a call without a teacher,
+        a block of vocabulary columns takes memory for the block's logits. In a call with a teacher,
+        a block of vocabulary columns takes memory for the gradient of the block's logits, and for
+        the logits of a part of the tokens at a time."""
         if self.given or not self.teachers:
             return self.row_bytes
         gradient = self.element_size if self.on_gpu else max(4, self.element_size)
@@ -119,11 +120,13 @@ def bytes_by_part(
     logits = elements * (p.slab_bytes if sweeps else p.row_bytes)
     if sweeps and p.teachers:
         logits = max(logits, rows * p.token_bytes - p.hidden_sums)
-    if schedule == "narrow":  # The kernel has float32 sums for each of 16 vocabulary slices.
+    # The kernel of the schedule "narrow" keeps float32 sums of each token for each of 16 slices of
+    # the vocabulary.
+    if schedule == "narrow":
         logits = min(p.tokens, EXP_ROWS) * 64 * (p.width + 4)
     if schedule == "held":
         logits = p.tokens * p.vocabulary * p.row_bytes
-    # The reference backend widens a few working blocks of logits at a time.
+    # The reference backend converts a few blocks of logits at a time to float32 or float64.
     widened = 3 * min(elements, WORKING_BLOCK) * max(4, p.element_size)
     if p.element_size < 4 and not p.given:  # Blocks of a 16-bit weight, converted to float32.
         widened += 4 * min(4 * WORKING_BLOCK, p.vocabulary * p.width)

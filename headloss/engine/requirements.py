@@ -55,7 +55,7 @@ class Requirements:
     rescaled: bool  # Gradients are scaled against float16 underflow, and dW is summed in float32.
     vocabulary: int  # Vocabulary columns of this rank, without padding.
     backend: str
-    compute_dtype: torch.dtype | None  # Autocast's dtype of matmuls; None: the tensors' own dtypes.
+    compute_dtype: torch.dtype | None  # Matmul dtype under torch.autocast; None without autocast.
     dtype: torch.dtype  # Dtype of hidden states in matmuls, or of logits passed by the caller.
     wide: torch.dtype  # Dtype of statistics.
     needs_grad: NeedsGrad
@@ -211,8 +211,9 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # Fields of vocabulary ids whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    # Divergences, the log-prob of the candidates' tail, and the sum of p squared are computed from
-    # tiles of logits; log-probs of candidates alone can be computed from hidden states and weights.
+    # Tiles of logits are needed for divergences, for the sum of p squared, and for the log-prob of
+    # the tail (all columns but the candidates); the candidates' own log-probs can be computed from
+    # hidden states and the candidates' rows of the head's weight.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
     if head is not None and not (
@@ -226,7 +227,8 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     in_place = head is None and not of_tiles and "candidate_logps" not in needs
     in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     in_place &= required.backend == "triton"
-    # Terms that read statistics may clip; terms that read a field may weight a token by 0.
+    # A term that reads statistics may give tokens no gradient by clipping; a term that reads a
+    # field may weight tokens by 0.
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
     constant &= not any(term.weight_fields for term in terms)

@@ -100,9 +100,9 @@ class Head:
         vocab_mesh_dim: the mesh dimension over which the rows of a DTensor weight are sharded.
         lora: adapters that are added to the raw logits.
         beside: pairs (features [.., r] with a row for each position, weight2 [V, r]). The raw
-            logits are hidden @ weight.T plus features @ weight2.T of every pair, as for a head of
-            [hidden | features] and [weight | weight2]. The tensors `features` and `weight2` receive
-            gradients if they require gradients.
+            logits become hidden @ weight.T plus the sum of features @ weight2.T over all pairs, as
+            for a head with hidden states [hidden | features] and weight [weight | weight2]. The
+            tensors `features` and `weight2` receive gradients if they require gradients.
 
     Raises:
         TypeError: an argument of the wrong kind; a quantised weight.
@@ -208,9 +208,9 @@ class Head:
         """Return (features [T, k], rows [V, k]) pairs whose products sum to the raw logits without
         the bias.
 
-        The list starts with (hidden states, the head's weight). One (features, rows) pair for each
-        LoRA adapter follows, in the adapter's dtype, and one pair for each element of
-        `Head.beside`. An adapter's features are made from LoRA's matrix A by autograd, so that A
+        The first pair of the list is (hidden states, the head's weight). Each LoRA adapter adds a
+        pair (features, rows), in the adapter's dtype, and each element of `Head.beside` adds a pair
+        (features, rows). An adapter's features are made from LoRA's matrix A by autograd, so that A
         receives its gradient. The rows include padding.
         """
         return [

@@ -23,7 +23,8 @@ LARGE = 1 << 25
 BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
 # Chunks have a multiple of 128 tokens, and blocks a multiple of 128 columns, for fast matmuls.
 GRAIN = 128
-# Parts of a block's tokens in a call with a teacher; logits of one part are in memory at a time.
+# With a teacher, a block's tokens are split into 8 parts; only one part's logits are in memory at a
+# time.
 PARTS = 8
 
 
@@ -59,7 +60,7 @@ class Products:
         # 2^28 output elements.
         narrow = weight.shape[1] <= 64 and len(features) * len(weight) > 1 << 28
         if features.is_cuda and narrow and dtypes == (torch.float32, torch.bfloat16):
-            # Three bfloat16 numbers of 8 bits hold all 24 bits of a float32 number.
+            # Three bfloat16 significands of 8 bits hold a float32 significand of 24 bits.
             high = features.bfloat16()
             middle = (features - high).bfloat16()
             features = torch.cat([high, middle, (features - high - middle).bfloat16()], 1)
@@ -158,7 +159,7 @@ def add_weight_gradient_(
             torch.mm(*factors, out=total)
         elif total.dtype == dtype:
             total.addmm_(*factors)
-        else:  # The product's dtype differs from the accumulator's, e.g. float16 from bfloat16.
+        else:  # The factors' dtype is not the dtype of `total`, e.g. bfloat16 and float16.
             product = torch.mm(*factors, out_dtype=torch.float32)
             total.copy_(product) if fresh else total.add_(product)
         return

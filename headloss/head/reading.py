@@ -89,7 +89,8 @@ def _check_unpatched(module: nn.Module) -> None:
         raise _unknown(
             module, f"torch.nn.utils.parametrize computes its {names}; remove the parametrization"
         )
-    # accelerate's dispatch only moves inputs to the layer's device.
+    # accelerate's dispatch replaces `forward` by a function that only moves inputs to the device of
+    # the layer's weight.
     replaced = vars(module).get("forward")
     if "tensor_parallel" in str(getattr(replaced, "__module__", "")):
         raise _unknown(
@@ -213,8 +214,8 @@ FAMILIES: dict[str, Callable[[Any], Fields]] = {
 
 def read_model(model: nn.Module, told: bool = False) -> Fields:
     """Return the fields of a `Head` for a causal language model's output embeddings. The fields
-    include the soft cap and the logit scale of the model, unless `told` is True (the caller has
-    passed both)."""
+    include the soft cap and the logit scale of the model, unless `told` is True, which means that
+    the caller has passed soft cap and logit scale."""
     model = causal_of(model)
     config = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)

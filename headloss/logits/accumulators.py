@@ -43,15 +43,17 @@ class GradientBuffers(NamedTuple):
     accumulate_dtype: torch.dtype
     # Float32 [V, H] that receives the weight gradient, which is then not returned.
     main_grad: Tensor | None
-    # True: add each block's weight gradient to `main_grad`. False: sum the weight gradients of all
-    # blocks first, then add the sum, times the upstream gradient, to `main_grad`.
+    # If `direct` is True, add each block's weight gradient to `main_grad`. If `direct` is False,
+    # sum the weight gradients of all blocks first, then add the sum, times the upstream gradient,
+    # to `main_grad`.
     direct: bool
 
 
 class BlockAccumulator:
     """Sums of gradients that arrive by blocks of tokens, in all vocabulary columns. With
-    `single_block`, one block gives the whole weight gradient, which is therefore stored in the
-    weight's dtype and not in a wider sum.
+    `single_block`, the only block's weight gradient is the whole weight gradient, so that the sum
+    has the weight's dtype; without `single_block`, the sum over blocks has the dtype
+    `Options.accumulate_dtype`.
 
     `weights` maps the index of a pair (features, weight) to the gradient of the pair's weight, if
     the weight requires a gradient. `totals[i]` is the view of `weights[i]` to which each block's
@@ -97,8 +99,8 @@ class BlockAccumulator:
             self.hidden.add(gradient)
             self._add_to_weights(gradient)
         else:
-            # The weight gradient is computed first, because the hidden gradient may overwrite the
-            # tensor of features multiplied by each row's factor, which the weight gradient reads.
+            # Compute the weight gradient first: it reads the features multiplied by each row's
+            # factor, and the hidden gradient may be written over these features.
             self._add_to_weights(gradient)
             self.hidden.add(gradient)
 
@@ -262,7 +264,8 @@ class HiddenGradient:
         block = next(self.blocks).rows
         dlogits, rows, _, multiple, memory, pairs = gradient
         places = rows - block.start if isinstance(rows, Tensor) else None
-        # Do not overwrite the scaled features, which the weight gradient reads afterwards.
+        # With a `group`, do not write the hidden gradient over the features multiplied by each
+        # row's factor, because the weight gradient reads these features later.
         if self.group is not None:
             memory = None
         # Write the hidden gradient of all rows of the block of tokens, with 0 in rows without a
@@ -296,8 +299,9 @@ class HiddenGradient:
             work = together(SHARED, self.group, distributed.all_reduce, total, **options)
             self.pending.append((i, work, total, block))
             if total.is_cuda:
-                # Without this pause on the GPU's compute stream, the weight gradient's matmul would
-                # fill the GPU, and the all-reduce would start only after the matmul.
+                # Pause the GPU's compute stream, so that the all-reduce can start: without a pause,
+                # the weight gradient's matmul would fill the GPU and delay the all-reduce until the
+                # matmul's end.
                 torch.cuda._sleep(GIVE_WAY)  # type: ignore[no-untyped-call]
 
     def settle(self) -> None:
@@ -306,6 +310,6 @@ class HiddenGradient:
             together(SHARED, self.group, work.wait)
             if i in self.totals:
                 self.totals[i][rows].copy_(value)
-            else:  # The sum stays in float32; the method `finish` scales and rounds it.
+            else:  # Keep the sum over ranks in float32; `finish` scales and rounds the sum.
                 self.totals[i] = value
         self.pending = []

@@ -91,7 +91,7 @@ class Pairs(NamedTuple):
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
         """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the index [n, K]
         in `raw` of each pair (token, id); a mask [n, K], False for an id that the token does not
-        allow; and a `Support` with the allowed ids that were not looked up."""
+        allow; and a `Support` with the allowed ids that are not in `ids`."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -122,8 +122,8 @@ def vjp_inputs(key: object, measured: Measured) -> list[Tensor]:
 class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
-    # The head's transform of raw logits (scale, soft cap, temperature), but with half the
-    # temperature.
+    # The head's transform of raw logits (scale, soft cap, temperature) with the temperature halved,
+    # because p^2 needs exp(2 z).
     transform: Transform
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     key = COLLISION
@@ -161,11 +161,13 @@ class Candidates(NamedTuple):
     ids: Tensor  # Column ids [T, K] in the whole vocabulary; unused entries are below 0.
     transform: Transform  # Transform from raw logits to the logits z of the softmax.
     # True if the softmax is the head's own, not one at a teacher's temperature. For the head's own
-    # softmax, the gradient coefficient `c_prob` already includes -sum_k dL/dlogp_k over the K + 1
-    # log-probs. Log-probs at a teacher's temperature are in float64, so that a small difference of
-    # large derivatives keeps its digits.
+    # softmax, the gradient coefficient `c_prob` already includes minus the sum of the loss's
+    # derivatives with respect to the log-probs of the K candidates and of the tail. Log-probs at a
+    # teacher's temperature are in float64, so that a small difference of large derivatives keeps
+    # its digits.
     heads_own: bool
-    # True if the log-prob of all other columns together is computed; else 0 is returned.
+    # True if the log-prob of the tail (all columns but the candidates) is computed; if False, 0 is
+    # returned for the tail.
     tail: bool
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     own_logits = False
@@ -180,8 +182,8 @@ class Candidates(NamedTuple):
         return self._replace(ids=self.ids[index], transform=self.transform.rows(index))
 
     def columns(self, rows: Rows, columns: slice) -> Tensor:
-        """Return the candidates' column indices [n, K] within a tile. The index of an unused entry,
-        or of a column in a different tile, lies outside of the tile."""
+        """Return the candidates' column indices [n, K] within a tile. For an unused entry of `ids`,
+        and for a column outside of the tile, the returned index lies outside of the tile."""
         return self.ids[rows].long() - (self.shard.first + (columns.start or 0))
 
     def add(
@@ -203,7 +205,7 @@ class Candidates(NamedTuple):
     def value(self, rows: Rows, state: CandidateState, normalizer: Normalizer) -> ByStatistic:
         """Return the log-probs [n, K + 1] of candidates and tail (all other columns), and the
         normalizer of the tail, from the state after the last tile. The argument `normalizer` holds
-        maximum and log-sum of the head's own softmax."""
+        maximum and log-sum of the softmax at the head's temperature."""
         z, others = state
         peak, log_sum = normalizer
         of_tail = normalizer
@@ -240,11 +242,11 @@ class Candidates(NamedTuple):
         self, measured: Measured, slopes: Tensor, targets: Tensor
     ) -> tuple[Tensor, Support]:
         """Return a sparse part of the gradient of the raw logits: values [P], one per pair (token,
-        column). A pair of a token and a candidate's column has the derivative of the loss with
-        respect to the candidate's log-prob; a pair of a token and its target has minus the sum of
-        the derivatives. The gradient of the raw logits is the returned sparse part minus c_prob *
-        dlogp/draw, where logp is the target's log-prob. A derivative of the loss with respect to
-        the log-prob of all other columns together is ignored."""
+        column). The value of a pair (token, candidate's column) is the derivative of the loss with
+        respect to the candidate's log-prob; the value of a pair (token, target) is minus the sum of
+        the candidates' derivatives. The gradient of the raw logits is the returned sparse part
+        minus c_prob * dlogp/draw, where logp is the target's log-prob. A derivative of the loss
+        with respect to the log-prob of the tail (all columns but the candidates) is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

@@ -31,7 +31,7 @@ DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows saves 
 class NeedsGrad(NamedTuple):
     """Flags of a `LogitSource`'s tensors, in order: True for a tensor that needs a gradient."""
 
-    features: tuple[bool, ...]  # Flag of each feature matrix, or one flag for the caller's logits.
+    features: tuple[bool, ...]  # For feature matrices, or the caller's logits: needs a gradient.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -64,17 +64,17 @@ class RowContext(NamedTuple):
         )
 
     def forward(self, rows: Rows, columns: slice = ALL) -> Forward:
-        """Return the inputs of the kernel for a tile's statistics, apart from the logits."""
+        """Return all inputs but the logits of the kernel that computes a tile's statistics."""
         first = self.shard.first + (columns.start or 0)
         return Forward(self.targets[rows], first, self.transform.rows(rows), self.needs)
 
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """Return the inputs of the kernel for the gradient of a tile, apart from the logits."""
+        """Return all inputs but the logits of the kernel that computes a tile's gradient."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
-        # The kernel for `extras` (such as candidates' log-probs) ignores `all_columns`.
+        # The kernel that reads `extras` (such as candidates' log-probs) ignores `all_columns`.
         logits = isinstance(inputs.tile, Tensor) and not extras
         return Backward(
             self.targets[rows],
@@ -97,7 +97,7 @@ class RowContext(NamedTuple):
 def rows_left(live: Tensor | None, *shares: HostCopy | None) -> Tensor | None:
     """Return the ascending indices [K] of rows with a gradient, from the mask `live` [n]; None if
     so few rows have no gradient that leaving them out would not be faster. `shares` are the
-    fractions K / n of this and the previous tile, on the CPU; None if a fraction is near 1."""
+    fractions K / n of rows with a gradient in this and the previous tile, copied to the CPU."""
     if live is None:
         return None
     most = DENSE_SHARE if live.is_cuda else 1
@@ -159,9 +159,9 @@ class LogitSource:
         return measured
 
     def logit_gradient(self, rows: slice, columns: slice, inputs: BackwardInputs) -> LogitGradient:
-        """Return the gradient of the tile's logits, in rows with a gradient. The kernel for all
-        rows is launched before the CPU waits for the fraction of rows with a gradient. If most rows
-        of the previous tile had a gradient, the CPU does not wait for the GPU."""
+        """Return the gradient of the tile's logits, for the rows that have a gradient. The kernel
+        for all rows is launched before the CPU waits for the fraction of rows with a gradient. If
+        most rows of the previous tile had a gradient, the CPU does not wait for the GPU."""
         raw = inputs.tile if isinstance(inputs.tile, Tensor) else self.raw(rows, columns)
         live = inputs.live
         share = None if live is None else HostCopy(live.mean(0, True, dtype=torch.float32))
@@ -181,8 +181,8 @@ class LogitSource:
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        # The gradient is written over the student's logits only in the last iteration, because
-        # earlier iterations still read the logits.
+        # Only the last iteration writes the gradient over the student's logits, because every
+        # iteration reads the student's logits.
         for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
@@ -196,7 +196,7 @@ class LinearLogits(LogitSource):
 
     def __init__(
         self,
-        tensors: Sequence[Any],  # Pairs of features [T, H_i], weights [V', H_i]; bias [V'] or None.
+        tensors: Sequence[Any],  # Pairs (features, weight) one after the other, then bias or None.
         context: RowContext,
         *,
         # Dtype of the matmuls (under autocast); None: the dtype of the tensors.
@@ -308,7 +308,7 @@ class ExpLogits(LinearLogits):
 
     def _chosen(self, rows: slice, columns: slice, inputs: BackwardInputs) -> Chosen | None:
         """Return the candidates' columns, log-probs and derivatives, or None if the candidates have
-        no gradient. If candidates have a gradient, `self.beside` holds only the candidates."""
+        no gradient. If candidates have a gradient, no other measurement is in `self.beside`."""
         if (slopes := inputs.coefficients.extras.get(CANDIDATES)) is None:
             return None
         (part,) = self.beside
@@ -331,8 +331,8 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # Without c_entropy, c_uniform and soft cap, a row's gradient is a multiple of the row of
-        # exponentials exp(z - shift) in `exp_tile`, except in the target's column.
+        # If c_entropy, c_uniform and `softcap` are None, a row of the logits' gradient is a
+        # multiple of the row of exp(z - shift) in `exp_tile`, except in the target's column.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
@@ -375,7 +375,7 @@ class NarrowLogits(ExpLogits):
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,
-        factor: Tensor | None,  # Number by which the weight's gradient is multiplied.
+        factor: Tensor | None,  # The weight's gradient is multiplied by `factor`.
     ) -> None:
         """Add the gradients of features, weight and bias to `sums`. With `skip_rows`, the pass that
         computes the weight's gradient leaves out tokens without a gradient."""

@@ -16,19 +16,21 @@ from ..objective.weighted import Coefficients
 from ..statistics.softmax import Normalizer, Statistics
 
 Rows = slice | Tensor  # Selection of tokens: a slice or an index vector.
-# The tensors of a block that a `LogitSource` keeps for the gradient: the logits, exp(z - shift)
-# (`ExpTile`), sums over the vocabulary (`ShiftedSums`), or a `SupportTile`.
+# Tensors of a block that a `LogitSource` keeps for the gradient: the logits, exponentials exp(z -
+# shift) (`ExpTile`), sums over the vocabulary (`ShiftedSums`), or logits of the tokens' allowed ids
+# (`SupportTile`).
 SourceTile = Tensor | ExpTile | ShiftedSums | tuple[object, ...] | None
 # Input tensors of a `LogitSource`, in the order of the gradients.
 Tensors = Sequence[Tensor | None]
 Gradients = list[Tensor | None]
-# The index of all rows or columns. Code tests `rows is ALL` and then skips the indexing, because
-# indexing by `slice(None)` would still cost a PyTorch operation.
+# `ALL` is an index that selects all rows or all columns. Code tests `rows is ALL` and then skips
+# the indexing, because indexing by `slice(None)` would still cost a PyTorch operation.
 ALL = slice(None)
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs from which the gradient of some tokens' logits is computed, apart from the logits."""
+    """All inputs, but for the logits, from which the gradient of some tokens' logits is
+    computed."""
 
     measured: Measured
     coefficients: Coefficients
@@ -87,8 +89,8 @@ class LogitGradient(NamedTuple):
     dlogits: Tensor  # Shape [K, v].
     rows: Rows
     columns: slice = ALL
-    # Factors [K] of the K rows: the gradient of the logits of row k is multiple[k] * dlogits[k]. If
-    # `multiple` is None, the gradient of the logits is `dlogits`.
+    # Factors [K], one for each row of `dlogits`: row k of the logits' gradient is multiple[k] *
+    # dlogits[k], or dlogits[k] if `multiple` is None.
     multiple: Tensor | None = None
     # Hidden states [K, H] of the rows, each multiplied by its entry of `multiple`.
     features: Tensor | None = None

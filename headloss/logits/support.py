@@ -25,7 +25,7 @@ class SupportTile(NamedTuple):
     """Tensors that `SupportLogits` keeps of a block of tokens for the gradient."""
 
     raw: Tensor  # Shape [P].
-    full: LinearLogits | None = None  # Logits of the tokens without allowed ids.
+    full: LinearLogits | None = None  # Logits of the tokens that allow the whole vocabulary.
     of_full: SourceTile = None
 
 

@@ -36,11 +36,11 @@ def measuring(
     wide: torch.dtype,
     keeps_tiles: bool,
 ) -> RowContext:
-    """Return `context` with the call's measurements in `beside`: a `DenseTeacher` for each teacher
-    with logits over the whole vocabulary, `Candidates` for each stored top-k teacher and for
-    `candidate_ids`, and `SquaredSum` for sum p^2. The batch's fields are checked first. `wide` is
-    the dtype of the statistics; `keeps_tiles` is True if each tile of logits stays in memory until
-    its gradient is computed."""
+    """Return a copy of `context` whose attribute `beside` lists the call's extra measurements: a
+    `DenseTeacher` for each teacher with logits over the whole vocabulary, `Candidates` for each
+    stored top-k teacher and for `candidate_ids`, and `SquaredSum` for sum p^2. The batch's fields
+    are checked first. `wide` is the dtype of the statistics; `keeps_tiles` is True if each tile of
+    logits stays in memory until its gradient is computed."""
     transform = context.transform
     needs = context.needs
     shard = context.shard

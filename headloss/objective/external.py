@@ -43,7 +43,8 @@ def external_loss(
     receives the statistics in `HEAD_STATISTICS` (log-prob, log-sum-exp, entropy). It also receives
     the log-probs of `candidate_ids` if `candidates` is True, and the divergences `measures` if a
     `teacher` is given. `gradients` names the statistics with respect to which the loss has a
-    gradient, and may add the candidates' tail."""
+    gradient; the log-prob of the tail (all columns but the candidates) may be one of these
+    statistics."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)

@@ -35,7 +35,8 @@ CONTENT = attrgetter(
     "weight_fields",
     "teacher",
 )
-# The function `reads` adds the term's name to an error whose text begins with one of these texts.
+# If an error's text begins with one of the texts in `OURS`, the function `reads` adds the term's
+# name to the error.
 OURS = ("sums over", "reads stats.")
 TABLE_ENTRIES = 256  # Largest number of entries of the cache `_TABLE`.
 _TABLE: dict[object, Reads] = {}
@@ -107,7 +108,8 @@ def reads(
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Return True if the gradient can be computed before the statistics (by
     `WeightedObjective.beforehand`). Return False for terms with modifiers and for batches with a
-    field set to `CURRENT`, whose gradient needs the statistics first."""
+    field set to `headloss.CURRENT` (this call's own log-probs), because the gradient then
+    needs the statistics first."""
     if (None, ()) in kinds.values():
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -128,8 +130,8 @@ class _NoSums(Segments):
 
 
 def sample_batch(kinds: Kinds, term: Term, device: torch.device) -> PackedBatch:
-    """Return a sample batch of two tokens, with fields of the given kinds. The sample batch has at
-    least `term.segments_per_unit` segments (two for a loss on pairs of segments)."""
+    """Return a sample batch of two tokens with fields of the given kinds, in at least
+    `term.segments_per_unit` segments (two for a loss on pairs of segments)."""
     ids = torch.arange(SAMPLE, device=device)
     fields: dict[str, Tensor | Current] = {}
     for name, (dtype, more) in kinds.items():
@@ -155,8 +157,8 @@ def sample_statistics(
         return torch.full((tokens, *more), value, dtype=dtype, device=device, requires_grad=True)
 
     def outcomes(ids: str, more: int = 0) -> Tensor:
-        """Return log-probs of K columns, of `more` further columns, and of the tail (all remaining
-        columns)."""
+        """Return K + `more` + 1 log-probs: of K columns, of `more` additional columns, and of the
+        tail (all remaining columns)."""
         return leaf(-2.0, kinds[ids][1][-1] + more + 1)
 
     extras = SampleExtras(leaf)

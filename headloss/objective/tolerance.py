@@ -1,12 +1,12 @@
-"""The gradient tolerance: rows of a chunk with almost no gradient are treated as rows without a
-gradient.
+"""The gradient tolerance: tokens of a chunk whose gradient is almost 0 are treated as tokens
+without a gradient.
 
 n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the sum, over all
-vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. Let token t have the mass
-m_t and the hidden state h_t, and let W_j be the weight's rows: without token t, the hidden gradient
-changes by at most m_t max_j |W_j|, and the weight gradient by at most m_t |h_t|, in the Frobenius
-norm. Let M be the sum of the masses of all skipped tokens: skipping changes the hidden gradient by
-at most M max_j |W_j|, and the weight gradient by at most M max_t |h_t|.
+vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. Skipping token t, with mass
+m_t and hidden state h_t, changes the hidden gradient by at most m_t max_j |W_j|, where W_j is row j
+of the head's weight, and changes the weight gradient by at most m_t |h_t|, in the Frobenius norm.
+Let M be the sum of the masses of all skipped tokens: skipping changes the hidden gradient by at
+most M max_j |W_j|, and the weight gradient by at most M max_t |h_t|.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def masses(
     gradient coefficient is NaN.
 
     With gradient coefficients c_target, c_prob, c_entropy and c_uniform, target y, V columns, and
-    derivatives s with respect to `Statistics.extras` (such as candidates' log-probs), the mass is
+    derivatives s with respect to `Statistics.extras` (such as candidates' log-probs), the mass of a
+    token is
     (|c_target + p_y (c_prob + c_entropy log p_y)| + (1 - p_y) |c_prob|
      + |c_entropy| (entropy + p_y log p_y) + V |c_uniform| + sum |s|) |logit_scale| / temperature
     """
@@ -59,14 +60,15 @@ def masses(
 
 
 def least(mass: Tensor, share: float) -> Tensor:
-    """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (upper
-    bound of a token's gradient; of equal masses, the earlier token first), as long as the sum of
-    the skipped masses is at most `share` of the sum of all masses. If the sum of the masses (bounds
-    of the tokens' gradients) is not finite, no token is skipped.
+    """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (an
+    upper bound of a token's gradient), as long as the sum of the skipped masses is at most `share`
+    times the sum of all masses. Of two tokens with equal mass, the earlier token is skipped first.
+    If the sum of the masses (bounds of the tokens' gradients) is not finite, no token is skipped.
 
     Each token's mass (upper bound of its gradient) is rounded up to an integer number of units,
-    where a unit is 2^-50 of the sum of all masses. Integer sums do not depend on the order of the
-    tokens, and the rounded sum is never below the exact sum.
+    where a unit is 2^-50 of the sum of all masses. A sum of integers does not depend on the order
+    of the tokens, and the sum of the rounded masses is never below the sum of the masses before
+    rounding.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -82,11 +84,12 @@ class Tolerance:
     tokens with almost no gradient to 0, and counts these tokens."""
 
     # A token's mass is an upper bound of the norm of its gradient. Tokens may be skipped while the
-    # sum of their masses is at most `share` times the sum over the chunk; 0 skips no token.
+    # sum of the skipped tokens' masses is at most `share` times the sum of all masses in the chunk;
+    # with `share` = 0, no token is skipped.
     share: float
     transform: Transform  # Transform of all tokens' logits: scale, soft cap and temperature.
     vocabulary: int  # Number V of vocabulary columns of the whole model.
-    skipped_rows: Tensor  # Scalars in float64, 0 at first, on the device of the call.
+    skipped_rows: Tensor  # Sum over all chunks of the call, a float64 scalar.
     skipped_mass: Tensor
     mass: Tensor
 
@@ -109,8 +112,9 @@ class Tolerance:
         return gradient.without(out)
 
     def metrics(self) -> Metrics:
-        """Return the metrics. `skipped_rows` is the number of skipped rows that had a gradient.
-        `skipped_mass` is the skipped fraction of the sum of all masses (upper bounds of gradients);
-        `skipped_mass.sum`, the sum of the skipped masses, bounds the gradient's error."""
+        """Return the metrics. `skipped_rows` is the number of tokens with a gradient that were
+        skipped because their gradient was almost 0. `skipped_mass` is the skipped fraction of the
+        sum of all masses (upper bounds of gradients); `skipped_mass.sum`, the sum of the skipped
+        masses, bounds the gradient's error."""
         share = Mean(self.skipped_mass, self.mass)
         return Metrics(skipped_rows=Sum(self.skipped_rows), skipped_mass=share)

@@ -37,10 +37,10 @@ MOST_NUMBERS = WORDS - 4
 # Name under which the ranks exchange their highest target or column id; no batch field can have
 # this name.
 HIGHEST = "highest id"
-# Largest number of calls per group whose exchanged numbers are cached for static calls.
+# Largest number of static calls per group for which the numbers that ranks exchanged are cached.
 LEARNED = 256
-# An error of one of these types is raised with its type on all ranks; any other error becomes a
-# RuntimeError on the other ranks.
+# If a rank raises an error of a type in `ERRORS`, all ranks raise an error of this type; for any
+# other error, the other ranks raise a RuntimeError.
 ERRORS: tuple[type[Exception], ...] = (ValueError, TypeError, RuntimeError)
 
 OwnNumbers = dict[str, list[int]]  # Values of each named number on all ranks, in rank order.
@@ -54,8 +54,8 @@ class Facts:
 
     numbers: Mapping[str, int]  # Named numbers of this rank; other ranks may have different values.
     same: Mapping[str, object]  # Values on the CPU that must be equal on all ranks.
-    # Function from all ranks' numbers to a dict: each key is an error text, raised if the tensors
-    # listed under the key are not equal on all ranks.
+    # Function that receives the named numbers of all ranks and returns a dict from error texts to
+    # tensors: an error text is raised if the text's tensors are not equal on all ranks.
     tensors: Callable[[OwnNumbers], Tensors]
     check: bool  # `Options.check_ranks`, which must be equal on all ranks.
     # Numbers read from the batch that must be equal on all ranks; empty in a static call (no device
@@ -84,11 +84,10 @@ def agree(
         prepare: function that returns the `Facts` of this rank's call (values that ranks compare or
             exchange), and a result for the caller of `agree`. If `prepare` raises an error, all
             ranks receive the error before this rank raises it. In a call with two groups of ranks,
-            the function passed as `prepare` for one group itself calls `agree` for the second
-            group.
-        static: True for a static call (fixed shapes, no device reads). If an earlier call of the
-            group is cached, ranks may skip the exchange of numbers, and an error is raised only on
-            the rank where it occurs.
+            the first group's function `prepare` calls `agree` for the second group.
+        static: True for a static call (fixed shapes, no device reads). If numbers that the ranks
+            exchanged in an earlier call of the group are cached, ranks may skip the exchange of
+            numbers, and an error is raised only on the rank where the error occurs.
 
     Raises:
         Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
@@ -214,8 +213,9 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
-    # Sums of integers wrap and do not round. The checksum of a tensor is the sum of element times
-    # factor. The factor is not a linear function of the element's position, because a linear factor
-    # could give two tensors with permuted values the same checksum.
+    # Sums of integers wrap and do not round. The checksum of a tensor is the sum of all elements,
+    # each times a factor that depends on the element's position. The factor is not a linear
+    # function of the position, because a linear factor could give a tensor and a permutation of the
+    # tensor the same checksum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

@@ -2,8 +2,8 @@
 
 n tokens of a chunk, H hidden width, V vocabulary, W ranks of a group. The schedules merge
 statistics and sum hidden gradients over the ranks through a `WholeVocabulary` or a `VocabShard`.
-Every rank of a group runs the same plan on the same tokens, so that all ranks make collectives of
-the same number and shapes.
+Every rank of a group runs the same plan on the same tokens, so that all ranks run equally many
+collectives, with equal shapes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class WholeVocabulary:
 
 
 class VocabShard(WholeVocabulary):
-    """A rank's slice of the vocabulary. The ranks of `group` hold the slices in rank order, and
-    every rank holds the hidden states of the packed tokens.
+    """A rank's slice of the vocabulary. The ranks of `group` hold consecutive slices of the
+    vocabulary in the order of the ranks, and every rank holds the hidden states of all packed
+    tokens.
 
     Args:
         numbers: the named numbers that each rank sent, from `engine.facts.of_vocabulary`.
@@ -125,8 +126,8 @@ class VocabShard(WholeVocabulary):
         self.tokens = numbers["tokens"]
         for rank, highest in enumerate(numbers[HIGHEST]):
             if batch is not None and highest >= vocabulary:
-                # On the rank whose batch contains the id, `packing_of` raises an error that names
-                # the field and the position.
+                # The rank whose batch contains an id outside of the vocabulary raises an error in
+                # `packing_of`, which names the field and the position.
                 packing_of(batch, vocabulary)
                 raise ValueError(
                     f"targets: got id {highest} on rank {rank} of vocab_group, want ids below "

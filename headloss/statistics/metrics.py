@@ -184,8 +184,9 @@ def fold_all(
     """Reduce each [N] vector to one metric, in a few operations for all vectors; rows where `live`
     is False do not count. `share` multiplies sums and counts: 1 / R for values of which R ranks
     hold equal copies."""
-    # Vectors without a mask are reduced together, in two groups: sums, and extremes (maxima and
-    # minima). A vector with a mask is reduced in separate operations.
+    # Metric vectors without a mask are reduced together, in one group for sums and one group for
+    # extremes (maxima and minima). Each metric vector with a mask is reduced by operations of its
+    # own.
     groups: dict[tuple[str | None, bool], dict[str, Observed]] = {}
     for name, o in observed.items():
         rows = None if o.where is None else name

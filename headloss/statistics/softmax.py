@@ -12,10 +12,11 @@ token with target y is
     dL/dz_j = c_target [j = y] + p_j (c_prob + c_entropy log p_j) + c_uniform
 
 Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the
-gradient dL/dz. A derivative s_k of the loss with respect to the log-prob of column id_k adds s_k to
-dL/dz at column id_k, and adds -s_k to the coefficient c_prob. The tail is the set of all columns
-but the candidates. A derivative s of the loss with respect to the tail's log-prob adds s p_j /
-(probability of the tail) to dL/dz_j at each tail column j, and adds -s to the coefficient c_prob.
+gradient dL/dz. A derivative s_k of the loss with respect to the log-prob of candidate k, in column
+id_k, adds s_k to dL/dz at column id_k, and adds -s_k to the gradient coefficient c_prob. The tail
+is the set of all columns but the candidates. A derivative s of the loss with respect to the tail's
+log-prob adds s p_j / (probability of the tail) to dL/dz_j at each tail column j, and adds -s to the
+coefficient c_prob.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ BESIDE = {
 }
 DIFFERENTIABLE = ("logp", "lse", "entropy", "mean_logit")
 NOT_NEEDED: Any = None
-ByStatistic = dict[object, Tensor]  # Keys are names of statistics and keys of `Statistics.extras`.
+ByStatistic = dict[object, Tensor]  # Keys: a statistic's name or a key of `Statistics.extras`.
 
 # exp(FLOOR) is 0 in float32 and float64 and FLOOR is finite, so that 0 * log 0 is 0 and not NaN.
 FLOOR = -1e4
-# A column with log p > SURE has p > 0.6, so that the column is the likeliest and no other column is
-# near.
+# A column with log p > SURE has p > 0.6, so that the column is the likeliest, and each other column
+# has p < 0.4.
 SURE = -0.5
 
 
@@ -88,8 +89,9 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
     """Return the online-softmax state of W vocabulary slices together, from their states [W, n], in
     a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # Set the scale exp(max of slice - max of all slices) of the slice with the largest logit to 1
-    # without a subtraction, which would give NaN if all logits are -inf.
+    # The scale of a slice is exp(largest logit of the slice - largest logit of all slices). Set the
+    # scale of the slice with the largest logit to 1 without a subtraction, because the difference
+    # would be NaN if all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
@@ -248,8 +250,8 @@ class Slope(NamedTuple):
     which a kernel can compute from the log-prob `logp`:
         d term / d statistic = rate * exp(sign * (logp - anchor)) where low <= logp <= high, else 0
 
-    Each field is a vector [T] or a number. The derivative with respect to a statistic other than
-    logp must be a constant.
+    Each field is a vector [T] or a number. The derivative of the term with respect to a statistic
+    other than logp must be a constant.
     """
 
     rate: Tensor | float
