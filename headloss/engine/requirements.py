@@ -211,9 +211,8 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     # Fields of vocabulary ids whose log-probs are computed one by one.
     listed = ["teacher_topk_ids"] * (len(teachers) - dense)
     listed += ["candidate_ids"] * bool(needs & {"candidate_logps", "candidate_tail"})
-    # Tiles of logits are needed for divergences, for the sum of p squared, and for the log-prob of
-    # the tail (all columns but the candidates); the candidates' own log-probs can be computed from
-    # hidden states and the candidates' rows of the head's weight.
+    # Divergences, the sum of p squared, and the log-prob of all columns but the candidates need
+    # tiles of logits; candidates' log-probs can be computed from hidden states and weight rows.
     of_tiles = bool(teachers or needs & {"candidate_tail", COLLISION})
     exp_tiles = on_chip = by_sweeps = False
     if head is not None and not (
@@ -227,8 +226,7 @@ def inputs_of(a: Arguments, required: Requirements, shard: WholeVocabulary) -> P
     in_place = head is None and not of_tiles and "candidate_logps" not in needs
     in_place &= tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
     in_place &= required.backend == "triton"
-    # A term that reads statistics may give tokens no gradient by clipping; a term that reads a
-    # field may weight tokens by 0.
+    # Tokens may have no gradient if a term clips (reads statistics) or has weights (reads fields).
     terms = [term for _, term in objective.parts]
     constant = required.slopes and not required.fields
     constant &= not any(term.weight_fields for term in terms)
