@@ -84,7 +84,7 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
             term = term()
         except TypeError as error:
             raise TypeError(
-                f"term: {error}; want a Term: hl.term(function)() of a function of (stats, batch)"
+                f"term: got a function of (stats, batch), want a Term: hl.term(function)() ({error})"
             ) from error
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
