@@ -84,7 +84,8 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
             term = term()
         except TypeError as error:
             raise TypeError(
-                f"term: got a function of (stats, batch), want a Term: hl.term(function)() ({error})"
+                "term: got a function of (stats, batch), want a Term: hl.term(function)() "
+                f"({error})"
             ) from error
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
