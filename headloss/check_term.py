@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -81,12 +82,13 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     """
     if callable(term) and not isinstance(term, Term | type):
         try:
-            term = term()
+            inspect.signature(term).bind()
         except TypeError as error:
             raise TypeError(
                 "term: got a function of (stats, batch), want a Term: hl.term(function)() "
                 f"({error})"
             ) from error
+        term = term()
     if not isinstance(term, Term):
         raise TypeError(f"term: got {type(term).__name__}, want a Term (call the factory)")
     batch, traced = _batch(term, fields)

@@ -131,12 +131,18 @@ def test_bad_terms_are_told_apart(factory, match):
         hl.check_term(factory)
 
 
+def _raise() -> hl.Term:
+    raise TypeError("of the factory itself")
+
+
 @pytest.mark.parametrize("wrong", [3, "grpo", hl.grpo() + hl.kl(), torch.nn.Linear])
 def test_check_term_wants_a_term(wrong):
     with pytest.raises(TypeError, match="term: got .*, want a Term"):
         hl.check_term(wrong)
     with pytest.raises(TypeError, match=r"want a Term: hl\.term\(function\)\(\)"):
         hl.check_term(lambda s, b: -s.logp)
+    with pytest.raises(TypeError, match="^of the factory itself$"):
+        hl.check_term(_raise)
 
 
 def test_fields_of_check_term_are_tensors():
