@@ -97,19 +97,22 @@ def test_adapters() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_compiled(family: str) -> None:
-    """A compiled model is one graph up to the loss, without recompilation or headloss warnings;
-    fullgraph=True names the graph break."""
+    """A compiled model is one graph up to the loss, without recompilation or headloss warnings; no
+    step after the first runs the compiler; fullgraph=True names the graph break."""
     from torch._dynamo.testing import CompileCounter
+    from torch._dynamo.utils import counters
 
     model, counter = tiny(family), CompileCounter()
     want, wanted = step(model)
     apply(model)
-    compiled = torch.compile(model, backend=counter)
+    compiled, compiled_frames = torch.compile(model, backend=counter), list[int]()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             got, found = step(compiled)
             assert counter.frame_count == 1 and counter.op_count > 50
+            compiled_frames.append(counters["frames"]["total"])
+    assert len(set(compiled_frames)) == 1
     assert not [w for w in caught if "headloss" in str(w.message)]
     torch.testing.assert_close(got.loss, want.loss)
     torch.testing.assert_close(got.logits + 0, want.logits, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import warnings
@@ -19,8 +18,9 @@ from ...head.reading import causal_of
 from ...head_loss import Output
 from ...losses import Objective, Term, cross_entropy
 from ...options import DEFAULT, Options
+from ...private import break_graph
 from ...statistics.metrics import Metrics
-from ..followed_head import eager
+from ..followed_head import BREAKS, eager
 from ..logged import Logged
 from ..seams import announce
 from ..sharding import whole_head
@@ -153,6 +153,8 @@ class Applied:
         self.log_terms = True
         self.logged: dict[bool, Logged] | None = None
         self.in_log = True
+        # Names of the forward's positional arguments, without `self`.
+        self.names = list(inspect.signature(type(model).forward).parameters)[1:]
         # The optimizer step that the next calls of the model are part of.
         self.step: Step | None = None
         self.call: Call | None = None
@@ -209,14 +211,13 @@ class Applied:
 
     # ------------------------------------------------------------------ a call
 
-    @eager(recursive=False)
     def run(self, model: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of the model: headloss's forward, which calls the model's own forward.
 
         `own` is the model's original forward, the only part that torch.compile compiles.
         """
         own = self.own_forward or own
-        arguments = {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         fields = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
         self.running += 1
         try:
@@ -241,6 +242,10 @@ class Applied:
             return call.end(output)
         finally:
             self.running -= 1
+
+    # torch.compile fails once to trace `run`, and skips `run` in later calls. If `run` were
+    # decorated by torch.compiler.disable(recursive=False), each call would run the compiler.
+    break_graph(run, BREAKS)
 
     @eager
     def _without_labels(self, model: Any, counted: bool) -> None:
@@ -294,8 +299,3 @@ class Applied:
             own = Segments.rows(math.prod(rows), length, device=device)
             fields.setdefault("segments", own)
         return batch_of(arguments, fields, self.objective, device)
-
-
-@functools.cache
-def _names(kind: Any) -> list[str]:
-    return list(inspect.signature(kind.forward).parameters)[1:]

@@ -11,8 +11,6 @@ import inspect
 import types
 from typing import Any
 
-from ..followed_head import eager
-
 STATE = "_headloss"  # Name of the model's attribute with the result of `apply(model)`.
 BASE = "_headloss_base"  # Name of the subclass's attribute that holds the model's original class.
 
@@ -22,7 +20,6 @@ def applied_class(base: Any) -> Any:
     """Return the subclass of the model class `base` with headloss's forward; cached, so that each
     class has one subclass."""
 
-    @eager(recursive=False)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         state, own = vars(self).get(STATE), functools.partial(base.forward, self)
         return own(*args, **kwargs) if state is None else state.run(self, own, args, kwargs)
