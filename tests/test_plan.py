@@ -294,6 +294,31 @@ def test_the_budget_of_a_gpu(gib, mib):
     assert asked.single_block and len(asked.chunks) == 1  # one block needs no float32 sum of dW
 
 
+@pytest.mark.parametrize(
+    ("changes", "chunk_tokens", "schedule"),
+    [
+        ({}, None, "recompute"),
+        ({"vocabulary": 1_000_007}, None, "recompute"),
+        ({"scope": "segment", "lengths": [500] * 32}, None, "recompute"),
+        ({"vocabulary": 500_000}, None, "one_pass"),  # 1,280 tokens a chunk
+        ({"tokens": 640}, None, "one_pass"),  # a single chunk
+        ({"weight_gradient": False}, None, "one_pass"),
+        ({"exp_tiles": False, "row_bytes": 4, "element_size": 4}, None, "one_pass"),
+        ({}, 512, "one_pass"),
+    ],
+)
+def test_chunks_of_few_tokens_are_recomputed(changes, chunk_tokens, schedule):
+    """On a GPU, 16-bit chunks of at most 640 tokens make `recompute` the default: over a million
+    items it takes as long as one pass, and needs no float32 sum of the weight gradient."""
+    head = {**GPU, "tokens": 16384, "width": 1024, "vocabulary": 1_000_000, **changes}
+    plan = planned(head, chunk_tokens=chunk_tokens)
+    assert plan.schedule == schedule
+    if schedule == "recompute":
+        one_pass = planned(head, schedule="one_pass")
+        assert f"over {len(one_pass.chunks)} chunks is slow" in plan.reason
+        assert plan.total_bytes < 0.2 * one_pass.total_bytes
+
+
 HEADS = [(2048, 151936), (4096, 128256)]
 
 

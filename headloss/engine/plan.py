@@ -25,9 +25,7 @@ CPU_BUDGET = 256 * MIB
 GPU_BUDGET = 1200 * MIB
 GPU_SHARE = 64
 # Number of multiply-adds of a block's matmul above which skipping rows without a gradient saves
-# time. For smaller matmuls, leaving out rows without a gradient costs more time than it saves: a
-# GPU waits until the CPU has read the number of rows with a gradient, and a CPU needs extra
-# operations.
+# time: a GPU waits until the CPU has read the number of these rows; a CPU needs extra operations.
 SKIP_WORTH = 2 * 10**11
 CPU_SKIP_WORTH = 1 << 24
 FIXED_COLUMNS = 16384  # Vocabulary columns of a block if `Options.batch_invariant` is True.
@@ -269,6 +267,8 @@ def _choose(
         reason = error("narrow")
         return ("recompute", reason) if reason else ("narrow", "its logits stay on the chip")
     if not (reason := error("one_pass")):
+        if chunks and p.sums_often(len(chunks)) and options.chunk_tokens is None:
+            return "recompute", f"adding the weight's gradient up over {len(chunks)} chunks is slow"
         why = "token-scoped" if p.scope == "token" else f"chunk borders fall on {p.scope} borders"
         return "one_pass", why
     if not error("frozen"):

@@ -21,6 +21,9 @@ CANDIDATE_BYTES = 24  # Bytes per candidate (id, log-prob and its gradient).
 # column.
 PAIR_BYTES = 48
 EXP_ROWS = 16384  # Number of tokens per matmul, in calls without a gradient.
+# Mean number of tokens of a chunk up to which, on a GPU and in 16 bits, summing the weight gradient
+# over chunks takes as much time as computing the logits again (benchmarks/studies/schedules.py).
+FEW_ROWS = 640
 
 
 class Tile(NamedTuple):
@@ -82,6 +85,12 @@ class PlanInputs:
     def narrow(self) -> bool:
         """True if all tokens have `support_ids`, so that no matmul runs over the vocabulary."""
         return 0 < self.restricted == self.tokens
+
+    def sums_often(self, chunks: int) -> bool:
+        """True if `one_pass` is no faster than `recompute`, because a chunk has so few tokens that
+        the float32 sum of the weight gradient is read and written many times."""
+        sums = self.on_gpu and self.exp_tiles and self.weight_gradient and chunks > 1
+        return sums and self.tokens <= FEW_ROWS * chunks
 
     @property
     def token_bytes(self) -> int:
