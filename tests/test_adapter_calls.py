@@ -94,8 +94,8 @@ def test_prime_rl_sampling_mask() -> None:
 def test_prime_rl_replays_a_sampling_mask(cap: float | None) -> None:
     """Values and gradients under prime-rl's sampling mask equal those of masked logits.
 
-    A token whose mask is empty or lacks the label is scored over the whole vocabulary; kept ids are
-    int32 between unused entries (-1).
+    A token whose mask is empty or lacks the label is scored over the whole vocabulary. The mask is
+    an int32 tensor of the ids that the sampler kept, mixed with unused entries (-1).
     """
     from headloss.integrations.prime_rl import forward
 

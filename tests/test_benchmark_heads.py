@@ -47,7 +47,7 @@ def test_oracle_of_a_bias_and_an_adapter(name: str, monkeypatch: pytest.MonkeyPa
     for key, value in found.gradients.items():
         want = true[key][found.places(key)]
         torch.testing.assert_close(value, want, rtol=1e-10, atol=1e-12)
-    # The old log-probs were computed with the same head, so they are close to the current ones.
+    # `inputs.old` was computed with the benchmark's head, so it is close to the current log-probs.
     assert float((found.values["logps"] - inputs.old).abs().max()) < 0.5
 
 
@@ -125,7 +125,7 @@ def test_the_gate_and_the_race_of_changing_sizes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_rows_of_small_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The benchmark of small calls has nine variants in three sizes, and the results of all pass
+    """The benchmark of small calls has nine variants in three sizes, and each of the 27 rows passes
     the accuracy check."""
     rows = [case for case in cases.table() if case.row.startswith("small calls, ")]
     assert len(rows) == 27 and {case.group for case in rows} == {"small"}

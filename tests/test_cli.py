@@ -371,7 +371,7 @@ def test_doctor_without_a_gpu(
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU without a working Triton, doctor shows the reason under "missing"."""
+    """On a GPU without a working Triton, `headloss doctor` shows the reason under "missing"."""
     properties = argparse.Namespace(name="Some GPU", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -14,8 +14,12 @@ D, T, H, V, SCALE = 3, 21, 8, 33, 0.3
 
 @pytest.mark.parametrize("own_counts", [False, True])
 def test_one_call_is_the_formula(own_counts: bool) -> None:
-    """One call equals main loss + scale / D * (sum of the depths' losses), each divided by its own
-    or the main token count."""
+    """One call gives the loss of multi-token prediction: main loss + scale / D * (sum of the losses
+    of D prediction depths).
+
+    If `own_counts` is True, each summed loss is divided by the token count of its own depth, else
+    by the main loss's token count.
+    """
     torch.manual_seed(0)
     ids = torch.arange(3).repeat_interleave(torch.tensor([9, 1, 11]))
     main = torch.randint(V, (T,))

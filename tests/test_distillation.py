@@ -331,8 +331,8 @@ def test_a_teachers_tail_below_rounding_adds_nothing(kind, size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("missing", [0, None])
 def test_a_students_empty_tail_gives_a_finite_loss(kind, missing):
-    """If the teacher has remaining probability but the student has none, the student's counts as a
-    rounding error, so the loss is finite."""
+    """If only the student has no probability outside the teacher's top k, its probability there
+    counts as float32 epsilon, so that the loss is finite."""
     logps, ids = torch.tensor([[0.6, 0.2, 0.1]] * 2).log(), torch.tensor([[0, 1, 2]] * 2)
     logits = torch.tensor([[0.3, -0.2, 0.5], [1.0, 0.0, -1.0]])
     if missing is not None:
@@ -570,8 +570,8 @@ def test_the_cpu_reads_the_share_of_rows_once_their_gradient_is_queued(events):
 
 
 def test_after_a_dense_chunk_the_cpu_does_not_wait(events, monkeypatch):
-    """On a GPU, the chunk that follows a chunk without skipped rows skips no rows either; its
-    fraction of rows with a gradient is read by the CPU one chunk later, without waiting."""
+    """On a GPU, the CPU reads a chunk's fraction of rows with a gradient one chunk later, without
+    waiting; so the chunk after a chunk without skipped rows skips no rows."""
     from headloss.logits import linear
 
     weights = torch.tensor([1.0] * 4 + [0, 1, 0, 1] + [1] * 8)

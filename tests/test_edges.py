@@ -120,7 +120,7 @@ def test_empty_and_unscored_segments(schedule, objective):
         value[4:7] = math.nan
     batch = hl.Batch(targets, segments, **fields)
     out, dx, dw = run(schedule, hidden, weight, batch, objective)
-    clean = hidden.nan_to_num().requires_grad_()  # the reference matmul would spread the NaN
+    clean = hidden.nan_to_num().requires_grad_()  # the reference's matmul would spread NaN
     want = plain(clean, hl.Head(weight.requires_grad_()), batch, objective)
     torch.testing.assert_close(out.loss.detach(), want.loss)
     assert dx is not None and dx[4:7].eq(0).all() and dx[0].eq(0).all()
@@ -422,11 +422,12 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
-@pytest.mark.parametrize("tokens", [12, V])  # V tokens: as many as vocabulary columns
+@pytest.mark.parametrize("tokens", [12, V])  # also as many tokens as vocabulary entries
 @pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
 def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows, chunk, tokens):
-    """Rows without a gradient have exactly 0, whatever fresh memory contains."""
+    """The hidden gradient is exactly 0 at tokens with advantage 0, also if newly allocated memory
+    contains NaN."""
     hidden, weight, targets = trained_looking(tokens, H, V)
     advantages = torch.randn(tokens)
     advantages[rows] = 0

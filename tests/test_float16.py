@@ -181,8 +181,8 @@ def test_advantages_far_from_one_lose_digits_and_no_more(far, digits, schedule):
 @pytest.mark.parametrize("schedule", ["one_pass", "held", "recompute"])
 @pytest.mark.parametrize("margin", [8.0, 12.0])
 def test_a_token_near_p_1_leaves_others_their_digits_in_float16(schedule, margin):
-    """A token near p = 1 with a large coefficient p / (1 - p) but a small gradient does not cost
-    the other tokens' gradients accuracy in float16."""
+    """In float16, a target with probability p near 1 does not make other tokens' gradients
+    inaccurate, although its gradient coefficient p / (1 - p) is large."""
     weight, targets = torch.randn(11, 8).half(), torch.randint(11, (64,))
     hidden = 3 * torch.randn(64, 8)
     hidden[0], targets[0] = torch.linalg.pinv(weight.float())[:, 3], 3

@@ -151,8 +151,8 @@ def test_two_versions(
 ) -> None:
     """Two versions in separate processes, with calls on two ranks, are compared.
 
-    The test compares headloss with a copy whose error texts are changed, and with itself. If the
-    imported package is not in the folder passed to the comparison, an error is raised.
+    `fuzz.py` compares headloss with a copy whose error texts are changed, and with itself. If the
+    imported package is not in the folder passed to `fuzz.py`, an error is raised.
     """
     root, other, first = Path(hl.__file__).parents[1], tmp_path / "other", 9
     shutil.copytree(root / "headloss", other / "headloss")

@@ -172,8 +172,8 @@ def test_the_number_of_products_and_calls(monkeypatch, separable, chunks):
 
 
 def test_what_it_catches():
-    """Tensors in the loss function's closure get a gradient or raise an error if they require one,
-    and else are constants."""
+    """A tensor in the loss function's closure that requires a gradient gets one or raises an error;
+    a tensor that requires no gradient is a constant."""
     hidden, weight, targets = problem()
     head, batch = hl.Head(weight), hl.Batch(targets)
     x = hidden.nan_to_num(0).requires_grad_()

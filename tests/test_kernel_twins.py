@@ -427,8 +427,8 @@ def test_twins_are_the_gradient(form, name):
         out = torch.full_like(raw, math.nan)
         offsets = torch.arange(n, device=DEVICE) * v
         rows, to = (LogitRows(t, offsets, False) for t in (raw.detach(), out))
-        # The PyTorch twin adds the entropy's contribution to the coefficient `prob` itself, so
-        # pass `prob` without this contribution.
+        # The kernel's PyTorch version adds the entropy's contribution to the coefficient `prob`, so
+        # the test passes `prob` without the entropy's contribution.
         at_zero = c._replace(prob=-g)
         walk = Walk(rows, to, None, targets, first, transform, NEEDS, at_zero)
         twins.given_rows(walk)

@@ -34,8 +34,8 @@ def test_page_is_current() -> None:
 
 @pytest.mark.parametrize("framework", losses.FRAMEWORKS)
 def test_rows(framework: str) -> None:
-    """For each loss of a framework, the docs' equal headloss expression can be built, and the test
-    that compares both exists."""
+    """For each loss of a framework, the docs give an equal headloss expression that can be built,
+    and name an existing test of this equality."""
     for row in (row for name, row in EQUAL if name == framework):
         made = eval(f"({row['equal']})", {"hl": hl, **losses.NAMES})
         assert isinstance(made, hl.Term | hl.Objective) or callable(made), row["equal"]

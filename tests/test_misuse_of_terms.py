@@ -143,8 +143,8 @@ def test_a_mask_that_no_term_reads(name: str) -> None:
                 hl.head_loss(x, h, wrong, objective, hl.Options(metrics=metrics))
         with pytest.raises(ValueError, match=match):
             hl.logits_loss(torch.randn(T, V), wrong, objective)
-        # `head_stats` and `head_function`, which have no term, raise no error, since their caller
-        # may apply the mask to the statistics.
+        # `head_stats` and `head_function` have no term, so they raise no error for a mask in the
+        # batch: their caller may apply the mask to the statistics.
         hl.head_stats(x, h, wrong)
         hl.head_function(x, h, wrong, lambda logps, entropies: -logps.mean(), separable="token")
         targets = torch.arange(T).masked_fill(~kept, -100)

@@ -327,9 +327,10 @@ def test_memory_on_a_gpu_grows_by_numbers_and_rows_of_hidden_width(width, vocabu
     """On a GPU, each further token needs memory for a few numbers and a row of hidden width, not
     for a row of logits.
 
-    The schedule `one_pass` needs the logit budget, a float32 sum of dW, and 64 bytes per token. The
-    schedule `recompute` needs a float32 sum of dX, and logits of a block of vocabulary rows no
-    wider than H.
+    The schedule `one_pass` needs at most the memory budget (`plan.budget`) for a chunk of logits, a
+    float32 accumulator of the weight gradient, and 64 bytes per token. The schedule `recompute`
+    needs a float32 accumulator of the hidden gradient, and logits of a block of vocabulary rows
+    that has at most as many rows as the hidden width.
     """
     none = {"input_gradient": False, "weight_gradient": False}
     for tokens in (1 << 14, 1 << 16, 1 << 18):

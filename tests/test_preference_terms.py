@@ -205,8 +205,8 @@ def test_a_token_s_place_is_unknown_where_segments_run_across_ranks() -> None:
 
 
 def group_paper(rows: list[Sequence], how: str) -> Tensor:
-    """Return the paper's loss of a chosen and three rejected answers; answers without tokens are
-    left out."""
+    """Return the published DPO loss of one chosen and three rejected answers, by loops; rejected
+    answers without tokens are ignored."""
     scores = [0.3 * total(log_ratios(s)) for s in rows]
     others = [r for r, s in zip(scores[1:], rows[1:], strict=True) if len(s)] or scores[1:]
     if how == "softmax":

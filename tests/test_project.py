@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "headloss"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
-# Folders and files of the package, each after all that it imports: a file may import only from its
-# own folder and from earlier entries of this list, also for type checking.
+# Folders and files of the package, in import order: a file may import (also for type checking) only
+# from its own folder and from earlier entries of this list.
 LAYERS = [
     "naive",  # imports torch alone
     "arguments command host_copy private",

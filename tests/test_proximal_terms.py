@@ -102,8 +102,8 @@ def topr_rows(level="sequence_product", pos=1.0, neg=1.0) -> Rows:
         w = [sum(d) / {"sequence_product": 1, "sequence": max(len(s), 1)}.get(level, 1)] * len(s)
         w = d if level == "token" else w
         rows = zip(w, s.advantages, s.logp, strict=True)
-        # TOPR divides a sum over tokens by the number of sequences; this test replaces that by a
-        # mean over tokens.
+        # The paper divides TOPR's sum over tokens by the number of sequences; the caller of these
+        # rows takes the mean over tokens.
         return [-(pos if a >= 0 else neg * min(math.exp(x), 1)) * a * n for x, a, n in rows]
 
     return of
@@ -176,8 +176,8 @@ def test_far_from_the_old_policy(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("schedule", TRAINED)
 def test_topr_through_the_head(schedule: str) -> None:
-    """TOPR through the head is correct in loss and gradients, and counts segments without
-    tokens."""
+    """`head_loss` with the term `topr` is correct in loss and gradients, and divides by the number
+    of all segments, also of segments without tokens."""
     step = Step()
 
     def loss(rows: list[list[tuple[Tensor, Tensor]]]) -> Tensor:
@@ -471,6 +471,6 @@ def test_vaco_knows_the_side_of_a_ratio_that_rounds_to_1() -> None:
     batch = hl.Batch(torch.zeros(2).long(), advantages=-torch.ones(2), old_logps=torch.zeros(2))
     packed = pack(batch, vocabulary=1, dtype=torch.float32)
     values = hl.vaco(delta=0.3)(Statistics(logp=logp), packed)
-    # Both tokens are far from the old policy, and an update would move them farther, so that their
-    # loss is 0.
+    # The loss is 0 if the sequence's mean |r - 1| exceeds `delta` and (r - 1) * advantage > 0, as
+    # for both tokens here.
     assert values.tolist() == [0, 0]

@@ -204,8 +204,11 @@ def test_wrong_tokens_and_models_are_named() -> None:
 
 
 def test_it_keeps_pairs_and_the_scores_of_one_step() -> None:
-    """The recorder stores the kept ids and one step's scores; a single large set of ids does not
-    make it store a padded [B, C, K] tensor."""
+    """`SupportRecorder` stores the ids that the sampler kept, and the scores of one step only.
+
+    If the sampler keeps many ids for one token, the recorder still stores no tensor that is padded
+    to this number of ids for all tokens.
+    """
     rows, columns, vocabulary = 64, 400, 2001
     recorder = SupportRecorder()
     tokens = torch.zeros(rows, 1 + columns, dtype=torch.int64)

@@ -84,7 +84,8 @@ def test_rewards_at_tokens() -> None:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.9, 0.0)])
 def test_generalised_advantages(gamma: float, lam: float) -> None:
-    """Generalised advantages equal the paper's double sum over the unmasked tokens."""
+    """`rl.generalised` gives, for each unmasked token t, the sum over k of (gamma lam)^k times the
+    temporal-difference error of token t + k."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in "rv")
     advantages, returns = rl.generalised(rewards, values, MASK, gamma, lam)

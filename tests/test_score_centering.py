@@ -185,7 +185,8 @@ def test_edges(dtype: torch.dtype, name: str) -> None:
     # Unused entries of `candidate_ids` add 0, whatever their values.
     value, slopes = value_and_slopes([0.0, 0.0], [math.nan, 3.0], [-1, -7], dtype, **options)
     assert value == 0 and slopes == [0, 0]
-    # A candidate with sampler probability 0 has the coefficient -alpha p_k.
+    # A candidate with sampler probability 0 and trainer probability p has the coefficient
+    # -alpha * p, where alpha is computed from the probabilities outside the candidates.
     p, q = (0.25, 0.5), (0.0, 0.4)
     value, slopes = value_and_slopes(
         [math.log(x) for x in p], [-math.inf, math.log(q[1])], [3, 5], dtype, **options

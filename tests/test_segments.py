@@ -274,7 +274,7 @@ def test_a_batch_elsewhere_knows_the_order_of_its_segments(segments: Segments) -
 
 def test_ranks_that_are_threads_sum_their_lengths_together(monkeypatch):
     """If ranks are threads of one process, all threads enter the collective that sums segment
-    lengths, and no thread waits for another thread outside of it."""
+    lengths; no lock makes a thread wait before the collective."""
     together = threading.Barrier(2)
 
     def over_ranks(segments, values):

@@ -285,8 +285,8 @@ def far_from_old(by: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     """Return hidden, weight, float64 log-probs and a batch, in which one token's log-prob is `by`
     above its old log-prob.
 
-    The sequence's other nine tokens have log-ratios that cancel the outlier `by`, so that the mean
-    log-ratio of the sequence is small.
+    The token with the log-ratio `by` is in a sequence of ten tokens; the log-ratios of the nine
+    further tokens sum to about -`by`, so that the sequence's mean log-ratio is small.
     """
     hidden, weight, fields, segments, targets = problem(dtype)
     exact = (hidden.double() @ weight.double().T).log_softmax(-1)
@@ -477,8 +477,8 @@ def test_a_gradient_that_depends_on_the_values_of_a_batch(asked: float) -> None:
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held"])
 def test_what_a_term_leaves_out_may_be_nan(monkeypatch, schedule: str) -> None:
-    """Tokens excluded by `.where` may hold NaN, also in a small call, which skips no rows for
-    speed."""
+    """Hidden states of tokens excluded by `.where` may be NaN, also in a call so small that it does
+    not skip the rows without a gradient."""
     monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
     hidden, weight, _, _, targets = problem(torch.float64)
     kept = torch.arange(N) != 1

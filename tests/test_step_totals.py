@@ -109,7 +109,8 @@ FIELDS = ("ref_logps", "old_logps", "keep", "advantages")
 
 
 def large_batch(terms: Any) -> tuple[float, float, Tensor]:
-    """Return what `run` returns, for one batch with all rows and materialised logits."""
+    """Return loss, gradient norm and parameters after one SGD step on a single batch of all rows,
+    with materialised logits."""
     model, inputs = tiny("llama"), collate(rows())
 
     def shifted(name: str, fill: float) -> Tensor:

@@ -149,8 +149,11 @@ def test_nothing_scored_and_nobody_restricted():
 
 
 def test_ratio_is_one_when_the_support_is_given():
-    """The ratio to a top-k sampler is 1 with its kept ids as `support_ids`; over the whole
-    vocabulary it is the probability of the kept ids."""
+    """PPO's probability ratio to a top-k sampler of the same policy is 1 if `support_ids` holds the
+    ids that the sampler kept.
+
+    Without `support_ids`, the ratio is the total probability of the ids that the sampler kept.
+    """
     hidden, weight, _ = trained_looking(12, 8, 50, torch.float64)
     z = hl.Head(weight, temperature=0.8).logits(hidden)
     kept = z.topk(5).indices

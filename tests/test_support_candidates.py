@@ -92,8 +92,8 @@ def test_the_rest_of_a_support_under_a_negative_scale(scale):
 def test_an_empty_slot_is_no_column_of_another_token():
     """Any negative number marks an unused entry of `support_ids`, also one that as a sort key would
     collide with another token's id."""
-    # In a 64-bit sort key of token and id, this negative id would collide with column 5 of token
-    # 0.
+    # In a 64-bit sort key with the token above the id's 32 bits, the id -(2 << 32) + 5 of token 2
+    # would equal id 5 of token 0.
     far = -(2 << 32) + 5
     support = torch.tensor([[1, 2], [2, 3], [4, far]])
     ids = {"support_ids": support, "candidate_ids": torch.full((3, 1), 5)}

@@ -133,8 +133,8 @@ def test_statistics_of_slices(needs, ranks, n):
 
 
 def test_small_rests_and_far_logits_keep_their_digits():
-    """The log-sum is accurate if all other exponentials sum to 1e-12, and if the logits of a slice
-    lie far below the maximum."""
+    """`log_sum`, the log of the sum of exp(logit - maximum), is accurate if all logits below the
+    maximum add only 1e-12, or if all logits of one vocabulary slice are far below the maximum."""
     rest = torch.cat([torch.logspace(-12, 30, 200), torch.tensor([0.0, -0.5, -1.0, 1.0])])
     n = len(rest)
     given = torch.zeros(1, 3, n, device=DEVICE)

@@ -162,8 +162,8 @@ def test_product_gradient(which, name):
         x, w, Backward(targets, first, transform, single, c, stats.logp.float())
     )
     assert got.shape == (n, v) and got.dtype == x.dtype
-    # Compare row by row, since a likely target's row is small. Float16 rounding adds at most 6e-8
-    # to an element.
+    # Compare each token's row of the logit gradient, since the row of a likely target is small.
+    # Float16 rounding adds at most 6e-8 to an element.
     off = (got.double() - oracle).norm(dim=1) - 6e-8 * v**0.5 * (x.dtype == torch.float16)
     assert (off / oracle.norm(dim=1).clamp_min(1e-30)).max() <= EPS[x.dtype] + 1e-4
 
@@ -220,7 +220,8 @@ def test_rows_without_coefficients_have_no_gradient():
 def test_product_keeps_the_digits_of_a_nearly_certain_token():
     x, w = (torch.zeros(k, 64, dtype=SIXTEEN, device=DEVICE) for k in (3, 600))
     x[:, 0], w[:, 0], w[7, 0] = 20, -1, 0
-    # Column 500, in another block of columns than target 7, has the target's logit for token 1.
+    # Token 1 has equal logits at its target, id 7, and at id 500, which the kernel computes in
+    # another block of vocabulary columns.
     w[500, 1], x[1, 1] = 20, 1
     targets = torch.full((3,), 7, device=DEVICE)
     needs = frozenset({"logp", "entropy"})
@@ -259,8 +260,8 @@ def test_log_probs_have_little_bias(h, bound):
     """Log-probs are nearly unbiased, although tensor cores round toward zero when they sum logits
     as large as 45.
 
-    Without a correction, the logits of likely tokens would be too small by up to 6e-5 (h = 896) or
-    26e-5 (h = 4096), and on average by 2.4e-5 or 12e-5.
+    Without a correction of this rounding, the logits of likely tokens would be too small: by up to
+    6e-5 and on average 2.4e-5 at hidden width 896, by up to 26e-5 and on average 12e-5 at 4096.
     """
     generator = torch.Generator(DEVICE).manual_seed(5)
     x = torch.randn(2048, h, generator=generator, device=DEVICE).bfloat16()

@@ -358,7 +358,8 @@ def test_odds_of_nearly_certain_answers() -> None:
 
 
 def test_odds_of_certain_answers() -> None:
-    """Odds of certain answers are finite, although TRL's log(1 - p) is -inf and its loss NaN."""
+    """ORPO's loss is finite for answers with probability p = 1, although log(1 - p) is -inf in TRL
+    and TRL's loss is NaN."""
     step = Step("one_token")
     step.logps = torch.zeros(B, T)
     means = step.logps[:, 0]

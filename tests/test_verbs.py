@@ -237,7 +237,8 @@ def test_head_stats_in_any_shape_with_a_temperature_per_token():
 
 @pytest.mark.parametrize("name", ["logp", "lse", "entropy"])
 def test_each_statistic_alone(name):
-    """A loss of one of log-prob, log-sum-exp and entropy has the gradient of autograd."""
+    """A loss that reads only the log-prob, the log-sum-exp or the entropy has the same gradients as
+    with PyTorch's autograd on materialised logits."""
     hidden, weight, batch = problem()
     hidden.requires_grad_(), weight.requires_grad_()
     found = hl.head_stats(hidden, hl.Head(weight), batch.targets)

@@ -62,9 +62,11 @@ def frozen(vocabulary: int, width: int) -> tuple[nn.Linear, nn.Embedding]:
 
 
 def block_inputs(vocabulary: int, width: int, states: str, taught: bool) -> dict[str, Tensor]:
-    """Return a training batch of two texts for a draft model that drafts blocks of tokens. The
-    field named `states` holds the verifier's hidden states of three layers; with `taught` the batch
-    also has its final hidden states."""
+    """Return a training batch of two texts for a draft model that drafts blocks of tokens.
+
+    The field named by the argument `states` holds the verifier's hidden states of three layers. If
+    `taught` is True, the batch also has the verifier's final hidden states.
+    """
     generator = torch.Generator().manual_seed(1)
     shape = 2, 24
     batch = {

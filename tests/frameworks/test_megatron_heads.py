@@ -36,7 +36,8 @@ def test_the_dev_branch() -> None:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_layer_of_another_class(world: World, spread: bool) -> None:
-    """An output layer of another class is supported only if its logits are the plain product."""
+    """An output layer of a class other than `ColumnParallelLinear` is supported only if its logits
+    are the product of hidden states and weight."""
     for found in world.run(ranks.of_another_class, spread, seconds=300):
         assert found["alike"] < 2e-6
         off = "output_layer: got Fork, whose logits are off the product of hidden states and weight"

@@ -1,8 +1,8 @@
 """Megatron-Core models whose output layer returns hidden states agree with logits, on two gloo
 ranks.
 
-Compared are relative differences of the losses, and of the gradient of the parameter that differs
-most.
+The tests bound the relative difference of the losses, and the largest relative difference of any
+parameter's gradient.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def test_nothing_scored(installed: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_blocks_without_a_supervised_token(installed: Any, kind: str) -> None:
-    """Loss, counts and metric keys equal those of speculators if only the first token (the anchor)
-    is scored in all blocks of four tokens but one."""
+    """Loss, counts and metric keys equal those of speculators if each block of four tokens, except
+    one block, has a single scored token: its first token, the anchor."""
     model, named = draft_model(kind), {"max_anchors": 6} | losses(kind, CE_AND_TV)
     batch = inputs()
     batch["loss_mask"] = torch.arange(T)[None] % 5 == 0

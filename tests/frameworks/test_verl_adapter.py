@@ -81,8 +81,8 @@ def same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.6, -0.3)])
 def test_fused_linear(shape: tuple[int, ...], temperature: float, weights: Any) -> None:
-    """verl's fused linear layer agrees in log-probs and entropies, and in the gradients of one or
-    both."""
+    """verl's fused linear layer with headloss agrees with its PyTorch version in log-probs and
+    entropies, and in the gradients of a loss of log-probs, of entropies or of both."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(*s, H, generator=generator) for s in (shape, (V,)))
     ids = torch.randint(V, shape, generator=generator)

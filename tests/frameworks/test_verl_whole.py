@@ -51,7 +51,7 @@ def both(engines: Any, kind: str, settings: Any, flags: Any = None, **more: Any)
         results.append(trained(engines(backend, **engine), data, loss))
     (theirs, _), (ours, _) = results
     for name in list(theirs["metrics"]):
-        # verl logs mass and overlap for top-k teachers only
+        # verl logs metrics of probability mass and token overlap only for top-k teachers
         if "mass" in name or "overlap" in name:
             del theirs["metrics"][name]
             assert name not in ours["metrics"]

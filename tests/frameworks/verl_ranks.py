@@ -1,7 +1,8 @@
 """Comparison of verl's engine and Megatron output processor with and without headloss, on two
 ranks.
 
-Ranks have different data or parts of each sequence.
+Either each rank has different sequences (data parallelism), or each rank has a part of every
+sequence (sequence or tensor parallelism).
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ def scored(call: Any) -> int:
 
 
 def teacher(logits: bool = False, **fields: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return a function that distils from teacher fields computed from the call, without the
-    teacher's logits unless `logits`."""
+    """Return a function that turns a call into distillation, with teacher fields computed from the
+    call; the batch has the teacher's logits only if `logits` is True."""
 
     def apply(call: Any) -> None:
         distilled(call)

@@ -76,8 +76,8 @@ class Call:
 def draw(seed: int, triton: bool = False, device: str = "cpu") -> Call:
     """Draw a random call from a seed; one call in five is invalid.
 
-    `triton` selects the Triton backend, on a GPU or interpreted. On a GPU the call is larger, and
-    sometimes captured in a CUDA graph.
+    `triton` selects the Triton backend, on a GPU or interpreted. A call on a GPU may have
+    more tokens and a larger head than a call on a CPU, and is sometimes captured in a CUDA graph.
     """
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -155,8 +155,8 @@ RUNNING = Ranks()
 
 
 def joined(call: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of the call on one rank, put together from all ranks; an error if ranks
-    disagree."""
+    """Join the results of all ranks to the results that the call would have on one rank; return an
+    error if ranks disagree."""
     parts = [record.pop("part") for record in found]
     if any("error" in record for record in found):
         errors = [record.get("error", "none") for record in found]

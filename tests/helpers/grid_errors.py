@@ -15,13 +15,12 @@ import headloss as hl
 
 
 def of_grid(rows: tuple[int, int] = (V, V), forms: int = 0) -> dict[str, Any]:
-    """Return a call on 2 x 2 ranks: two vocabulary slices times two rows of ranks that hold
-    different tokens of common segments.
+    """Return a call on a grid of 2 x 2 ranks: two vocabulary slices (columns of the grid) times
+    two sets of tokens of common segments (rows of the grid).
 
-    The two rows of ranks hold different numbers of tokens. The second row holds as many tokens as
-    there are segments, so that the shape [S] of `advantages` could also mean one value per token.
-    If `forms` is 0, every rank passes `advantages` with one value per segment; if `forms` is 1,
-    every rank passes one value per token.
+    The ranks of the grid's second row hold as many tokens as there are segments, so that the shape
+    [S] of `advantages` could also mean one value per token. If `forms` is 0, every rank passes
+    `advantages` with one value per segment; if `forms` is 1, every rank passes one value per token.
     """
     data, vocab = groups(2, 2)
     row, column = divmod(distributed.get_rank(), 2)

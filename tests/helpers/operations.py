@@ -45,8 +45,8 @@ class Operations(TorchDispatchMode):
         return found
 
     def beyond(self, most: dict[str, int]) -> str:
-        """Return lines of text with the folders that launch more operations than `most` allows, and
-        with those operations."""
+        """Return lines of text: each folder of the package that launches more GPU operations than
+        `most` allows, and the folder's operations."""
         lines = []
         for folder, operations in self.folders().items():
             if len(operations) > most.get(folder, 0):

@@ -38,9 +38,9 @@ def freeze() -> None:
 def spare_interpreter() -> None:
     """Remove overhead of Triton's interpreter.
 
-    Triton's interpreter patches its language again at each call of a device function, rebuilds its
-    table of dtypes at each lookup, and checks integers for overflow, although only a debugging
-    builder reports it.
+    Triton's interpreter patches the module `triton.language` again at each call of a device
+    function, and rebuilds its table of dtypes at each lookup. The interpreter also checks integers
+    for overflow, although it reports an overflow only with the option `debug`.
     """
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     patched = ("tl", "interpreter_builder", "_patch_lang", "_get_np_dtype")

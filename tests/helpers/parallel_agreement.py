@@ -220,8 +220,11 @@ def raises_while_traced() -> str:
 
 
 def same_ranks_again() -> None:
-    """Check losses against one rank with two groups of the same ranks in turn, with groups
-    destroyed and made again, and with one group for vocabulary and segments."""
+    """Check that losses on several ranks equal the loss on one rank.
+
+    Calls alternate between two process groups of the same ranks, and are repeated with new groups
+    after these groups are destroyed. One group serves both the vocabulary and the segments.
+    """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
     hidden, whole = torch.randn(T, H).double(), torch.randn(V * world, H).double()
@@ -266,9 +269,11 @@ def without_tokens() -> None:
 
 
 def static_goes_by_what_was_learned() -> list[list[str]]:
-    """Return the argument comparisons among ranks in each of five calls: one non-static call, two
-    static calls (fixed shapes, no device reads) of equal sizes, and two static calls with a larger
-    vocabulary."""
+    """Return, for each of five calls, the list of times that ranks compared their arguments.
+
+    The first call is not static; two static calls (fixed shapes, no device reads) of the same sizes
+    follow, and then two static calls with a larger vocabulary.
+    """
     _, known = groups(1, distributed.get_world_size())
     fresh = distributed.new_group(distributed.get_process_group_ranks(known))
     found = []
@@ -284,7 +289,7 @@ def static_goes_by_what_was_learned() -> list[list[str]]:
 
 def static_error_of_one() -> str:
     """Check that a rank that raises an error in a call with `static=True` runs no collective, if
-    the ranks have compared an equal call before."""
+    an earlier call of the same sizes has compared the ranks' arguments."""
     s = setup("vocabulary")
     for static in (False, True):
         s.options = hl.Options(static=static)
@@ -302,8 +307,8 @@ def static_error_of_one() -> str:
 
 
 def compared_in_any_order() -> list[str]:
-    """Return the errors of argument comparisons between ranks: the names come in a different order
-    on each rank, and one rank has a sparse tensor."""
+    """Check that ranks may list argument names in different orders; return the errors raised if
+    one rank has a sparse tensor, and if a tensor's length differs between ranks."""
     rank, (_, group) = distributed.get_rank(), groups(1, distributed.get_world_size())
     names = ["one", "two", "three"]
     values = {name: [torch.tensor([*name.encode()])] for name in (names, names[::-1])[rank]}

@@ -1,7 +1,7 @@
 """Test cases of `matrix.py`, split over a grid of ranks and run on every rank of a test world.
 
-A grid has `data` rows of ranks with different tokens of common segments, and `vocabulary` columns
-with different rows of the head.
+A grid of ranks has `data` rows and `vocabulary` columns. Each row of the grid holds different
+tokens of common segments; each column holds a different slice of the head's vocabulary.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def collectives() -> None:
 
         return run
 
-    # rank 0 holds all tokens or none; each further rank holds a third
+    # Rank 0 holds all tokens or no token; each of the ranks 1, 2, .. holds every third token.
     for holds in (torch.arange(T), torch.arange(0)):
         tokens = torch.arange(T)[p.rank :: p.world] if p.rank else holds
         batch = hl.Batch(

@@ -101,8 +101,8 @@ def teacher_row(s: Setup) -> None:
 
 
 def wide_field(s: Setup, k: int, more: int = 0) -> None:
-    """Add a batch field with `k` values per token. On the last rank, the field has `more`
-    additional values per token or, if `more` is 0, different values."""
+    """Add a batch field with `k` values per token, or `k + more` on the last rank; if `more` is 0,
+    the field's values differ on the last rank."""
     many = torch.full((T, k + more * s.last), float(s.last and not more))
     batch, head = hl.Batch(s.targets, many=many), hl.Head(s.weight, **s.head)
     s.run = lambda: hl.head_loss(  # type: ignore[method-assign]

@@ -3,10 +3,11 @@ the gradient.
 
     PYTHONPATH=.:tests python tests/helpers/stays.py # print the stays of a GRPO call
 
-A *stay* is a call that hands hidden states to a function of another file. With `derived=True`,
-tensors that are computed from hidden states, such as statistics, count as hidden states. A *climb*
-is a call that hands hidden states up the import order: the called function is in a file that
-imports the calling file. The call uses the Triton backend with empty kernels, and needs no GPU.
+A *stay* is a call of a function with hidden states among its arguments, where the function is in
+another file than its caller. With `derived=True`, tensors that are computed from hidden states,
+such as statistics, count as hidden states. A *climb* is a call that hands hidden states up the
+import order: the called function is in a file that imports the calling file. The kernels of the
+GRPO call are empty Triton kernels, so that no GPU is needed.
 """
 
 from __future__ import annotations

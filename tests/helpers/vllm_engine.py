@@ -140,6 +140,6 @@ def install(monkeypatch: pytest.MonkeyPatch, model: Any, **attributes: Any) -> l
     monkeypatch.setattr(vllm_generation, "LLM", engine, raising=False)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SamplingParams, raising=False)
     for name in ("VLLM_USE_V2_MODEL_RUNNER", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "x")  # so that pytest restores the environment variable afterwards
+        monkeypatch.setenv(name, "x")  # makes pytest restore the variable after the test
         monkeypatch.delenv(name)
     return built
