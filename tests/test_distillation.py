@@ -5,6 +5,7 @@ T tokens, V vocabulary, K stored outcomes; q is the teacher's distribution, p th
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from live_tensors import LiveTensors
 from torch import Tensor
 
 import headloss as hl
+from headloss import losses
 from headloss.testing import error, trained_looking
 
 T, V, H = 13, 37, 6
@@ -500,11 +502,19 @@ def test_options_are_checked(options, message):
         hl.distillation(**options)
 
 
-@pytest.mark.parametrize("given", ["logits", "hidden"])
-def test_a_teacher_head_of_another_type(setting, given):
-    term = hl.distillation(teacher_head=torch.nn.Linear(4, 5))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="teacher_head: got Linear, want headloss.Head or Head.of"):
-        setting.run(term, **setting.given(given))
+def options_of(name: str) -> set[str]:
+    return {*inspect.signature(getattr(hl, name)).parameters}
+
+
+@pytest.mark.parametrize("bad", [torch.nn.Linear(4, 5), torch.ones(5, 4), "head"])
+@pytest.mark.parametrize(
+    "name", [n for n in ("teacher", *losses.__all__) if {"head", "teacher_head"} & options_of(n)]
+)
+def test_a_teacher_head_of_another_type(name, bad):
+    option = "head" if name == "teacher" else "teacher_head"
+    got = f"^{name}: {option}: got {type(bad).__name__}, want headloss.Head or Head.of"
+    with pytest.raises(TypeError, match=got):
+        getattr(hl, name)(**{option: bad})
 
 
 def test_a_frozen_schedule_is_refused(setting):

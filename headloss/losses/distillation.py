@@ -93,12 +93,11 @@ def distillation(
     with naming("distillation"):
         one_of(KINDS, divergence=divergence)
         number("between 0 and 1", lambda x: 0 < x < 1, beta=beta)
-        positive(temperature=temperature)
         one_of(TAILS, tail=tail)
         if divergence not in (kinds := KINDS_OF.get(tail, KINDS)):
             names = ", ".join(map(repr, kinds))
             raise ValueError(f"divergence: got {divergence!r} with tail={tail!r}, want {names}")
-    teacher = Teacher(temperature=temperature, head=teacher_head, tail=tail)
+        teacher = Teacher(temperature=temperature, head=teacher_head, tail=tail)
     how = {"kind": divergence, "beta": beta}
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
     options |= {} if tail == "bucket" else {"tail": tail}

@@ -18,7 +18,7 @@ from .arguments import naming, non_negative, number, one_of, positive, with_floa
 from .factory import factory
 from .modifiers import Modifier
 from .scope import Scope
-from .teacher import teacher
+from .teacher import Teacher
 from .term import Term
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def _of_verifier(
     function: Any, head: Head | None, temperature: float, observe: Any = _observe, **more: Any
 ) -> Term:
     """Return a term that compares draft model and verifier; the term's factory sets the name."""
-    how = {"reduction": token_mean, "observe": observe, "teacher": teacher(head, temperature)}
+    teacher = Teacher(head=head, temperature=temperature)
+    how = {"reduction": token_mean, "observe": observe, "teacher": teacher}
     return Term(name="", function=function, **how, **more)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arguments import IGNORE
 from ..batch.batch import Batch, check_ids
 from ..batch.packing import MissingField
-from ..head.head import Head
+from ..head.head import Head, check_head
 from ..statistics.divergence import ACCEPTANCE, MIXED, Measure
 from ..statistics.softmax import Statistics
 from .arguments import naming, number, one_of, positive, with_floats
@@ -51,11 +51,15 @@ class Teacher:
     head: Head | None = field(repr=False)
     tail: Tail = "bucket"
 
+    def __post_init__(self) -> None:
+        positive(temperature=self.temperature)
+        if self.head is not None:
+            check_head(self.head, "teacher_head")
+
     def identity(self) -> tuple[Any, ...]:
         """Return the comparison key of head, temperature and tail."""
-        if not isinstance(self.head, Head):  # None, or a wrong type that `head_loss` refuses
-            return id(self.head), self.temperature, self.tail
-        return tuple(map(_identity, vars(self.head).values())), self.temperature, self.tail
+        head = None if self.head is None else tuple(map(_identity, vars(self.head).values()))
+        return head, self.temperature, self.tail
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Teacher):
@@ -113,6 +117,10 @@ def teacher(head: Head | None = None, temperature: float = 1.0) -> Teacher:
 
     Inputs: the inputs of `hl.distillation`.
 
+    Raises:
+        TypeError: `head` is neither None nor a `Head`, such as a weight.
+        ValueError: the temperature is not a number > 0.
+
     >>> import headloss as hl
     >>> verifier = hl.teacher()
     >>> @hl.term(teacher=verifier)
@@ -122,8 +130,9 @@ def teacher(head: Head | None = None, temperature: float = 1.0) -> Teacher:
     rejected()
     """
     with naming("teacher"):
-        positive(temperature=temperature)
-    return Teacher(temperature=temperature, head=head)
+        if head is not None:
+            check_head(head)
+        return Teacher(temperature=temperature, head=head)
 
 
 def measure_of(kind: str, beta: float = 0.5) -> Measure:
