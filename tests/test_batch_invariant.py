@@ -222,6 +222,49 @@ def test_calls_that_are_batch_invariant(kind: str, schedule: str) -> None:
             assert torch.equal(value, other[rows])
 
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+CASES = (("one_pass", False), ("one_pass", True), ("recompute", True))
+
+
+@pytest.mark.parametrize("other", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_tensors_of_two_dtypes(dtype: torch.dtype, other: torch.dtype) -> None:
+    """Hidden states of one dtype beside columns, an adapter or a teacher of another dtype give the
+    loss and the gradients of the float64 formula, with and without `batch_invariant`."""
+
+    def normal(*shape: int, of: torch.dtype = other) -> Tensor:
+        return torch.randn(shape, device=DEVICE).to(of).requires_grad_()
+
+    n, h, r, v = 19, 24, 3, 90
+    hidden, weight, targets = normal(n, h, of=dtype), normal(v, h, of=dtype), torch.arange(n)
+    features, rows, a, b = normal(n, r), normal(v, r), normal(r, h), normal(v, r)
+    states, verifier = normal(n, h).detach(), normal(v, h).detach()
+    batch = hl.Batch(targets.to(DEVICE), teacher_hidden=states)
+    # A small loss, as of one token among thousands, would underflow in float16.
+    objective = 2**-12 * (hl.cross_entropy() + hl.distillation(teacher_head=hl.Head(verifier)))
+    lora = hl.Lora(a=a, b=b, scaling=0.5)
+    head = hl.Head(weight, lora=(lora,), beside=((features, rows),))
+    leaves = hidden, weight, features, rows, a, b
+
+    x, w, f, g, a, b = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    logps = (x @ w.T + f @ g.T + 0.5 * (x @ a.T) @ b.T).log_softmax(-1)
+    q = (states.double() @ verifier.double().T).log_softmax(-1)
+    tokens = (q.exp() * (q - logps)).sum(-1) - logps[torch.arange(n), targets]
+    loss = 2**-12 * tokens.mean()
+    want = torch.autograd.grad(loss, (x, w, f, g, a, b))
+
+    for schedule, fixed in CASES:
+        given = hl.Options(backend="triton", schedule=schedule, batch_invariant=fixed)
+        out = hl.head_loss(hidden, head, batch, objective, given)
+        assert error(out.loss, loss) <= 1e-6, (schedule, fixed)
+        gradients = torch.autograd.grad(out.loss, leaves)
+        for i, (mine, leaf, exact) in enumerate(zip(gradients, leaves, want, strict=True)):
+            # Plain float16 has no gradient scaling; its relative error is that of `dtype` alone.
+            rounded = exact.to(leaf.dtype), (exact * 2**12).to(dtype) / 2**12
+            most = 3 * max(error(value, exact) for value in rounded) + 1e-6
+            assert mine.dtype == leaf.dtype and error(mine, exact) <= most, (schedule, fixed, i)
+
+
 @pytest.mark.parametrize("size", [2.0**-24, 2.0**20])
 def test_coefficients_of_any_size_leave_float16_its_digits(size: float) -> None:
     """Float16 gradients stay accurate for coefficients of any size: each row is scaled

@@ -130,7 +130,7 @@ def test_narrow_with_supports_or_candidates_is_refused():
         with pytest.raises(ValueError, match='got "narrow", but want a call without candidates'):
             hl.head_loss(hidden, head, batch.with_fields(**{field: ids}), term, NARROW)
     beside = hl.Head(head.weight, beside=((hidden.detach(), head.weight.detach()),))
-    with pytest.raises(ValueError, match='got "narrow", but want triton, .* columns beside'):
+    with pytest.raises(ValueError, match='got "narrow", but want triton on a GPU, .* beside'):
         hl.head_loss(hidden, beside, batch, hl.cross_entropy(), NARROW)
 
 

@@ -233,7 +233,7 @@ def _choose(
                 return f"the objective is {p.scope}-scoped and {fits}"
         elif schedule == "narrow":
             if not p.on_chip:
-                return "want triton, H <= 256, no adapter, columns beside, teacher or logits_dtype"
+                return "want triton on a GPU, H <= 256, no lora, beside, teacher and logits_dtype"
             if p.candidates or p.support or options.main_grad is not None:
                 return "want a call without candidates, support_ids and main_grad"
         elif p.given:

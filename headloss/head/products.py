@@ -133,10 +133,10 @@ class FixedProducts(Products):
     def input_gradient(
         self, gradient: Tensor, weight: Tensor, dtype: torch.dtype, memory: Tensor | None = None
     ) -> Tensor:
-        return self.product(gradient.to(weight.dtype), weight, dtype=dtype)
+        return self.product(gradient, weight, dtype=dtype)
 
     def add_input_gradient_(self, total: Tensor, gradient: Tensor, weight: Tensor) -> None:
-        self.product(gradient.to(weight.dtype), weight, out=total)
+        self.product(gradient, weight, out=total)
 
 
 PLAIN = Products()

@@ -175,7 +175,7 @@ class DenseTeacher:
         if self.rows is not None:  # Several tokens may have the same teacher row.
             index, places = self.rows.at(rows)
         if isinstance(self.source, LinearLogits):
-            return self.source.raw(index, columns), places
+            return self.source.raw(index, columns).to(self.wide), places
         tile = self.source.read(rows, columns)
         if self.wide == torch.float64 or tile.dtype not in READABLE:
             tile = tile.to(self.wide)

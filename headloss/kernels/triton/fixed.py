@@ -36,7 +36,7 @@ def fixed_product_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    WIDE: tl.constexpr,  # True if `a` and `b` differ in dtype and are converted to float32.
+    WIDE: tl.constexpr,  # True if blocks of `a` and `b` are converted to float32.
     PRECISION: tl.constexpr,
     ADD: tl.constexpr,
 ):
@@ -78,7 +78,10 @@ def fixed_product(
         a = a.clone(memory_format=torch.contiguous_format)
     out = a.new_empty(n, m, dtype=dtype) if out is None else out
     if n and m:
-        wide = a.dtype != b.dtype
+        # `tl.dot` sums float64 operands in float64, and Triton's interpreter multiplies the bits of
+        # bfloat16 operands as integers.
+        narrow = (torch.float32, torch.float16) + (torch.bfloat16,) * a.is_cuda
+        wide = a.dtype != b.dtype or a.dtype not in narrow
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32" and not wide
         rows = ROWS
         columns = COLUMNS
