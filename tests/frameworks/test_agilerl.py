@@ -86,6 +86,7 @@ EDGES = ("random", "clipped", "one token")
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_grpo(peer, edge: str) -> None:
+    """GRPO and DAPO agree with AgileRL's clipped policy loss."""
     made = step(edge)
     compare(hl.grpo(**CLIP), made, policy(peer, made), NEAR)
     window = (1, float(made["mask"].sum()))
@@ -94,18 +95,22 @@ def test_grpo(peer, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_gspo(peer, edge: str) -> None:
+    """GSPO agrees with AgileRL's clipped policy loss with one ratio per trajectory."""
     made = step(edge, per_token=False)
     compare(hl.gspo(**CLIP), made, policy(peer, made, "trajectory"), NEAR)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_cispo(peer, edge: str) -> None:
+    """CISPO agrees with AgileRL's."""
     made = step(edge)
     term = hl.cispo(epsilon_high=0.25).over("sequence_mean")
     compare(term, made, policy(peer, made, objective="cispo"), NEAR)
 
 
 def test_sampler_correction_and_kl(peer) -> None:
+    """GRPO with truncated importance weights of the sampler plus a KL penalty agrees with AgileRL,
+    with and without AgileRL's bias correction of the KL penalty."""
     made = step()
     term = hl.grpo(**CLIP).corrected("token_truncate", max=1.4)
     for corrected in (False, True):
@@ -116,6 +121,8 @@ def test_sampler_correction_and_kl(peer) -> None:
 
 
 def test_off_policy_masks(peer) -> None:
+    """GRPO without off-policy sequences agrees with AgileRL's mask of sequences with a large KL
+    divergence from the old policy."""
     made = step(per_token=False)
     options = {"_masks_off_policy_tokens": True, "off_policy_sequence_mask_threshold": 0.01}
     term = hl.grpo(**CLIP).off_policy_masked(0.01)
@@ -162,6 +169,7 @@ def test_reinforce(peer, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_sft(edge: str) -> None:
+    """Cross-entropy agrees with AgileRL's supervised loss."""
     made = step(edge)
     method = extracted(file_of("agilerl", "algorithms/sft.py"), "SFT._sft_loss")._sft_loss
 
@@ -240,6 +248,7 @@ def test_turns(peer, reduction: str, level: Any) -> None:
 
 
 def test_value_loss(peer) -> None:
+    """The clipped value loss agrees with AgileRL's PPO, in value and gradient."""
     made = step()
     agent = SimpleNamespace(clip_coef=0.2, vf_coef=0.5)
     method = extracted(

@@ -109,6 +109,7 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_two_updates(name: str) -> None:
+    """Metrics and trained weights of two updates agree with and without headloss in AgileRL."""
     from headloss.integrations.agilerl import install
 
     metrics, weights = updates(name)

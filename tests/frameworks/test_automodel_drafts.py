@@ -84,6 +84,7 @@ def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
     ],
 )
 def test_dspark(installed: Any, options: dict, more: dict) -> None:
+    """DSpark training gives equal losses, metrics and gradients with and without headloss."""
     model = dspark(options, **more)
     batch = block_inputs(V, H, "target_hidden_states", taught=True)
     agree_in_metrics(train(model, loss_of, **batch), installed(model, loss_of, **batch))
@@ -92,6 +93,8 @@ def test_dspark(installed: Any, options: dict, more: dict) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("gamma", [None, 2.0])
 def test_dflash(installed: Any, softcap: float | None, gamma: float | None) -> None:
+    """DFlash training gives equal losses, metrics and gradients with and without headloss, also
+    with a soft cap of the logits."""
     model = dflash(softcap, loss_decay_gamma=gamma)
     batch = block_inputs(V, H, "hidden_states", taught=False)
     agree_in_metrics(train(model, loss_of, **batch), installed(model, loss_of, **batch))

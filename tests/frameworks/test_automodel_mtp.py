@@ -24,6 +24,8 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("count", [None, 40])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_depths(packed: bool, count: int | None, weighted: bool) -> None:
+    """Multi-token-prediction losses of each depth, and gradients of hidden states and head, agree
+    with Automodel's masked cross-entropy."""
     file_of("nemo_automodel", "components/loss/mtp.py")
     mtp = pytest.importorskip("nemo_automodel.components.loss.mtp")
     masked = pytest.importorskip("nemo_automodel.components.loss.masked_ce")

@@ -106,6 +106,8 @@ def trained(manager: Any, folder: Path, lora: bool, packed: bool, **settings: An
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_steps(manager: Any, tmp_path: Path, lora: bool, packed: bool) -> None:
+    """Two training steps under Axolotl give equal losses and weights with and without headloss,
+    with LoRA and with packed rows."""
     want, weights = trained(manager, tmp_path / "theirs", lora, packed)
     got, found = trained(manager, tmp_path / "ours", lora, packed, headloss=True)
     assert len(got) == 2 and got == pytest.approx(want, rel=1e-6)
@@ -149,5 +151,6 @@ def test_terms(manager: Any) -> None:
     ],
 )
 def test_refusals(manager: Any, name: str, value: Any) -> None:
+    """Axolotl settings that headloss does not support raise ValueError with the setting's name."""
     with pytest.raises(ValueError, match=rf"{name}: is not supported here, only by Axolotl"):
         configured(headloss=True, **{name: value})

@@ -90,6 +90,8 @@ def test_signatures() -> None:
     ids=str,
 )
 def test_cross_entropy(options: dict[str, Any]) -> None:
+    """The class for cross-entropy agrees with Liger's fused linear cross-entropy, for each
+    option."""
     def call(loss: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
         labels = IDS if "ignore_index" in options else LABELS
         return loss(weight, hidden.flatten(0, 1), labels.flatten(), bias)
@@ -99,6 +101,8 @@ def test_cross_entropy(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_scaled_cross_entropy(entropy: bool) -> None:
+    """The autograd function for scaled cross-entropy agrees with Liger's in per-token results and
+    gradients, with and without entropies."""
     found = []
     for place in (scaled, ours):
         hidden = HIDDEN.flatten(0, 1).clone().requires_grad_()
@@ -128,6 +132,8 @@ POLICIES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 @pytest.mark.parametrize("more", ["old", "on policy", "ratio", "rows", "count", "reference"])
 def test_policy(options: dict[str, Any], more: str) -> None:
+    """The class for policy losses agrees with Liger's fused GRPO loss: on policy, with importance
+    weights of vLLM per token or row, and with a reference model."""
     given: dict[str, Any] = {"old_per_token_logps": OLD, "ref_per_token_logps": REF}
     if more == "on policy":
         del given["old_per_token_logps"]
@@ -172,6 +178,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("name", "options"), PAIRS, ids=str)
 def test_pairs(name: str, options: dict[str, Any]) -> None:
+    """The classes for losses on preference pairs agree with Liger's fused losses."""
     reference = REFERENCE if name == "DPO" and options.get("use_ref_model", True) else ()
 
     def call(loss: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
@@ -183,6 +190,8 @@ def test_pairs(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kl", [None, 0.7])
 @pytest.mark.parametrize("use_ref_model", [False, True])
 def test_kto(kl: float | None, use_ref_model: bool) -> None:
+    """The class for KTO agrees with Liger's, with and without a given KL divergence and a reference
+    model."""
     desirable = torch.tensor([1, 1, 0, 1, 0, 0]).bool()
     reference = REFERENCE if use_ref_model else (None, None, None)
     given = None if kl is None else torch.tensor(kl)
@@ -196,6 +205,7 @@ def test_kto(kl: float | None, use_ref_model: bool) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_jsd(beta: float, temperature: float) -> None:
+    """The class for distillation agrees with Liger's fused Jensen-Shannon loss."""
     teacher = (normal(B * T, 2 * H), normal(V, 2 * H))
 
     def call(loss: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:

@@ -47,6 +47,7 @@ TERMS: dict[str, tuple[hl.Term, dict[str, Any]]] = {
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 @pytest.mark.parametrize("name", TERMS)
 def test_loss_type(name: str, edge: str) -> None:
+    """Policy terms agree with Liger's fused GRPO loss of each `loss_type`."""
     term, options = TERMS[name]
     made = step(edge, per_token=False)
     if name == "vespo":  # VESPO's weight would also read the sampler's log-probs
@@ -56,6 +57,7 @@ def test_loss_type(name: str, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_gspo(edge: str) -> None:
+    """GSPO agrees with Liger's fused GRPO loss with one ratio per sequence."""
     made = step(edge, per_token=False)
     options = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     compare(hl.gspo(**CLIP), made, liger(made, **options))
@@ -63,6 +65,8 @@ def test_gspo(edge: str) -> None:
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_kl_delta_and_sampler(corrected: bool) -> None:
+    """GRPO with an upper clip `delta`, truncated importance weights of the sampler and a KL penalty
+    agrees with Liger's fused GRPO loss."""
     made = step(per_token=False)
     ratio = (made["old_logps"] - made["sampling_logps"]).exp().clamp(max=1.4)
     options = {"beta": 0.1, "use_bias_correction_kl": corrected, "delta": 1.3}

@@ -48,6 +48,8 @@ def fused(hidden: Tensor, weight: Tensor, labels: Tensor, **options) -> list[Ten
     ids=["plain", "smoothed", "z_loss", "token_scaling"],
 )
 def test_cross_entropy(options, term) -> None:
+    """Cross-entropy agrees with Liger's fused linear cross-entropy in loss and gradients, for each
+    option."""
     hidden, weight, labels = problem()
     want = fused(hidden, weight, labels, **options)
     out = hl.head_loss(hidden, hl.Head(weight), hl.Batch(labels), term)

@@ -68,6 +68,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_supervised(name: str, folder: Path, monkeypatch: Any) -> None:
+    """Supervised training in LLaMA-Factory gives equal losses and weights with and without
+    headloss, and headloss computes no logits."""
     want, weights = run(folder, [], **SETTINGS[name])
     monkeypatch.setattr(hl.Head, "logits", lambda *_: pytest.fail("logits were made"))
     callback = HeadLossCallback()

@@ -29,28 +29,34 @@ def world():
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_token_losses(world: World, size: int, spread: bool, tied: bool) -> None:
+    """Token losses and gradients agree with Megatron's under tensor and sequence parallelism."""
     if size == 2 or not spread:
         check(world, ranks.token_losses, size, spread, tied, {})
 
 
 def test_mup(world: World) -> None:
+    """Token losses and gradients agree with Megatron's under MuP, which scales the logits."""
     check(world, ranks.token_losses, 2, False, False, {"use_mup": True, "mup_base_hidden_size": 8})
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_statistics(world: World, size: int) -> None:
+    """Log-probs and entropies at a temperature agree with those of Megatron's gathered logits."""
     check(world, ranks.statistics, size)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_main_grad(world: World, tied: bool, overlap: bool) -> None:
+    """`main_grad` of two micro-batches under Megatron's DDP agrees with gradients of Megatron's
+    loss."""
     check(world, ranks.main_grad, tied, overlap)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("spread", [False, True])
 def test_packed_objective(world: World, spread: bool, masked: bool) -> None:
+    """GSPO on packed sequences agrees with GSPO computed from Megatron's token losses."""
     check(world, ranks.packed, spread, masked)
 
 
@@ -62,6 +68,8 @@ def test_a_step_of_its_schedule(world: World, spread: bool) -> None:
 
 
 def test_refusals(world: World) -> None:
+    """Unsupported calls, settings and layers raise an error with the name of the unsupported
+    part."""
     found = world.run(ranks.refusals, seconds=300)[0]
     assert found["labels"].startswith("ValueError: labels: got None")
     assert "defer_embedding_wgrad_compute: is not supported here" in found["defer"]

@@ -29,6 +29,7 @@ def world():
 
 @pytest.mark.skipif(not ranks.DEV.is_dir(), reason="Megatron's dev branch is not here")
 def test_the_dev_branch() -> None:
+    """Token losses agree on Megatron's dev branch, whose output layer computes the loss."""
     with world_of(2, ranks.on_dev) as world:
         for size, spread, tied in ((1, False, False), (2, True, True), (2, False, False)):
             check(world, ranks.of_dev, size, spread, tied)
@@ -51,6 +52,8 @@ def test_a_layer_of_another_class(world: World, spread: bool) -> None:
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("size", [1, 2])
 def test_lora(world: World, size: int, spread: bool, frozen: bool) -> None:
+    """An output layer with Megatron-Bridge's LoRA gives equal losses and gradients with and without
+    headloss."""
     if size == 2 or not spread:
         check(world, ranks.lora, size, spread, frozen)
 
@@ -62,6 +65,8 @@ def test_the_merged_weight_loses_a_gradient(world: World) -> None:
 
 @of_bridge
 def test_lora_under_multi_token_prediction(world: World) -> None:
+    """An output layer with LoRA gives equal losses and gradients with and without headloss in a
+    model with multi-token prediction."""
     check(world, ranks.lora_and_depths)
 
 
@@ -69,15 +74,21 @@ def test_lora_under_multi_token_prediction(world: World) -> None:
 @pytest.mark.parametrize("kind", ranks.CAPS)
 @pytest.mark.parametrize("tied", [False, True])
 def test_softcap(world: World, tied: bool, kind: tuple[str, str]) -> None:
+    """An output layer with Megatron-Bridge's soft cap gives equal losses and gradients with and
+    without headloss."""
     check(world, ranks.softcap, tied, kind)
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_the_layer_of_transformer_engine(world: World, main_grad: bool) -> None:
+    """A layer with Transformer Engine's attributes gives the same loss and gradients as Megatron's
+    output layer with equal weight."""
     check(world, ranks.mxfp8_layer, main_grad)
 
 
 def test_refusals(world: World) -> None:
+    """FP8 parameters and unsupported adapters of an output layer raise an error with the name of
+    the unsupported part."""
     found = world.run(ranks.refusals, seconds=300)[0]
     assert found.pop("fp8") == (
         "ValueError: FP8 parameters of output_layer: is not supported here, only by Megatron "

@@ -41,10 +41,14 @@ MUP = {"use_mup": True, "mup_base_hidden_size": 8}
     ],
 )
 def test_losses(world: World, kind: str, size: int, spread: bool, tied: bool, more) -> None:
+    """Losses and gradients of a model whose output layer returns hidden states agree with the
+    model's own from logits."""
     check(world, ranks.losses, kind, size, spread, tied, more)
 
 
 def test_statistics(world: World) -> None:
+    """Log-probs and entropies at one temperature per token agree with those of Megatron's
+    logits."""
     check(world, ranks.statistics, 1, False, False)
     check(world, ranks.statistics, 2, True, False)
     check(world, ranks.statistics, 2, False, True, near=1e-2)  # Megatron rounds logits to bfloat16
@@ -53,14 +57,20 @@ def test_statistics(world: World) -> None:
 @pytest.mark.skipif(bridge() is None, reason="megatron-bridge is not installed")
 @pytest.mark.parametrize("kind", ["lora", "softcap"])
 def test_layers(world: World, kind: str) -> None:
+    """An output layer with Megatron-Bridge's LoRA or soft cap gives equal losses and gradients from
+    hidden states and from logits."""
     check(world, ranks.layers, kind)
 
 
 def test_depths(world: World) -> None:
+    """A model with multi-token prediction gives equal losses and gradients from hidden states and
+    from logits."""
     check(world, ranks.depths)
 
 
 def test_refusals(world: World) -> None:
+    """Unsupported models and calls raise an error with the name of the unsupported part; inference
+    returns logits."""
     found = world.run(ranks.refusals, seconds=300)[0]
     assert "mtp_num_layers: is not supported here, only by megatron_mtp.install()" in found["mtp"]
     assert found["twice"].startswith("ValueError: model: got a forward on the instance of its Col")

@@ -75,6 +75,7 @@ def whole_rows(edge: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("weight_clip", [None, 0.2])
 @pytest.mark.parametrize("high_only", [True, False])
 def test_fipo(edge: str, delta: float | None, weight_clip: float | None, high_only: bool) -> None:
+    """FIPO agrees with ms-swift's, whose future-KL weights are computed by ms-swift's function."""
     if edge == "overflow" and weight_clip is None:
         pytest.skip("its weight is not clamped: e^90")
     made = whole_rows(edge)

@@ -65,6 +65,8 @@ SETTINGS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_supervised(name: str, folder: Path, monkeypatch: Any) -> None:
+    """Supervised training by `sft_main` gives equal logs and weights with and without headloss, and
+    headloss computes no logits."""
     want, weights = run(folder, *SETTINGS[name])
     monkeypatch.setattr(hl.Head, "logits", lambda *_: pytest.fail("logits were made"))
     ours = ("--external_plugins", str(folder / "plugin.py"), "--callbacks", "headloss")

@@ -98,6 +98,8 @@ def policy(peer: SimpleNamespace, made: Step, filled: bool = False, **options: A
 @pytest.mark.parametrize("dual", [None, 3.0])
 @pytest.mark.parametrize("token_level", [True, False])
 def test_clipped(peer: SimpleNamespace, edge: str, dual: float | None, token_level: bool) -> None:
+    """PPO with dual clip agrees with NeMo-RL's clipped policy loss, as a mean over tokens or
+    sequences."""
     made = step(edge)
     term = hl.ppo(dual_clip=dual, **CLIP).over("token_mean" if token_level else "sequence_mean")
     want = policy(peer, made, ratio_clip_c=dual, token_level_loss=token_level)
@@ -106,6 +108,7 @@ def test_clipped(peer: SimpleNamespace, edge: str, dual: float | None, token_lev
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_gspo(peer: SimpleNamespace, edge: str) -> None:
+    """GSPO agrees with NeMo-RL's clipped policy loss with one ratio per sequence."""
     made = step(edge, per_token=False)
     options = {"sequence_level_importance_ratios": True, "token_level_loss": False}
     compare(hl.gspo(**CLIP), made, policy(peer, made, **options), NEAR)
@@ -113,17 +116,21 @@ def test_gspo(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_cispo(peer: SimpleNamespace, edge: str) -> None:
+    """CISPO agrees with NeMo-RL's."""
     made = step(edge)
     compare(hl.cispo(**CLIP), made, policy(peer, made, use_cispo=True), NEAR)
 
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_reinforce(peer: SimpleNamespace, edge: str) -> None:
+    """REINFORCE agrees with NeMo-RL's policy loss without ratios."""
     made = step(edge)
     compare(hl.reinforce(), made, policy(peer, made, disable_ppo_ratio=True), NEAR)
 
 
 def test_on_policy(peer: SimpleNamespace) -> None:
+    """PPO with old log-probs equal to the current ones agrees with NeMo-RL's
+    `force_on_policy_ratio`."""
     made = step()
     want = policy(peer, made, force_on_policy_ratio=True)
     compare(hl.ppo(**CLIP), {**made, "old_logps": made["logp"].clone()}, want, NEAR)
@@ -144,6 +151,7 @@ CORRECTIONS: dict[str, tuple[float | None, float, Any]] = {
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_correction(peer: SimpleNamespace, name: str) -> None:
+    """Truncated importance weights of the sampler agree with each of NeMo-RL's corrections."""
     low, high, modified = CORRECTIONS[name]
     for seed in range(3):
         made = step(seed=seed)
@@ -162,7 +170,7 @@ def test_correction(peer: SimpleNamespace, name: str) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("sampler", [False, True])
 def test_kl(peer: SimpleNamespace, estimator: str, scale: float, sampler: bool) -> None:
-    """ms-swift's KL estimators agree, also with the gradient of sampling through an importance
+    """KL estimators agree with NeMo-RL's, also with the gradient of sampling through an importance
     ratio."""
     made = step(scale=scale)
     made["sampling_logps"] = made["logp"] + 0.3 * torch.randn(B, C, dtype=torch.float64)
@@ -190,6 +198,7 @@ def test_likelihood_of_what_is_right(peer: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_value_loss(peer: SimpleNamespace, clip: float | None) -> None:
+    """The value loss agrees with NeMo-RL's, with and without clipping, in value and gradient."""
     made = step()
     module = peer.MseValueLossFn(SimpleNamespace(scale=1.0, cliprange=clip))
     data = {
@@ -208,6 +217,7 @@ def test_value_loss(peer: SimpleNamespace, clip: float | None) -> None:
 
 
 def test_reward_model(peer: SimpleNamespace) -> None:
+    """The Bradley-Terry loss agrees with NeMo-RL's preference loss, in value and gradient."""
     rewards = torch.randn(6, dtype=torch.float64, requires_grad=True)
     data = {"sample_mask": torch.ones(6, dtype=torch.float64)}
     want = peer.PreferenceLossFn()(rewards[:, None], data, torch.tensor(6.0), None)[0]
@@ -216,6 +226,7 @@ def test_reward_model(peer: SimpleNamespace) -> None:
 
 
 def test_likelihood(peer: SimpleNamespace) -> None:
+    """Cross-entropy agrees with NeMo-RL's negative log-likelihood loss."""
     made = step()
     module = peer.NLLLossFn()
     mask = torch.cat([torch.zeros(B, 1).double(), made["mask"].double()], 1)

@@ -53,6 +53,7 @@ OURS = {"epsilon_low": 0.15, "epsilon_high": 0.25}
 @pytest.mark.parametrize("dual", [None, 3.0])
 @pytest.mark.parametrize("token_level", [True, False])
 def test_ppo(peer: SimpleNamespace, edge: str, dual: float | None, token_level: bool) -> None:
+    """PPO with dual clip agrees with OpenRLHF's policy loss, as a mean over tokens or sequences."""
     made = step(edge)
     term = hl.ppo(dual_clip=dual, **OURS).over("token_mean" if token_level else "sequence_mean")
     want = policy(peer, made, dual_clip=dual, token_level_loss=token_level, **CLIP)
@@ -61,6 +62,7 @@ def test_ppo(peer: SimpleNamespace, edge: str, dual: float | None, token_level: 
 
 @pytest.mark.parametrize("edge", ["random", "clipped", "one token"])
 def test_gspo(peer: SimpleNamespace, edge: str) -> None:
+    """GSPO agrees with OpenRLHF's."""
     made = step(edge, per_token=False)
     want = policy(peer, made, policy_loss_type="gspo", **CLIP)
     compare(hl.gspo(**OURS), made, want, 1e-7, totals=filled_rows(made))
@@ -96,6 +98,7 @@ CORRECTIONS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_correction(peer: SimpleNamespace, name: str) -> None:
+    """Importance weights of the sampler agree with each of OpenRLHF's corrections."""
     options, modified = CORRECTIONS[name]
     options = {f"is_correction_{key}": value for key, value in options.items()}
     for seed in range(3):
@@ -110,6 +113,7 @@ KL = {"k1": 1e-6, "k2": 1e-6, "k3": 1e-6}  # float32 in OpenRLHF
 @pytest.mark.parametrize("scale", [0.4, 6.0])
 @pytest.mark.parametrize("estimator", KL)
 def test_kl(peer: SimpleNamespace, estimator: str, scale: float) -> None:
+    """KL estimators agree with OpenRLHF's, also with clamped log-ratios."""
     made = step(scale=scale)
 
     def loss(logp: Tensor) -> Tensor:
@@ -125,6 +129,7 @@ def test_kl(peer: SimpleNamespace, estimator: str, scale: float) -> None:
 def test_kl_with_unbiased_gradient(
     peer: SimpleNamespace, estimator: str, off_policy: bool
 ) -> None:
+    """KL estimators with an unbiased gradient agree with OpenRLHF's, on and off policy."""
     made = step()
     old = made["old_logps"] if off_policy else None
 
@@ -140,6 +145,7 @@ def test_kl_with_unbiased_gradient(
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("token_level", [True, False])
 def test_value_loss(peer: SimpleNamespace, clip: float | None, token_level: bool) -> None:
+    """The value loss agrees with OpenRLHF's, with and without clipping, in value and gradient."""
     made = step()
     module = peer.ValueLoss(clip, token_level)
     old, returns = made["old_logps"], made["ref_logps"]
@@ -159,6 +165,8 @@ def test_value_loss(peer: SimpleNamespace, clip: float | None, token_level: bool
 
 @pytest.mark.parametrize("module", ["PairWiseLoss", "LogExpLoss"])
 def test_reward_model(peer: SimpleNamespace, module: str) -> None:
+    """The Bradley-Terry loss agrees with OpenRLHF's pairwise losses, with and without a margin, in
+    value and gradient."""
     rewards = torch.randn(6, dtype=torch.float64, requires_grad=True)
     margin = torch.rand(3, dtype=torch.float64) if module == "PairWiseLoss" else None
     want = getattr(peer, module)()(rewards[::2], rewards[1::2], margin)
@@ -170,6 +178,7 @@ def test_reward_model(peer: SimpleNamespace, module: str) -> None:
 
 @pytest.mark.parametrize("token_level", [True, False])
 def test_sft(peer: SimpleNamespace, token_level: bool) -> None:
+    """Cross-entropy agrees with OpenRLHF's supervised loss, as a mean over tokens or sequences."""
     made = step()
     module = peer.SFTLoss(token_level)
     term = hl.cross_entropy().over("token_mean" if token_level else "sequence_mean")

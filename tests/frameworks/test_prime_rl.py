@@ -59,6 +59,7 @@ def drift(tau: float) -> hl.Objective:
 
 @pytest.mark.parametrize("edge", FAR)
 def test_default(peer: SimpleNamespace, edge: str) -> None:
+    """DPPO plus a drift penalty agrees with prime-rl's default loss."""
     config = {"dppo_mask_low": 0.08, "dppo_mask_high": 0.05, "adv_tau": 0.7, "kl_tau": 1e-2}
     term = hl.dppo(delta_low=0.08, delta_high=0.05, ratio_max=None, surrogate="ratio")
     for seed in range(3):
@@ -69,6 +70,7 @@ def test_default(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", FAR)
 def test_ipo(peer: SimpleNamespace, edge: str) -> None:
+    """DPPO with a two-sided threshold plus a drift penalty agrees with prime-rl's IPO loss."""
     config = {"ipo_threshold": 0.06, "adv_tau": 1.0, "kl_tau": 1e-2}
     bounds = {"delta_low": 0.06, "delta_high": 0.06, "one_sided": False}
     term = hl.dppo(**bounds, ratio_max=None, surrogate="ratio")  # type: ignore[arg-type]
@@ -92,5 +94,6 @@ def test_ref_kl(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_ce(peer: SimpleNamespace, edge: str) -> None:
+    """Cross-entropy agrees with prime-rl's."""
     made = step(edge)
     compare(hl.cross_entropy(), made, of(peer, "ce_loss_fn", made))

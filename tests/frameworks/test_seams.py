@@ -24,12 +24,14 @@ def world():
 
 @pytest.mark.parametrize("tree", ["nemo_rl", "nemo_rl_06", "nemo_rl_07"])
 def test_nemo_rl(world, tree: str) -> None:
+    """Log-probs and gradients agree with NeMo-RL's vocabulary-parallel functions on two ranks."""
     case.nemo_rl(tree)  # skips without sources
     for found in world.run(case.compare_nemo_rl, tree, seconds=300):
         assert max(found.values()) < NEAR, found
 
 
 def test_skyrl(world) -> None:
+    """Log-probs and gradients agree with SkyRL's vocabulary-parallel functions on two ranks."""
     case.skyrl()
     for found in world.run(case.compare_skyrl, seconds=300):
         assert max(found.values()) < NEAR, found
@@ -67,6 +69,8 @@ def test_prime_rl(softcap: float | None) -> None:
 
 
 def test_prime_rl_entropy_has_a_gradient() -> None:
+    """The gradient of prime-rl's entropies from headloss equals that of entropies of materialised
+    logits."""
     from headloss.integrations.prime_rl import forward
 
     hidden, weight, ids, up = case.inputs()
@@ -114,6 +118,7 @@ def test_automodel() -> None:
 
 
 def test_areal() -> None:
+    """Log-probs, entropies and gradients at a temperature agree with AReaL's chunked function."""
     from headloss.integrations.areal import gather_logprobs_entropy
 
     theirs = extracted(

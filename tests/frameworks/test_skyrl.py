@@ -51,6 +51,7 @@ def scaled(peer: SimpleNamespace, made: Step, over: str) -> torch.Tensor:
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("over", ["prompt_mean", "token_mean", "sequence_mean"])
 def test_reductions(peer: SimpleNamespace, edge: str, over: str) -> None:
+    """REINFORCE agrees with SkyRL's loss reductions over tokens, sequences and prompts."""
     made = step(edge)
     advantages, mask = scaled(peer, made, over), made["mask"].double()
 
@@ -83,6 +84,8 @@ def test_prompt_mean_over_segments_that_are_whole_prompts(peer: SimpleNamespace)
 
 @pytest.mark.parametrize("edge", EDGES[:3])
 def test_importance_sampling(peer: SimpleNamespace, edge: str) -> None:
+    """DPPO with bounds of 1 on the probability difference agrees with SkyRL's importance-sampling
+    loss."""
     made = step(edge)
     term = hl.dppo(delta_low=1.0, delta_high=1.0, ratio_max=None, surrogate="ratio")
     mask = made["mask"].double()
@@ -109,6 +112,8 @@ def test_rollout_is(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_cispo_on_the_sampler(peer: SimpleNamespace, edge: str) -> None:
+    """CISPO with the sampler's log-probs as `old_logps` agrees with SkyRL's rollout-anchored
+    CISPO."""
     made = step(edge)
     mask, turned = made["mask"].double(), {**made, "old_logps": made["sampling_logps"]}
     bounds = SimpleNamespace(

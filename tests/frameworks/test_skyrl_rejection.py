@@ -17,6 +17,8 @@ BOUNDS = [(0.6, 1.6), (None, 1.3), (0.7, None), (1e-4, 100.0)]
 @pytest.mark.parametrize("edge", EDGES)
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_outliers(edge: str, bounds: tuple[float | None, float | None]) -> None:
+    """Rejected sequences with a token ratio outside two bounds equal SkyRL's, in padded and packed
+    batches."""
     torch_utils = file_of("skyrl", f"{UTILS}/torch_utils.py")
     theirs = extracted(
         file_of("skyrl", f"{UTILS}/off_policy_correction_utils.py"),

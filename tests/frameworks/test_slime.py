@@ -41,6 +41,8 @@ def world():
 def test_log_probs(
     world: World, package: str, size: int, spread: bool, layout: str, replay: bool, entropy: float
 ) -> None:
+    """Log-probs and their gradients agree with slime's and miles's from logits, for packed and
+    context-parallel layouts."""
     args = package, size, spread, layout, replay, entropy
     for found in world.run(ranks.log_probs, *args, seconds=300):
         assert found["values"] < 1e-6, found
@@ -58,6 +60,7 @@ def test_losses(world: World, size: int, layout: str, estimator: str) -> None:
 
 
 def test_refusals() -> None:
+    """A custom loss, and `install()` without slime or miles, raise an error with a reason."""
     with pytest.raises(ValueError, match="custom_loss: is not supported here, only by logits"):
         adapter.init(ranks.Namespace(loss_type="custom_loss"))
     with pytest.raises(RuntimeError, match="neither it nor miles is imported in this process"):

@@ -83,6 +83,8 @@ BLOCKS = [
 
 @pytest.mark.parametrize(("kind", "options", "more"), BLOCKS)
 def test_blocks(installed: Any, kind: str, options: dict, more: dict) -> None:
+    """DFlash, Domino and DSpark give equal losses, metrics and gradients with and without
+    headloss."""
     model = block_model(kind, options, **more)
     batch: dict[str, Any] = block_inputs(V, H, "hidden_states", taught=kind == "dspark")
     if kind == "domino":
@@ -145,6 +147,8 @@ def test_eagle(installed: Any, monkeypatch: pytest.MonkeyPatch, lk: str | None) 
 def test_a_loss_decay_other_than_installed_is_refused(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A backward pass with step weights other than the decay passed to `install` raises
+    RuntimeError."""
     with pytest.raises(RuntimeError, match=r"EAGLE-3, by install\(ploss_decay=..\): got gradients"):
         installed(eagle(None, monkeypatch), of_steps(0.5), **eagle_inputs())
 
@@ -152,6 +156,8 @@ def test_a_loss_decay_other_than_installed_is_refused(
 def test_finite_where_a_draft_and_a_verifier_share_no_mass(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The EAGLE-3 acceptance loss, metrics and gradients are finite for peaked draft and verifier
+    distributions without common probability mass."""
     model, batch = eagle("alpha", monkeypatch), eagle_inputs()
     with torch.no_grad():
         model.draft_model.lm_head.weight.mul_(300)
@@ -164,6 +170,7 @@ def test_finite_where_a_draft_and_a_verifier_share_no_mass(
 def test_logits_of_a_verifier_are_refused(
     installed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A batch with the verifier's logits in place of hidden states raises ValueError."""
     batch = eagle_inputs() | {"target": torch.randn(2, T, V), "target_hidden_for_compact": None}
     with pytest.raises(ValueError, match="got the verifier's logits, want its hidden states"):
         installed(eagle(None, monkeypatch), of_steps(0.8), **batch)

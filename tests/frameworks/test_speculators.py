@@ -125,6 +125,8 @@ CASES = [
 def test_loss_metrics_and_all_gradients(
     installed: Any, kind: str, more: dict, named: dict, spec: str
 ) -> None:
+    """EAGLE-3, P-EAGLE, DFlash and DSpark give equal losses, metrics, draft tokens and gradients
+    with and without headloss."""
     model = draft_model(kind, **more)
     named = named | losses(kind, spec)
     theirs = train(model, loss_of, **inputs(), **named)
@@ -194,6 +196,7 @@ def test_autocast(installed: Any) -> None:
 
 
 def test_other_losses_are_refused(installed: Any) -> None:
+    """A user's loss function in the place of speculators's raises ValueError."""
     model, named = draft_model("peagle"), {"loss_config": {"kl_div": (lambda z, q: z, 1.0)}}
     with pytest.raises(ValueError, match=r"loss_config\['kl_div'\]: got .*want speculators' own"):
         installed(model, loss_of, **inputs(), **named)
@@ -213,6 +216,8 @@ def test_without_a_verifier_and_after_uninstall(installed: Any) -> None:
 
 
 def test_a_changed_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`install()` raises RuntimeError if a function of speculators lacks an argument that headloss
+    reads."""
     core = importlib.import_module("speculators.models.dspark.core")
     monkeypatch.setattr(core, "compute_metrics", lambda logits, targets: None)
     with pytest.raises(RuntimeError, match=r"dspark.core.compute_metrics: takes no loss_mask"):
@@ -238,6 +243,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_all_steps_are_one_call_and_share_the_verifiers_rows(
     installed: Any, calls: list[Any]
 ) -> None:
+    """All unrolled EAGLE-3 steps are one `head_loss` call with one verifier state per position."""
     named = STEPS | losses("eagle3", CE_AND_TV)
     installed(draft_model("eagle3"), loss_of, **inputs(), **named)
     (batch,) = calls

@@ -25,6 +25,8 @@ NEAR = 2e-6
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_cross_entropy(tied: bool, capped: bool) -> None:
+    """A training step with cross-entropy gives equal loss and gradients with torchtitan's and
+    headloss's loss, also with a tied or soft-capped head."""
     kinds, model = case.both(), case.model_of(tied, capped)
     ids, labels = case.batch_of(1)
     count = torch.tensor(33)
@@ -85,6 +87,7 @@ def test_its_policy_loss() -> None:
 
 
 def test_documents_are_segments() -> None:
+    """Documents, read from the positions, are the segments of a sequence-level policy loss."""
     kinds, model = case.both(), case.model_of()
     ids, labels = case.batch_of(1)
     given = case.dapo(3)
@@ -183,6 +186,7 @@ def test_flat_tokens() -> None:
 
 
 def test_refusals() -> None:
+    """A loss called without a head, or with a head of an unsupported class, raises an error."""
     kinds = case.both()
     loss_fn = kinds.ours.Config().build(compile_config=None)
     hidden, labels = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
@@ -210,6 +214,8 @@ def world():
 
 
 def test_data_parallel_dtensors(world: World) -> None:
+    """Losses and gradients agree with torchtitan's under data parallelism with DTensor
+    parameters."""
     for found in world.run(case.of_data, seconds=300):
         assert max(found.values()) < NEAR, found
 
@@ -228,6 +234,8 @@ def test_pipelines(world: World, kind: str) -> None:
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("backend", ["partial_dtensor", "full_dtensor", "spmd_types"])
 def test_tensor_parallel(world: World, backend: str, spread: bool, tied: bool) -> None:
+    """Losses and gradients agree with torchtitan's loss of sharded logits on two tensor-parallel
+    ranks."""
     for found in world.run(case.tensor_parallel, backend, spread, tied, seconds=300):
         assert max(found.values()) < NEAR, found
 

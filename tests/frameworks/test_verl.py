@@ -129,6 +129,8 @@ def test_overflow(name: str) -> None:
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_reductions(mode: str, over: Any) -> None:
+    """Policy loss and a user's term agree with verl in each aggregation over tokens and
+    sequences."""
     term = hl.ppo(epsilon_low=0.15, epsilon_high=0.25, dual_clip=3.0).over(over)
     tolerance = 1e-7 if mode == "seq-mean-token-mean" else 1e-12
     for edge in EDGES:
@@ -145,6 +147,7 @@ def test_reductions(mode: str, over: Any) -> None:
 
 
 def test_token_sum() -> None:
+    """A sum over tokens agrees with verl's "token-sum" aggregation."""
     made = step()
     term = hl.ppo(epsilon_low=0.15, epsilon_high=0.25, dual_clip=3.0)
     compare(term, made, verl("vanilla", made, "token-sum"), totals=hl.Totals(1, 1))
@@ -257,6 +260,7 @@ ESTIMATORS: dict[str, hl.Term] = {
 @pytest.mark.parametrize("scale", [0.4, 8.0])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_kl(name: str, scale: float) -> None:
+    """KL estimators agree with each of verl's KL penalties."""
     for edge in ("random", "one token"):
         made = step(edge, scale=scale)
 
@@ -282,6 +286,8 @@ def test_kl(name: str, scale: float) -> None:
     ids=str,
 )
 def test_rollout_weights(level: str, threshold: Any, mode: dict, normalized: bool) -> None:
+    """Importance weights of the sampler agree with verl's rollout correction, by token or
+    sequence."""
     for edge in ("random", "one token"):
         made = step(edge)
         weights, _ = compute_rollout_correction_weights(
@@ -372,6 +378,7 @@ def test_bypass_mode(level: str, threshold: str) -> None:
 
 
 def test_bypass_mode_rejects() -> None:
+    """Rejected sequences in verl's bypass mode agree with `.rejected("k3", live=True)`."""
     made = step()
     made["sampling_logps"] = made["old_logps"]
     correction = {"loss_type": "ppo_clip", "rollout_rs": "seq_mean_k3"}
@@ -386,6 +393,8 @@ def test_bypass_mode_rejects() -> None:
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_value_loss(mode: str) -> None:
+    """The clipped value loss agrees with verl's, in value and gradient, as a mean over tokens or
+    sequences."""
     over = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}[mode]
     for edge in ("random", "one token"):
         made = step(edge)

@@ -99,6 +99,8 @@ def test_fused_linear(shape: tuple[int, ...], temperature: float, weights: Any) 
 
 
 def test_a_temperature_per_token() -> None:
+    """Log-probs and entropies with one temperature per token agree with verl's fused layer called
+    once per token."""
     hidden, weight = torch.randn(N, H), torch.randn(V, H)
     ids, temperature = torch.randint(V, (N,)), 0.5 + torch.rand(N)
     got = torch_functional.FusedLinearForPPO(impl_backend="headloss").forward(
@@ -289,6 +291,8 @@ KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 @pytest.mark.parametrize("kind", [*KINDS, *(f"{kind}+" for kind in KINDS)])
 def test_kl_of_the_configuration(engines: Engines, kind: str) -> None:
+    """A KL penalty in verl's configuration gives equal metrics and gradients with verl's and
+    headloss's loss mode."""
     config = {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": kind}
     want = trained(engines(None), step(use_fused_kernels=False), loss_of("gpg", **config))
     same(trained(engines("headloss"), step(), loss_of("headloss_gpg", **config)), want)
@@ -361,6 +365,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_refused(engines: Engines) -> None:
+    """Top-k distillation and a KL penalty of a kind that headloss lacks raise ValueError."""
     engine = engines("headloss")
     with pytest.raises(ValueError, match="top-k distillation"):
         engine.forward_backward_batch(step(distillation_use_topk=True), None, True)
@@ -369,6 +374,8 @@ def test_refused(engines: Engines) -> None:
 
 
 def test_losses_outside_of_the_engine(engines: Engines) -> None:
+    """A `headloss_...` loss mode raises an error without headloss's fused kernels, and after
+    `uninstall()`."""
     with pytest.raises(RuntimeError, match="loss_mode: headloss_gspo is computed with the log-pr"):
         trained(engines(None), step(use_fused_kernels=False), loss_of("headloss_gspo"))
     adapter.uninstall()
@@ -377,6 +384,8 @@ def test_losses_outside_of_the_engine(engines: Engines) -> None:
 
 
 def test_other_engines_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unsupported engine strategies, Megatron releases and model types raise an error that names
+    them."""
     config = engine_of(saved(tmp_path), "headloss").model_config
     with pytest.raises(ValueError, match="headloss under strategy 'fsdp_turbo' is not supported"):
         EngineRegistry.new("language_model", "fsdp_turbo", model_config=config)
@@ -421,6 +430,8 @@ def test_other_releases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_seams_that_do_not_hold(
     owner: Any, name: str, theirs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`install()` raises RuntimeError and replaces nothing if a function of verl is missing or has
+    other arguments."""
     adapter.uninstall()
     released(monkeypatch, "99.0")
     if theirs is None:
@@ -435,6 +446,7 @@ def test_seams_that_do_not_hold(
 
 
 def test_uninstall() -> None:
+    """`uninstall()` restores each of verl's functions, and a second `install()` changes nothing."""
     adapter.install()  # a second `install()` changes nothing
     owners = [
         (torch_functional, "FusedLinearForPPO"), (monkey_patch, "patch_forward_with_backends"),

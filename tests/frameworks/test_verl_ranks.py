@@ -28,6 +28,7 @@ def check(world: World, function, *args, near: float = 2e-5) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", ["vanilla", "gspo", "headloss_vanilla", "headloss_gspo"])
 def test_data_parallel(world: World, tmp_path: Path, mode: str, tied: bool) -> None:
+    """verl's engine under FSDP2 data parallelism agrees with and without headloss."""
     check(world, ranks.engine, saved(tmp_path, tied=tied), mode, False, tied)
 
 

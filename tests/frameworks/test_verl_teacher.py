@@ -108,6 +108,7 @@ def test_clamps(engines: Any, floor: float | None, ceiling: float | None, over: 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_temperature_per_sample(engines: Any, packed: bool) -> None:
+    """Top-k distillation with one temperature per sample agrees with verl's."""
     temperature = torch.tensor([0.7, 1.3, 0.9, 1.0])
     loss = distillation_of("vanilla", WAYS["supervised beside rewards"])
     want, got = both(engines, loss, {"temperature": temperature}, packed=packed)
@@ -151,6 +152,7 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 def test_refused(engines: Any) -> None:
+    """Distillation with an unsupported loss mode or with `support_ids` raises ValueError."""
     engine, settings = engines("headloss"), WAYS["supervised beside rewards"]
     with pytest.raises(ValueError, match="top-k distillation with another loss function, want"):
         trained(engine, taught(), loss_of("vanilla"))
@@ -172,6 +174,8 @@ def test_a_policy_loss_that_is_not_read(engines: Any) -> None:
 
 
 def test_an_engine_that_drops_fused_outputs(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verl engine that does not return the fused head's distillation outputs raises
+    RuntimeError."""
     from verl.workers.engine.fsdp import FSDPEngineWithLMHead
 
     original = FSDPEngineWithLMHead.prepare_model_outputs

@@ -113,6 +113,8 @@ def test_a_list_of_hidden_states(engines: Any) -> None:  # noqa: F811
 
 
 def test_refused(engines: Any) -> None:  # noqa: F811
+    """Full-vocabulary distillation without hidden states, a teacher's head, or supported settings
+    raises an error that names the missing or unsupported part."""
     settings = {**WAYS["supervised beside rewards"], "topk": V}
     with pytest.raises(ValueError, match=r"log_prob_min_clamp: got -10.0 with headloss_js"):
         distillation_of("vanilla", settings, "headloss_js")
