@@ -284,8 +284,8 @@ def with_the_rest(stats, batch):
 @pytest.mark.parametrize("schedule", ["one pass", "recompute"])
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
 def test_the_rest_in_triton(schedule, dtype):
-    """Triton computes the remaining probability from raw logits, with token temperatures and a soft
-    cap."""
+    """The Triton backend computes `candidate_tail`, the log of the probability outside the
+    candidates, from raw logits, with a temperature per token and a soft cap."""
     hidden, weight, batch = inputs(dtype)
     hidden, weight = hidden.to(DEVICE).requires_grad_(), weight.to(DEVICE).requires_grad_()
     batch, made = batch.to(DEVICE), with_the_rest() + hl.cross_entropy()

@@ -588,8 +588,8 @@ def test_after_a_dense_chunk_the_cpu_does_not_wait(events, monkeypatch):
     want = weighted_gradient(weights)
     events.log.clear()
     events.copies.clear()
-    # On a GPU, the CPU reads `LogitSource.share` (the fraction of rows with a gradient) one chunk
-    # late, from the copy that the previous chunk has made.
+    # On a GPU, the CPU reads `LogitSource.share` (the fraction of rows with a gradient) from an
+    # asynchronous copy to CPU memory that was started in the previous chunk.
     previous = property(lambda source: (None, *events.copies)[-2], lambda source, share: None)
     monkeypatch.setattr(linear.LogitSource, "share", previous)
     torch.testing.assert_close(weighted_gradient(weights), want)

@@ -1,9 +1,9 @@
 """312 models of Transformers train under `apply` as without it, although `apply` has no table of
 model families.
 
-Each model takes three steps, the last with a token count. Loss and gradients agree to 2e-5; a step
-calls `head_loss` once and materialises no logits. Vision models with an image token also see
-images.
+Each model takes three training steps; the last step passes the token count `num_items_in_batch`.
+Loss and gradients agree to 2e-5; a step calls `head_loss` once and materialises no logits. Vision
+models with an image token also see images.
 """
 
 from __future__ import annotations

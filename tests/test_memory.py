@@ -227,8 +227,8 @@ def test_four_times_the_tokens_add_numbers_and_rows_of_hidden_width(schedule):
     [("one_pass", 512, 16, False), ("recompute", 8, 1024, False), ("recompute", 8, 1024, True)],
 )
 def test_a_product_that_is_a_gradient_has_no_copy(schedule, tokens, vocabulary, support):
-    """A matmul whose result is a whole gradient is not copied: dX of many tokens, or dW of a wide
-    head.
+    """A matmul whose result is a whole gradient writes it without a further copy: the hidden
+    gradient of many tokens, or the weight gradient of a large vocabulary.
 
     With `support_ids`, the reference backend computes a matmul into new memory and then moves it,
     which costs one copy.

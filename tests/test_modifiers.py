@@ -279,7 +279,7 @@ def test_quantile(quantile: str) -> None:
 
 def test_a_whole_rank_keeps_its_own_token() -> None:
     """`top_entropy(quantile=..)` keeps the token whose entropy is the threshold. With quantile=0.3
-    the threshold is the eighth smallest of 11 entropies, whatever the rounding of 1 - 0.3."""
+    and 11 tokens, this threshold is the eighth smallest entropy, however 1 - 0.3 is rounded."""
     for quantile, kept in ((0.1, 2), (0.3, 4), (0.6, 7), (0.7, 8), (0.9, 10), (1.0, 11)):
         case = make(lengths=(11,))
         got = factor(h.grpo().top_entropy(quantile=quantile), case)

@@ -139,8 +139,8 @@ def test_candidates_of_any_head_beside_its_sweeps(monkeypatch, aligned):
     """Candidates work with any head that the `narrow` schedule supports, and log-probs have the
     same bits as without candidates.
 
-    The test covers float16 heads, for which exp(z) is not stored, and heads whose hidden width
-    Triton's matmul does not support.
+    Among the supported heads are float16 heads, for which exp(z) of the logits z is not stored, and
+    heads whose hidden width Triton's matmul does not support.
     """
     monkeypatch.setattr(kernels, "can_sweep", lambda *_: (True, True))
     monkeypatch.setattr(twins, "can_fuse", lambda *_: aligned)

@@ -46,8 +46,8 @@ def test_operations_of_a_step(step: str, monkeypatch: pytest.MonkeyPatch) -> Non
     Kernels and large matmuls are not counted, and only the loss of the result is read.
     """
     (make, objective, most), generator = STEPS[step], torch.Generator().manual_seed(0)
-    # Real small calls on a CPU skip no rows; raise the threshold so that this call counts as
-    # small.
+    # Small calls on a CPU skip no rows without a gradient. Raise the threshold `CPU_SKIP_WORTH`, so
+    # that the calls of this test count as small.
     monkeypatch.setattr(plan, "CPU_SKIP_WORTH", 1 << 24)
     shapes = (N, H), (V, H)
     hidden, weight = (torch.randn(s, generator=generator, requires_grad=True) for s in shapes)

@@ -159,8 +159,8 @@ def in_turns(size: int) -> list[list[tuple[Row, Cut]]]:
     """Return the test cases for worlds of `size` ranks, each with the way it is split.
 
     Every objective runs with its tokens split over two ranks or, if it does not support this, with
-    its vocabulary split over two, three and four ranks. From one objective to the next, the test
-    switches to the next combination of world size and sequence parallelism.
+    its vocabulary split over two, three and four ranks. The objectives
+    are spread over all combinations of the number of ranks and sequence parallelism on or off.
     """
     cuttable = {row[0] for row, _ in rows_of(Cut(data=2), 0)}
     chosen = []

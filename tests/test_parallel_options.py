@@ -32,8 +32,8 @@ def test_tensors_among_options(world: World, over: str, form: str) -> None:
 
 @pytest.mark.parametrize(("gradients", "share"), [("sum", 1.0), ("mean", 0.5)])
 def test_totals_of_restricted_fields(world: World, gradients: str, share: float) -> None:
-    """Totals over two ranks count the (tokens, segments) kept by each boolean field, in any order
-    of names."""
+    """`Totals.all_reduce` sums over two ranks the numbers of tokens and segments that each boolean
+    field of the batch keeps, also if the field names are not sorted."""
     kept = {"zeta": (8, 4), "alpha": (1, 1), "middle": (3 + 2 + 3 + 1, 4)}
     want = {name: (share * tokens, share * count) for name, (tokens, count) in kept.items()}
     for found in world.run(parallel_options.restricted_totals, gradients):

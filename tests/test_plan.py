@@ -198,8 +198,8 @@ def test_static_shapes_know_no_lengths():
         ({}, {"schedule": "recompute"}, "recompute"),
         ({"weight_gradient": False, "logp_only": True}, {}, "one_pass"),
         ({"weight_gradient": False, "logp_only": True}, {"schedule": "frozen"}, "frozen"),
-        # With a frozen head, segments larger than the budget do not need `recompute`: `frozen`
-        # computes logits once.
+        # If the head is frozen and the objective reads only log-probs, segments larger than the
+        # memory budget do not need the schedule `recompute`: `frozen` computes logits once.
         (
             {"weight_gradient": False, "logp_only": True, "scope": "segment"},
             {"memory_budget": row(10)},
@@ -516,8 +516,12 @@ def test_softmax_terms_are_of_one_product_that_nothing_rounds(monkeypatch, adapt
 
 
 def test_plan_of_shipped_objectives():
-    """Schedules of built-in objectives follow from their scope and from the statistics they
-    differentiate; a policy term on a frozen head gets `frozen`."""
+    """The schedule of a built-in objective follows from the objective's scope and from the
+    statistics that the objective differentiates.
+
+    On a frozen head, a policy term with the scope "segment", such as `gspo`, gets the schedule
+    `frozen`.
+    """
     targets = torch.randint(30, (60,))
     fields = {
         "advantages": torch.zeros(3),

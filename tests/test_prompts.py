@@ -319,8 +319,8 @@ def test_metrics_of_real() -> None:
     found = out.metrics.compute()
     assert found["real/positive_score"] == pytest.approx((score[0] + score[3]) / 2)
     assert found["real/negative_score"] == pytest.approx((score[1] + score[2]) / 2)
-    # Both answers to prompt -7 are wrong, so only two of three prompts have right and wrong
-    # answers.
+    # Two of the three prompts have both right and wrong answers; the prompt with id -7 has only
+    # wrong answers.
     assert found["real/mixed_groups"] == pytest.approx(2 / 3)
     ratios = [math.exp(s) for s in score]
     assert found["real/ratio"] == pytest.approx(sum(ratios) / 4)

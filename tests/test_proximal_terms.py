@@ -370,7 +370,8 @@ def test_kl_is_unbiased_in_the_mean() -> None:
     """The gradients of the straight-through and of the corrected KL are unbiased; the plain
     gradient of k3 is biased.
 
-    The mean runs over all tokens of a softmax, weighted by p.
+    The test averages the gradients over all six tokens of a vocabulary, weighted by the tokens'
+    softmax probabilities.
     """
     torch.manual_seed(0)
     z = torch.randn(6, dtype=torch.float64, requires_grad=True)

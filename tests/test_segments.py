@@ -237,7 +237,8 @@ def test_each_constructor_says_which_empty_segments_count() -> None:
 
 
 def test_padding_of_labels_predicts_nothing() -> None:
-    """`Batch.from_labels` gives padding tokens no target, whatever their labels and number."""
+    """`Batch.from_labels` gives any number of padding tokens (segment id -1) the target -100,
+    whatever labels these tokens have."""
     ids = torch.tensor([-1, -1, 0, 0, -1, 1, 1, -1, -1, -1])
     values = torch.arange(10)
     batch = hl.Batch.from_labels(values, Segments.from_ids(ids), w=values, align="labels")

@@ -397,8 +397,8 @@ def test_gspo_of_one_token_far_below_by_hand() -> None:
     out = hl.logits_loss(logits, batch, hl.gspo())
     out.loss.backward()
     assert float(out.loss.detach()) == pytest.approx(-math.exp(-0.05), rel=1e-9)
-    # With ratio s and n tokens, every target logit has the derivative -s (1 - p) / n, including
-    # the token whose log-ratio is an outlier.
+    # The sequence has the ratio s = exp(-0.05) and n = 1000 tokens of probability p = 0.5. Each
+    # target logit has the derivative -s (1 - p) / n, also that of token 17 with a large log-ratio.
     assert logits.grad[:, 0].tolist() == pytest.approx([-math.exp(-0.05) * 0.5 / 1000] * 1000)
 
 

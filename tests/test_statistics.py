@@ -211,8 +211,8 @@ def nearly_certain(gap: float) -> Tensor:
 
 
 def in_decimals(z: Tensor) -> tuple[float, float]:
-    """Return logp of token 7 and the entropy in 50-digit arithmetic, since float64 has too few
-    digits."""
+    """Return the log-prob of vocabulary entry 7 and the entropy of the logits `z`, in 50-digit
+    arithmetic, since float64 has too few digits."""
     with decimal.localcontext(prec=50):
         numbers = [decimal.Decimal(v) for v in z[0].double().tolist()]
         lse = sum(v.exp() for v in numbers).ln()

@@ -1,7 +1,8 @@
 """`distillation` with the tails "generalized" and "sampled" agrees with formulas on materialised
 logits.
 
-T scored tokens, V vocabulary, K outcomes; q is the teacher, p the student.
+T scored tokens, V vocabulary, K teacher ids stored per token; the teacher's distribution is q, the
+student's is p.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def problem(k: int = K, temperature: float = 1.0, seed: int = 0) -> Problem:
     logps, ids = (z / temperature).log_softmax(1).topk(k, 1)
     if k < V:
         ids[::3, 2], logps[::3, 2] = -1, math.nan  # An unused entry may hold NaN.
-        ids[6], logps[6] = -5, 0.0  # A token without stored ids.
+        ids[6], logps[6] = -5, 0.0  # Token 6 has no stored teacher ids.
     case.fields |= {"teacher_topk_ids": ids, "teacher_topk_logps": logps}
     return case
 
@@ -134,7 +135,7 @@ def test_an_outcome_that_the_teacher_rules_out(kind: str) -> None:
         frozen=False,
     )
     hidden = torch.zeros(1, V)
-    # The student gives the first stored id probability 1 and the second stored id probability 0.
+    # The student gives id 3 probability 1 and id 5 probability 0; the teacher stores these two ids.
     hidden[0, 3] = 2000.0
     ids, logps = torch.tensor([[3, 5]]), torch.tensor([[0.25, 0.5]]).log()
     batch = hl.Batch(torch.tensor([3]), teacher_topk_ids=ids, teacher_topk_logps=logps)
@@ -229,8 +230,8 @@ def test_a_sampled_tail_is_three_terms() -> None:
 
 
 def test_the_mean_gradient_of_a_sampled_tail_is_that_of_the_whole() -> None:
-    """The gradient with a sampled tail, averaged over tokens drawn from the student, is that of the
-    whole divergence."""
+    """The gradient of `distillation(tail="sampled")`, averaged over tokens drawn from the student,
+    is the gradient of the reverse KL divergence over the whole vocabulary."""
     case = problem(k=4)
     case.fields = {n: v[:1] for n, v in case.fields.items()}
     generator = torch.Generator().manual_seed(3)

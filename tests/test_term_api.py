@@ -207,8 +207,8 @@ def test_where():
     keep = torch.tensor([True, False] * 6)
     out = run(hl.cross_entropy().where("keep"), keep=keep)
     torch.testing.assert_close(out.loss.detach(), -out.logps[keep].mean())
-    # A sequence mean averages each sequence's kept tokens; the second sequence consists of one
-    # token, which is kept.
+    # `sequence_mean` with `where("keep")` averages the kept tokens of each sequence. Every sequence
+    # has a kept token, also the second sequence, which has one token.
     out = run(hl.cross_entropy().over("sequence_mean").where("keep"), keep=keep)
     means = [
         -loss[kept].mean()

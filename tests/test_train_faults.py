@@ -1,5 +1,5 @@
-"""Training runs survive or report NaN rewards, damaged files, files of others, a second run in the
-folder, kills and signals."""
+"""Training runs survive or report NaN rewards, damaged files, an output folder with files of
+another program, a second run in the same folder, kills and signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from headloss.__main__ import main
 
 # Three steps are an epoch, so that checkpoint-4 lies inside the second epoch.
 STEPS = ["trainer.max_steps=4", "trainer.save_steps=1", "trainer.learning_rate=0.01", "held_out=3"]
-RUN = Path("run")  # relative to the test's temporary working directory
+RUN = Path("run")  # the output folder, in the test's temporary directory
 CALLS: list[int] = []
 ACTIONS: dict[int, Callable[[], None]] = {}
 
@@ -181,8 +181,8 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
     """A generation without scores has a null reward in the metrics file, and not NaN."""
     monkeypatch.chdir(tmp_path)
-    # Rewards are None in the fourth call, which scores the second generation; calls 1 and 2 score
-    # held-out prompts.
+    # The reward function is called twice for held-out prompts, then once per generation. Let its
+    # fourth call, for the second generation, return None for each answer.
     ACTIONS[-4] = lambda: None
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 
@@ -391,8 +391,8 @@ def test_a_signal_in_an_evaluation(
 
 
 def test_sigterm_in_training(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """SIGTERM in training, like Ctrl-C, ends the generation with a checkpoint, and the run resumes
-    to the same result."""
+    """After SIGTERM, as after Ctrl-C, a training run finishes the steps of the current generation,
+    saves a checkpoint and stops; the resumed run gives the same metrics."""
     monkeypatch.chdir(tmp_path)
     options = ["trainer.num_iterations=2", "trainer.save_steps=2"]
     assert train("grpo", *options, "output=whole") == 0

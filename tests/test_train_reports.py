@@ -56,7 +56,7 @@ def test_rate() -> None:
     assert plots.rate(entries([100])) == 50
     assert plots.rate(entries([100, 300])) == 75
     assert plots.rate(entries([100, 300], stride=5)) == 15  # Each log entry covers five steps.
-    # The rate is computed from the last ten log entries, each of which covers 1000 tokens.
+    # The tokens per second come from the last ten log entries, with 1000 new tokens per entry.
     assert plots.rate(entries([0] * 5 + [1000 * i for i in range(1, 11)])) == 500
 
 

@@ -533,8 +533,8 @@ def test_given_teacher_logits_are_read_where_they_are(name, monkeypatch):
 
 
 def test_a_gradient_that_overwrites_a_part_of_a_tensor_is_scaled_in_its_place():
-    """If the gradient overwrites a view such as `logits[:, :-1]`, the backward pass scales it in
-    place."""
+    """If `logits_loss(inplace=True)` overwrites a view such as `logits[:, :-1]` by its gradient,
+    the backward pass multiplies the view in place by the upstream gradient."""
     logits, teacher, targets = torch.randn(2, 5, V), torch.randn(2, 4, V), torch.ones(2, 4).long()
     gradients = []
     for inplace in (False, True):

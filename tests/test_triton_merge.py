@@ -34,8 +34,11 @@ def same(found: dict, wanted: dict, **tolerance) -> None:
 @pytest.mark.parametrize("needs", SOME, ids=lambda s: "+".join(sorted(s)))
 @pytest.mark.parametrize("n", [1, 18])
 def test_statistics_of_a_product(needs, n):
-    """Statistics that the matmul kernel finishes itself equal those finished from its
-    online-softmax state, and the stored exp(z) have the same bits."""
+    """The matmul kernel's final statistics equal the statistics that `finish` computes from the
+    kernel's online-softmax state.
+
+    In both cases the kernel stores the same bits of exp(z) for logits z.
+    """
     v = 600
     x, w, targets, _ = head(max(n, 2), 64, v)
     x, targets = x[:n], targets[:n]

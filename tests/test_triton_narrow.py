@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("fresh_memory_is_nan")
 @pytest.mark.parametrize(("n", "h", "v"), [(1, 16, 97), (5, 50, 300), (70, 96, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sweeps(dtype, n, h, v, name):
-    """The passes over the vocabulary are correct on a vocabulary slice, for any hidden width, and
-    for targets outside of the slice."""
+    """The kernels for narrow hidden widths give correct statistics and gradients on a vocabulary
+    slice, also for targets outside of the slice."""
     first, transform = 20, transforms(n)[name]
     if name in ("scaled", "capped rows"):
         transform = replace(transform, bias=(torch.randn(v, device=DEVICE) + 1).to(dtype))

@@ -1,5 +1,5 @@
-"""The matmul kernel that stores exp(z) in 16 bits, and gradients computed from these, agree with
-float64 logits."""
+"""The matmul kernel that stores exp(z) of the logits z in 16 bits agrees with float64 logits, and
+so do the gradients computed from the stored exp(z)."""
 
 from __future__ import annotations
 

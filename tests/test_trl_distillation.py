@@ -100,7 +100,7 @@ def test_generalized_jsd(beta: float, shape: str) -> None:
     # at scale 400 the teacher's probabilities are 0 or 1
     for temperature, scale in ((1.0, 2.0), (2.5, 2.0), (1.0, 400.0)):
         step = Step(shape, scale)
-        # TRL's mixture loses digits if one probability underflows.
+        # TRL's log of the mixture of student and teacher is inexact if a probability underflows.
         tolerance = 1e-10 if scale == 2.0 else 1e-8
         for trainer in (GKDTrainer, GOLDTrainer, IWOPDTrainer):
             want = trainer.generalized_jsd_loss(

@@ -1,8 +1,8 @@
 """headloss's losses equal TRL's own loss methods, run on a stub trainer with only tensors.
 
 The stub trainer's model returns a small tensor of log-probs (and entropies) that requires
-gradients. TRL's code gives a loss and a gradient of these log-probs, compared with headloss's on
-packed tokens.
+gradients. The tests compare TRL's loss, and its gradient with respect to the log-probs, with the
+loss and gradient of headloss on packed tokens.
 """
 
 from __future__ import annotations

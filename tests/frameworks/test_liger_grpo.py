@@ -50,7 +50,7 @@ def test_loss_type(name: str, edge: str) -> None:
     """Policy terms agree with Liger's fused GRPO loss of each `loss_type`."""
     term, options = TERMS[name]
     made = step(edge, per_token=False)
-    if name == "vespo":  # VESPO's weight would also read the sampler's log-probs
+    if name == "vespo":  # `hl.vespo` would read `sampling_logps` for its weight
         del made["sampling_logps"]
     compare(term, made, liger(made, loss_type=name, **options))
 

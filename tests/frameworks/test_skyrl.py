@@ -1,4 +1,7 @@
-"""Terms agree with SkyRL's losses, run from their source, since the package imports its engines.
+"""Terms agree with SkyRL's loss functions.
+
+The tests extract these functions from SkyRL's source files, since importing the package `skyrl`
+would import its inference engines.
 
 SkyRL computes ratios in float32, so the tolerance is larger.
 """
@@ -130,7 +133,8 @@ def test_cispo_on_the_sampler(peer: SimpleNamespace, edge: str) -> None:
 
 @pytest.mark.parametrize("edge", EDGES)
 def test_outliers(peer: SimpleNamespace, edge: str) -> None:
-    """Sequences with a ratio outside two bounds are left out, but their tokens still count."""
+    """Sequences with a token ratio outside of [0.6, 1.8] are left out of the loss's sum, but their
+    tokens still count in its denominator."""
     made = step(edge)
     file = file_of("skyrl", f"{UTILS}/off_policy_correction_utils.py")
     names = {"safe_exp_delta": peer.importance_sampling_loss.__globals__["safe_exp_delta"]}

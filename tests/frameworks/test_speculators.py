@@ -161,7 +161,7 @@ def test_blocks_without_a_supervised_token(installed: Any, kind: str) -> None:
     model, named = draft_model(kind), {"max_anchors": 6} | losses(kind, CE_AND_TV)
     batch = inputs()
     batch["loss_mask"] = torch.arange(T)[None] % 5 == 0
-    # The block of tokens 20 to 23 has scored tokens besides its anchor.
+    # In the block of tokens 20 to 23, all tokens are scored, not only the first (the anchor).
     batch["loss_mask"][0, 20:24] = True
     theirs = train(model, loss_of, **batch, **named)
     ours = installed(model, loss_of, **batch, **named)

@@ -34,11 +34,11 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def chosen(points: Sequence[Sequence[Any]], strength: int = 2) -> set[int]:
-    """Return the indices of a small subset of `points`. The subset covers every combination of
-    `strength` values that occurs in some point.
+    """Return the indices of a few points that together contain every combination of `strength`
+    values that occurs in any of `points`.
 
-    The subset is chosen greedily: each step adds the point that covers the most combinations of
-    values that the subset does not cover yet (the first such point).
+    The choice is greedy: each step adds the point with the most combinations of values that no
+    chosen point contains yet; of several such points, the first.
     """
     sets = [set(itertools.combinations(point, min(strength, len(point)))) for point in points]
     missing, found = set().union(*sets), set()

@@ -1,7 +1,7 @@
 """Tiny random models of Transformers' families, each with a configuration of small sizes.
 
-A family is a name in `FAMILIES`. `SIZES` holds the sizes of all families; a family may need further
-arguments in `CHANGES` or inputs in `INPUTS`.
+A model family is a name in `FAMILIES`. `SIZES` holds small values of configuration arguments for
+all model families; `CHANGES` and `INPUTS` hold further arguments and inputs of some families.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ SEEING = {
     "exaone4_5 hyperclovax_vision_v2 lfm3_vl minimax_m3_vl qwen2_5_omni_thinker qwen2_5_vl": GRID,
 }
 FOUR = {"deepseek_vl", "llava", "ovis2", "paligemma"}  # Four tokens for an image.
-# Further inputs of a family: tensors, or shapes of random tensors.
+# Model inputs in addition to token ids, by model family: tensors, or shapes of random tensors.
 INPUTS: dict[str, dict[str, Any]] = {
     **{name: inputs for names, inputs in SEEING.items() for name in names.split()},
     "canary": {"input_features": (2, 64, 80)},
@@ -197,7 +197,8 @@ INPUTS: dict[str, dict[str, Any]] = {
 
 
 def config_of(kind: Any, changes: dict[str, Any]) -> Any:
-    """Return a configuration with small sizes: `SIZES` of all arguments that `kind` has."""
+    """Return a configuration of the class `kind`, with the small values in `SIZES` for all
+    arguments that `kind` accepts."""
     default: Any = None
     try:
         default = kind()

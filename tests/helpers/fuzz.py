@@ -1,8 +1,9 @@
 """Random calls of the public functions, drawn from seeds, with results as plain dicts.
 
-    python tests/helpers/fuzz.py --count 500 --against FOLDER  # older headloss/; --first: a seed
+    python tests/helpers/fuzz.py --count 500 --against FOLDER
     python tests/helpers/fuzz.py --count 5000 --device cuda --workers 6 --against FOLDER
 
+FOLDER contains an older version of the package `headloss`; `--first` sets the first seed.
 Identical calls of two versions are compared in loss, gradients, metrics and error texts: bitwise,
 or with a tolerance such as `--close 1e-6`. Every tenth call runs on two ranks, on the CPU.
 

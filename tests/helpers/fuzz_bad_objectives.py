@@ -103,7 +103,8 @@ def teacher(logits: bool = False, **fields: Callable[[Any], Any]) -> Callable[[A
 
 
 def per_token(count: int, value: float) -> Callable[[Any], Any]:
-    """Return a function that makes `count` equal values for each token of a call."""
+    """Return a function of a call that returns a tensor with `count` numbers per token, all equal
+    to `value`."""
     return lambda call: torch.full((*targets(call).shape, count), value)
 
 

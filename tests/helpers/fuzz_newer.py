@@ -1,8 +1,8 @@
 """Recent features of random calls: policy terms, candidates, `support_ids`, the `held` schedule and
 a gradient tolerance.
 
-Recent features are drawn after all older features, so that a seed still draws the same older
-features.
+A random call's recent features are drawn after its older features. So the older features that a
+seed draws stay the same if a recent feature is added here.
 
 N positions, K columns of each, V vocabulary.
 """

@@ -1,4 +1,5 @@
-"""Options of terms on several ranks: comparison, totals, communication and left-out rows."""
+"""Checks on several ranks: options of terms are compared between ranks, totals are summed over
+ranks, and communicated tensors and rows without a gradient are as expected."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The path of hidden states through the package: all files that receive them during a call, up to
 the gradient.
 
-    PYTHONPATH=.:tests python tests/helpers/stays.py # print the stays of a GRPO call
+    PYTHONPATH=.:tests python tests/helpers/stays.py # print how a GRPO call hands on hidden states
 
 A *stay* is a call of a function with hidden states among its arguments, where the function is in
 another file than its caller. With `derived=True`, tensors that are computed from hidden states,
@@ -47,7 +47,7 @@ class Followed(TorchDispatchMode):
         self.made: set[int] = set()
 
     def holds(self, value: Any, depth: int = 5) -> bool:
-        """Return True if a value is or contains a tensor made of tracked memory."""
+        """Return True if `value` is or contains a tensor whose memory is in `self.made`."""
         if isinstance(value, Tensor):
             return start_of(value) in self.made
         if depth == 0:

@@ -3,7 +3,7 @@
 accelerate launch --multi_gpu --num_processes 2 tests/helpers/two_ranks.py FOLDER RECIPES CASE ...
 
 RECIPES are recipes of `headloss train` with overrides, as JSON: {"sft": ["seed=1"]}. If RECIPES is
-empty, only the mixed-precision cases run.
+empty, the script only runs the mixed-precision tests of trl_mixed_ranks.py.
 """
 
 from __future__ import annotations
