@@ -17,7 +17,7 @@ def test_one_call_is_the_formula(own_counts: bool) -> None:
     """One call gives the loss of multi-token prediction: main loss + scale / D * (sum of the losses
     of D prediction depths).
 
-    If `own_counts` is True, each summed loss is divided by the token count of its own depth, else
+    If `own_counts` is True, the summed loss of a depth is divided by its own token count, else
     by the main loss's token count.
     """
     torch.manual_seed(0)

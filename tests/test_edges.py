@@ -422,7 +422,7 @@ def test_poison_in_unscored_positions(schedule, poison):
     assert out[0].metrics.compute() == clean[0].metrics.compute()
 
 
-@pytest.mark.parametrize("tokens", [12, V])  # also as many tokens as vocabulary entries
+@pytest.mark.parametrize("tokens", [12, V])  # 12 tokens, or V for V vocabulary entries
 @pytest.mark.parametrize("chunk", [5, None])
 @pytest.mark.parametrize("rows", [[], [0, 5, 6], list(range(12))])
 def test_rows_without_a_gradient_whatever_memory_holds(fresh_memory_is_nan, rows, chunk, tokens):

@@ -161,7 +161,7 @@ def test_a_mask_that_a_term_reads() -> None:
     kept = torch.tensor([True, True, False, True, True, False])
     both = batch(mask=kept, weights=kept.float())
     read = hl.cross_entropy().where("mask") + hl.z_loss().weighted("weights")
-    # The term `entropy` reads neither `mask` nor `weights`, but other terms of the sum read them.
+    # The term `entropy` reads neither `mask` nor `weights`, but the objective's other terms do.
     hl.head_loss(x, h, both, read + hl.entropy())
     # No error: the batch's fields were read by the previous call's objective.
     hl.head_loss(x, h, both, hl.entropy())

@@ -31,8 +31,8 @@ V, H = 19, 6
 TOLERANCE = 1e-11
 # Number of random batches for each objective.
 FEW = settings(max_examples=max(2, settings().max_examples // 4))
-# Number of random batches, one fewer, for each objective in tests that add the objective's index to
-# the seed, so that two objectives never share a batch.
+# Number of random batches for each objective in tests that add the objective's index to the seed:
+# one fewer than in `FEW`, so that two objectives never share a batch.
 ONE = settings(max_examples=FEW.max_examples - 1)
 SPLITTABLE = [name for name, case in CASES.items() if case.objective().scope != "batch"]
 

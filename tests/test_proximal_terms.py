@@ -102,8 +102,8 @@ def topr_rows(level="sequence_product", pos=1.0, neg=1.0) -> Rows:
         w = [sum(d) / {"sequence_product": 1, "sequence": max(len(s), 1)}.get(level, 1)] * len(s)
         w = d if level == "token" else w
         rows = zip(w, s.advantages, s.logp, strict=True)
-        # The paper divides TOPR's sum over tokens by the number of sequences; the caller of these
-        # rows takes the mean over tokens.
+        # The paper divides TOPR's sum over tokens by the number of sequences; the tests average
+        # these losses over tokens.
         return [-(pos if a >= 0 else neg * min(math.exp(x), 1)) * a * n for x, a, n in rows]
 
     return of

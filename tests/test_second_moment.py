@@ -60,7 +60,7 @@ def test_edges_of_the_mask() -> None:
 
     assert kept([]) == []
     assert kept([9.0]) == [True]  # The token with the smallest second moment is always kept.
-    assert kept([0.0625, 0.4]) == [True, True]  # The mean of 0.0625 and 0.4 is below 0.25.
+    assert kept([0.0625, 0.4]) == [True, True]  # The mean 0.23125 is below the threshold 0.25.
     assert kept([0.25, 0.25]).count(True) == 1  # A mean of 0.25 is not below the threshold 0.25.
     # Of three equal second moments, exactly one (any) is kept.
     assert kept([4.0, 4.0, 4.0]).count(True) == 1

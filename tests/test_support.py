@@ -152,7 +152,8 @@ def test_ratio_is_one_when_the_support_is_given():
     """PPO's probability ratio to a top-k sampler of the same policy is 1 if `support_ids` holds the
     ids that the sampler kept.
 
-    Without `support_ids`, the ratio is the total probability of the ids that the sampler kept.
+    Without `support_ids`, PPO's ratio to a top-k sampler is the total probability of the ids that
+    the sampler kept.
     """
     hidden, weight, _ = trained_looking(12, 8, 50, torch.float64)
     z = hl.Head(weight, temperature=0.8).logits(hidden)

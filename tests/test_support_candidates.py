@@ -34,8 +34,8 @@ def inputs(kind: str, head: str, dtype: torch.dtype) -> matrix.Inputs:
     shape = (cases.TOKENS, cases.VOCABULARY)
     ids = torch.rand(shape, generator=generator).argsort(1)[:, :8]
     support = cases.supports(known.batch.targets, cases.VOCABULARY, kind.replace("flat", ""))
-    # Copy three entries of `support_ids`, of which some are unused, to the candidates 4 to 6. The
-    # next lines replace a repeated candidate by -1.
+    # Copy three entries of `support_ids`, of which some are unused, to the candidates 4 to 6; a
+    # copied id that the token already has as a candidate becomes -1.
     ids[:, 4:7] = support[:, :3]
     known_before = (ids[:, 4:7, None] == ids[:, None, :4]).any(2)
     ids[:, 4:7] = torch.where(known_before, -1, ids[:, 4:7])

@@ -208,7 +208,7 @@ def test_where():
     out = run(hl.cross_entropy().where("keep"), keep=keep)
     torch.testing.assert_close(out.loss.detach(), -out.logps[keep].mean())
     # `sequence_mean` with `where("keep")` averages the kept tokens of each sequence. Every sequence
-    # has a kept token, also the second sequence, which has one token.
+    # has a token that `keep` selects, also the second sequence, which has a single token.
     out = run(hl.cross_entropy().over("sequence_mean").where("keep"), keep=keep)
     means = [
         -loss[kept].mean()

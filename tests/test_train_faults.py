@@ -181,8 +181,8 @@ def test_a_weight_that_becomes_nan(tmp_path: Path, monkeypatch: Any, capsys: Any
 def test_metrics_hold_no_nan(tmp_path: Path, monkeypatch: Any) -> None:
     """A generation without scores has a null reward in the metrics file, and not NaN."""
     monkeypatch.chdir(tmp_path)
-    # The reward function is called twice for held-out prompts, then once per generation. Let its
-    # fourth call, for the second generation, return None for each answer.
+    # The reward function is called twice for held-out prompts, then once per generation. Let the
+    # fourth call of the reward function, for the second generation, return None for each answer.
     ACTIONS[-4] = lambda: None
     assert train("grpo", "trainer.num_iterations=1", "trainer.max_steps=3") == 0
 

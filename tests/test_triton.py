@@ -171,7 +171,7 @@ def test_dense_order_reads_no_row_after_it_is_written(block, monkeypatch):
     for pattern in itertools.product((False, True), repeat=6):
         kept = [i for i, k in enumerate(pattern) if k]
         rows, count = triton_backend.dense_order(torch.tensor(pattern, device=DEVICE), 4)
-        if len(kept) > 4:  # `dense_order` moves no row if more than 4 are selected.
+        if len(kept) > 4:  # `dense_order` moves no row if more than 4 rows are selected.
             assert int(count) == 6 and rows.tolist() == list(range(6))
             continue
         assert int(count) == len(kept)

@@ -50,7 +50,7 @@ def test_loss_type(name: str, edge: str) -> None:
     """Policy terms agree with Liger's fused GRPO loss of each `loss_type`."""
     term, options = TERMS[name]
     made = step(edge, per_token=False)
-    if name == "vespo":  # `hl.vespo` would read `sampling_logps` for its weight
+    if name == "vespo":  # compute VESPO's weight without the sampler's log-probs
         del made["sampling_logps"]
     compare(term, made, liger(made, loss_type=name, **options))
 

@@ -155,7 +155,7 @@ RUNNING = Ranks()
 
 
 def joined(call: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the results of all ranks to the results that the call would have on one rank; return an
+    """Join the ranks' results into the results that the call would have on one rank; return an
     error if ranks disagree."""
     parts = [record.pop("part") for record in found]
     if any("error" in record for record in found):

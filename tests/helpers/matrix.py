@@ -127,7 +127,7 @@ class Inputs:
     tightest: float = 1e-10  # allowed error in float64
 
     def plain(self, mode: Mode = "float64", upstream: float = 1.0) -> Plain:
-        if mode == "input":  # the modes "float32" and "float64" have names of dtypes
+        if mode == "input":  # use mode "float32" or "float64" if `hidden` has this dtype
             mode = {torch.float32: "float32", torch.float64: "float64"}.get(self.hidden.dtype, mode)
         return self._plain(mode, upstream)
 

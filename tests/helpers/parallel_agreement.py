@@ -223,7 +223,8 @@ def same_ranks_again() -> None:
     """Check that losses on several ranks equal the loss on one rank.
 
     Calls alternate between two process groups of the same ranks, and are repeated with new groups
-    after these groups are destroyed. One group serves both the vocabulary and the segments.
+    after these groups are destroyed. One process group serves as the head's
+    `vocab_group` and as the group of the segments.
     """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     torch.manual_seed(0)
@@ -269,7 +270,8 @@ def without_tokens() -> None:
 
 
 def static_goes_by_what_was_learned() -> list[list[str]]:
-    """Return, for each of five calls, the list of times that ranks compared their arguments.
+    """Return one list for each of five calls, with one entry per comparison of arguments between
+    ranks.
 
     The first call is not static; two static calls (fixed shapes, no device reads) of the same sizes
     follow, and then two static calls with a larger vocabulary.
