@@ -147,3 +147,11 @@ def test_two_ranks():
         for name, softcap in (("sums", None), ("sums", 9.0), ("a third sweep", None)):
             first, second = world.run(narrow_ranks.against_one_head, name, softcap, seconds=200)
             assert torch.equal(first, second), "ranks differ in their bits"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter alone multiplies bits")
+def test_bfloat16_in_the_interpreter_is_refused():
+    hidden, weight, targets = trained_looking(5, 16, 97, torch.bfloat16)
+    options = hl.Options(backend="triton", schedule="narrow")
+    with pytest.raises(ValueError, match='schedule: got "narrow", but want triton on a GPU'):
+        hl.head_loss(hidden, hl.Head(weight), hl.Batch(targets), hl.cross_entropy(), options)
