@@ -38,9 +38,9 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
-    The code is 0 for success, 1 if a check (`gate`) failed or training met NaN, 2 for bad arguments
-    or no arguments, 130 for training stopped by Ctrl-C or SIGTERM, and 141 for output whose reader
-    has closed.
+    The exit code is 0 for success, 1 if a check (`gate`) failed or training met NaN, 2 for bad
+    arguments or no arguments, 130 for training stopped by Ctrl-C or SIGTERM, and 141 for output
+    whose reader has closed.
     """
     parser = _parser()
     if not (sys.argv[1:] if argv is None else argv):

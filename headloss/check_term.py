@@ -63,10 +63,11 @@ def check_term(term: Term | Callable[[], Term], **fields: Tensor) -> TermReport:
     Args:
         term: the term, or its factory.
         **fields: tensors for batch fields for which the default values, random normal numbers, are
-            not valid: [28] for one value per token, [6] for one value per segment, or [28, K] for K
-            values per token. By default, `check_term` passes four candidates per token to a term
-            that reads candidates, two prompts to a term that reads prompts, and random numbers in
-            place of divergences to a term with a teacher.
+            not valid. As the random batch has 28 tokens in 6 segments, a tensor is [28] with one
+            value per token, [6] with one value per segment, or [28, K] with K values per token. By
+            default, `check_term` passes four candidates per token to a term that reads candidates,
+            two prompts to a term that reads prompts, and random numbers in place of divergences to
+            a term with a teacher.
 
     Returns:
         A `TermReport`: the statistics and fields that the term reads, and the ways to divide the
@@ -189,7 +190,9 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
-        fields["prompts"] = prompts[turned]  # The permutation `turned` is its own inverse.
+        # Indexing by `turned` undoes the new order of the ids, because the permutation `turned` is
+        # its own inverse.
+        fields["prompts"] = prompts[turned]
     permuted = Batch(batch.targets, segments, **fields)
     packed = Packing(permuted).view(permuted, torch.float64)
     rows = slice(None) if packed.index is None else packed.index

@@ -239,8 +239,8 @@ def plan(
     Args:
         hidden, head, batch, options: as for `head_loss`; hidden states and the head may be on the
             meta device.
-        objective: an objective as for `head_loss`; None for the plan of `head_stats` with default
-            gradients.
+        objective: an objective as for `head_loss`; if None, the function returns the plan of
+            `head_stats` (with the default `gradients`).
 
     Returns:
         A `Plan`: schedule, chunks, tiles, bytes, and the reason for the schedule.

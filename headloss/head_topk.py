@@ -41,8 +41,8 @@ def head_topk(
 
     Shapes: hidden [.., H] and head.weight [V, H]; ids and log-probs are [.., k].
 
-    Log-probs are float32 (float64 for float64 inputs). If columns have equal logits, their order is
-    arbitrary, as is the choice of the columns that are among the k.
+    Log-probs are float32 (float64 for float64 inputs). Tokens with equal logits are in arbitrary
+    order. If several tokens tie for the k-th place, the choice among the tied tokens is arbitrary.
 
     Args:
         hidden, head, options: as for `head_loss`.

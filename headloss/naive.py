@@ -8,7 +8,7 @@ is a function of their softmax p. The T x V logits are too many to store, and ne
   every logit of the token is computed.
 - Statistics of the whole vocabulary can be merged from the statistics of slices of columns.
 - A mean of losses l_t over tokens or over sequences is sum_t w_t l_t with *weights* w_t of tokens.
-- A loss whose gradient needs the statistics of all tokens runs `recompute`, else `one_pass`.
+- `recompute` is for losses whose gradient needs all tokens' statistics, `one_pass` for all others.
 
 `headloss.head_loss` is faster and more general than `naive`, whose inputs must be float32 or
 float64, with finite logits and a target at every position.
@@ -48,7 +48,7 @@ def grpo(stats: Statistics, batch: Batch, epsilon: float = 0.2) -> Tensor:
 
 def gspo(stats: Statistics, batch: Batch, low: float = 3e-4, high: float = 4e-4) -> Tensor:
     """[T] the clipped surrogate loss with one ratio per sequence, r = exp(mean of logp - old_logp
-    over the sequence's tokens). The gradient needs the statistics of the whole sequence first."""
+    over the sequence's tokens). A token's gradient needs the log-probs of its whole sequence."""
     ids, advantages, d = batch["segment_ids"], batch["advantages"], stats.logp - batch["old_logps"]
     means = d.new_zeros(len(d)).scatter_reduce(0, ids, d, "mean", include_self=False)
     ratio = means.exp()[ids]
@@ -59,8 +59,8 @@ class SoftmaxState(NamedTuple):
     """Online-softmax state of n tokens' logits z_j in a slice; e_j = exp(z_j - m), m = max z."""
 
     m: Tensor  # Maximum, max z.
-    sum_e: Tensor  # Sum of exp(z_j - m).
-    sum_ez: Tensor  # Sum of exp(z_j - m) (z_j - m): z_j - m loses fewer digits than z_j.
+    sum_e: Tensor  # Sum of exp(z_j - m), m = max z.
+    sum_ez: Tensor  # Sum of e_j (z_j - m), e_j = exp(z_j - m) and m = max z.
     sum_z: Tensor
     target: Tensor  # Logit z_y of the target y; -inf if y is not in this slice.
 

@@ -28,14 +28,14 @@ class Options:
             (two matmuls, a head without gradient), "held" (three matmuls, any objective; keeps the
             softmax terms or logits of all tokens until the loss is known) or "narrow" (four matmuls
             in kernels that keep logits on the chip). "narrow" needs the triton backend and a head
-            of width at most 256 in the hidden states' dtype. "narrow" excludes adapters, columns
-            beside the head, teachers, candidates, supports, `logits_dtype` and `main_grad`: with
-            any of these features, "auto" chooses another schedule.
+            of width at most 256 in the hidden states' dtype. "narrow" excludes adapters, extra
+            low-rank columns (`Head(beside=..)`), teachers, candidates, supports, `logits_dtype` and
+            `main_grad`: with any of these features, "auto" chooses another schedule.
         chunk_tokens: tokens per chunk; with schedule "auto", any number works for any objective.
         memory_budget: bytes for a chunk of logits, or for all tensors that "held" keeps, without
-            gradients and their accumulators. Default: 256 MiB on a CPU, 1/64 of a GPU's memory
-            (1.25 GiB of 80 GiB; of the smallest GPU in a vocabulary group). A budget below the
-            logits of one token gives a warning.
+            gradients and their accumulators. The default memory budget is 256 MiB on a CPU, and
+            1/64 of the memory on a GPU (1.25 GiB of 80 GiB), or on the smallest GPU of a vocabulary
+            group. A budget too small for the logits of one token gives a warning.
         logits_dtype: None keeps logits in float32 (float64 for float64 inputs). torch.bfloat16 or
             torch.float16 rounds the logits, as other libraries do.
         accumulate_dtype: the dtype in which the weight gradient is summed over chunks.
@@ -46,17 +46,17 @@ class Options:
         skip_rows: leave tokens without a gradient out of the two backward matmuls, if the matmuls
             are so large that this saves time. With `skip_rows`, the host reads the number of tokens
             with a gradient from the device once per chunk.
-        gradient_tolerance: a number x >= 0; tokens with almost no gradient are left out of the two
+        gradient_tolerance: a number >= 0; tokens with almost no gradient are left out of the two
             backward matmuls. In each chunk (under "held" and "recompute": in the whole call) tokens
             are skipped in increasing order of |dL/dz|, the norm of the gradient of a token's
-            logits, while the sum of |dL/dz| over the skipped tokens is at most x times the sum of
-            |dL/dz| over all tokens of the chunk. The metrics `skipped_rows` and `skipped_mass`
-            report the number of skipped tokens and a bound on the sum of their |dL/dz|. In the
-            Frobenius norm, `skipped_mass.sum` times the largest norm of a weight row bounds the
-            error of the hidden gradient; `skipped_mass.sum` times the largest norm of a hidden
-            state bounds the error of the weight gradient. No row is skipped under the schedule
-            "frozen", or in a block of tokens so small that a GPU's wait for the number of rows
-            costs more than skipping saves. A teacher with logits over the whole vocabulary,
+            logits, while the sum of |dL/dz| over the skipped tokens is at most `gradient_tolerance`
+            times the sum of |dL/dz| over all tokens of the chunk. The metrics `skipped_rows` and
+            `skipped_mass` report the number of skipped tokens and a bound on the sum of their
+            |dL/dz|. In the Frobenius norm, `skipped_mass.sum` times the largest norm of a weight
+            row bounds the error of the hidden gradient; `skipped_mass.sum` times the largest norm
+            of a hidden state bounds the error of the weight gradient. No row is skipped under the
+            schedule "frozen", or in a block of tokens so small that a GPU's wait for the number of
+            rows costs more than skipping saves. A teacher with logits over the whole vocabulary,
             `logits_loss`, and static shapes do not support `gradient_tolerance` and raise an error.
         batch_invariant: the log-prob, log-sum-exp and entropy of a token have the same bits in any
             batch, chunk and schedule. bfloat16 heads without bias and adapters are batch-invariant
@@ -70,9 +70,10 @@ class Options:
             Hidden states are gathered on every rank, and each rank gets the gradient of its slice.
         check_ranks: compare the inputs of a group's ranks on every call, not only on the group's
             first call. Compared inputs, which must be equal on all ranks, are targets, fields, one
-            value of each hidden state, and the objective's options. With `check_ranks`, a call
-            reads the device twice more. Set `check_ranks` to find ranks with different data, if a
-            loss is right on one rank and wrong on several, or if ranks wait for each other.
+            value of each hidden state, and the objective's options. `check_ranks` adds two
+            reads of GPU values by the CPU to each call. Set `check_ranks` to find ranks with
+            different data, if a loss is right on one rank and wrong on several, or if ranks wait
+            for each other.
         metrics: False leaves `out.metrics` empty and computes only statistics that the loss needs.
         per_token: names of the values in `out.per_token`: "top1", or a term's value per token, such
             as "nla/acceptance".

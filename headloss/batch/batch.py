@@ -26,7 +26,7 @@ class Current:
     def __repr__(self) -> str:
         return "headloss.CURRENT"
 
-    def __reduce__(self) -> str:  # Copy and unpickle as the global `CURRENT`.
+    def __reduce__(self) -> str:  # Copying or unpickling gives the global object `CURRENT` itself.
         return "CURRENT"
 
 
@@ -164,8 +164,9 @@ class Batch:
             segments: as for `Batch`.
             align: the alignment of fields of the labels' shape, [..] or [.., K]. "labels": value t
                 belongs to label t and is shifted with the labels. "targets": value t belongs to
-                target t, as in `out.logps` of an earlier call. A mapping gives the alignment by
-                field name. Fields per segment and `hl.CURRENT` need no alignment.
+                target t, as in `out.logps` of an earlier call. A dict from field names to "labels"
+                or "targets" sets the alignment of each field. Fields with one value per segment,
+                and fields set to `hl.CURRENT`, need no alignment with the labels.
             fields: as for `Batch`.
 
         Raises:
@@ -368,7 +369,8 @@ def _segments_of(of: str, value: Tensor, segments: object) -> Segments:
         return Segments.rows(math.prod(rows), length, device=value.device)
     if not isinstance(segments, Segments):
         raise TypeError(f"segments: got {type(segments).__name__}, want headloss.Segments")
-    # Check segments when a batch is made: `Segments()` runs for every chunk, and checks nothing.
+    # The segment ids are checked when a batch is made; the constructor `Segments()` has no checks,
+    # because it also runs for every chunk of tokens.
     ids = check_integers("segments.ids", segments.ids, "an integer tensor")
     check_integer("segments.count", segments.count, 0)
     if ids.numel() != value.numel():

@@ -1,7 +1,8 @@
 """Packing: the batch as terms see it, with scored tokens only.
 
 N positions, T scored positions, S segments. Packing drops unscored positions and sorts scored
-positions by segment. Packed fields need no masks and no padding: every field is a vector of T.
+positions by segment. Packed fields need no masks and no padding: every field has one row per scored
+token, [T] or [T, K].
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class PackedBatch:
     """The batch as terms see it: T scored tokens sorted by segment, every field a [T] (or [T, K])
     tensor.
 
-    Each field of the batch is an attribute; access to a missing field raises an error with its
-    name. `get(name)` returns None for a missing field, and `name in batch` tests for a field. A
-    per-segment field is expanded to the segment's tokens.
+    Each field of the batch is an attribute; reading a field that the batch lacks raises an error
+    that names the field. `get(name)` returns None for a missing field, and `name in batch` tests
+    for a field. A per-segment field is expanded to the segment's tokens.
     """
 
     targets: Tensor  # Shape [T], int64.
@@ -112,8 +113,9 @@ class PackedBatch:
         return self._fields.get(name)
 
     def kinds(self) -> dict[str, Kind]:
-        """Return the dtype and the shape per token of each field, by the field's name. For
-        floating-point vectors the dtype is the dtype of the softmax statistics."""
+        """Return the dtype and the shape per token of each field, by the field's name. For a
+        floating-point field with one number per token, the returned dtype is the dtype of the
+        softmax statistics."""
         fields = {**self._fields, **self._read}
         return {name: kind_of(value, 1, self._dtype) for name, value in fields.items()}
 

@@ -130,8 +130,8 @@ class Totals:
         group: distributed.ProcessGroup | None = None,
         gradients: Literal["mean", "sum"] = "mean",
     ) -> Totals:
-        """Return the sum of the totals of all data-parallel ranks of `group` (the default group if
-        None).
+        """Return the numbers of tokens, segments and prompts, summed over all data-parallel ranks
+        of `group` (the default group if None).
 
         DDP and FSDP2 average gradients over ranks. With gradients="mean", the totals are divided by
         the number of ranks, so that the averaged gradient equals the gradient of the whole batch.
@@ -206,11 +206,11 @@ class Reduction:
 @dataclass(frozen=True)
 class StandardWeight:
     """The function by which the library's own reductions (such as a mean over tokens) compute each
-    token's weight in the loss. Without `by_length`, a token's weight is 1 / (total number of
-    tokens, of segments or of prompts, times `length`). With `by_length`, the weight is 1 / (n m)
-    for n tokens in the token's segment or prompt, and m segments or prompts in all. The total
-    numbers of tokens and segments may be Python numbers. The argument `lengths` may be None without
-    `by_length`."""
+    token's weight in the loss. Without `by_length`, a token's weight is 1 / (n * length), where n
+    is the total number of tokens, of segments or of prompts. With `by_length`, a token's
+    weight is 1 / (n m), where n is the number of tokens in its segment or prompt, and m the number
+    of segments or prompts. The total numbers of tokens and segments may be Python numbers. The
+    argument `lengths` may be None without `by_length`."""
 
     # Name of the total by which each token's weight is divided; with "none", each token's weight is
     # the constant 1 / `length`.

@@ -118,8 +118,8 @@ class Segments:
         id + 1.
 
         An id from 0 to `count` - 1 that no token has is an empty segment, which counts in the
-        number S of segments. Padding has a negative id and is in no segment. With `group`, whose
-        ranks hold tokens of common segments, `count` is required.
+        number S of segments. A token with a negative segment id is padding, and belongs to no
+        segment. With `group`, whose ranks hold tokens of common segments, `count` is required.
         """
         check_integers("ids", ids, "an integer tensor")
         if count is None:
@@ -314,7 +314,7 @@ def check_integer(name: str, value: Any, least: int | None = None) -> int:
 
 
 def _vector(name: str, value: Tensor | Sequence[int]) -> Tensor:
-    """Return the value as a [n] int64 tensor."""
+    """Return n integers, in a tensor or a sequence, as an int64 tensor [n]."""
     if not isinstance(value, Tensor):
         unordered = isinstance(value, str | bytes | Set | Mapping)
         if unordered or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:

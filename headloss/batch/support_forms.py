@@ -120,7 +120,7 @@ def _listed(value: Any, name: str) -> Sequence[Any]:
 
 
 def _ids(value: Any, name: str) -> Sequence[int]:
-    """Return the ids of one token, checked."""
+    """Check the list of one token's allowed ids, and return the ids."""
     ids = _listed(value, name)
     if wrong := {cls for cls in map(type, ids) if cls is bool or not issubclass(cls, Integral)}:
         bad = next(x for x in ids if type(x) in wrong)

@@ -1,1 +1,1 @@
-"""The engine of a call: checks, packing, planning, and the loop."""
+"""Run a call of `head_loss`: check and pack the inputs, plan, and loop over chunks of tokens."""

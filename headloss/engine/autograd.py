@@ -78,9 +78,9 @@ class HeadLoss(torch.autograd.Function):
 class HeadStatistics(torch.autograd.Function):
     """Autograd function that returns logp, lse and entropy of all positions, the log-probs [.., K +
     1] of candidates, and the divergences from a teacher. Outputs that are named in
-    `Requirements.gradients` are differentiable, and all other outputs are not. Tiles of the `held`
-    schedule are saved with autograd, so that activation checkpointing drops and recomputes the
-    tiles."""
+    `Requirements.gradients` are differentiable, and all other outputs are not. With
+    schedule="held", `ctx.save_for_backward` stores the tiles of logits, so that activation
+    checkpointing drops and recomputes the tiles."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):
@@ -179,8 +179,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
     """Return the factor that turns the computed gradients into gradients of the loss; None for a
-    factor of one. The computed gradients have already been multiplied by `scale` and, unless None,
-    by `stated`, the upstream gradient that the caller has declared in advance."""
+    factor of one. The computed gradients already include the factor `scale`, if not None. If the
+    caller has declared the upstream gradient in advance, `stated` is the declared number, by which
+    the computed gradients are already multiplied."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale
@@ -238,8 +239,9 @@ def backward(
 def _of_frozen_head(
     call: Call, result: ForwardResult, coefficients: Coefficients, factor: Tensor | None
 ) -> Gradients:
-    """Return the gradients of a frozen head: each token's dlogp/dhidden times the derivative of the
-    objective with respect to logp, plus the gradient of the candidates' log-probs."""
+    """Return the gradients for a head without trainable weights. Each token's hidden gradient is
+    (dL/dlogp) * dlogp/dhidden for the target's log-prob logp, plus the gradient that flows through
+    the log-probs of `candidate_ids`."""
     sums = result.sums
     prob = coefficients.softmax.prob
     assert isinstance(sums, BlockAccumulator)
@@ -271,7 +273,9 @@ def _in_slabs(
     weight gradient is written once."""
     index = rows_left(inputs.coefficients.live() if call.plan.skip_rows else None)
     every_row = source
-    if index is not None:  # Gather the rows with a gradient once for all blocks of columns.
+    # Gather the tokens that have a gradient once, and not again for each block of vocabulary
+    # columns.
+    if index is not None:
         source = source.take(index)
         inputs = inputs.rows(index)
     # Ranks exchange all rows, with or without a gradient, because the shape of a collective must

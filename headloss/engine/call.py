@@ -80,9 +80,9 @@ class Call:
     @property
     def accumulator(self) -> Callable[[Any], Accumulator]:
         """Function that makes the gradient accumulator of a `LogitSource`. If the caller passes
-        logits, the accumulator receives the gradient of the logits tile by tile. If a head computes
-        the logits, the accumulator receives the gradient of the logits for one block of tokens at a
-        time."""
+        logits, the gradient accumulator receives the logits' gradient tile by tile. If a head
+        computes the logits, the gradient accumulator receives the logits' gradient for one block of
+        tokens at a time."""
         if self.requirements.given:
             return GivenAccumulator
         return partial(

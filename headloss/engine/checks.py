@@ -288,8 +288,9 @@ def warn_of_misspelt_fields(batch: Batch, read: set[str]) -> None:
 def check_dead_rows(
     objective: Objective, kinds: Kinds, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError for a batch-scoped term that would count unscored rows as tokens; with
-    static shapes, every batch-scoped part of a term must read `batch.live`."""
+    """Raise ValueError if a part of a term has scope="batch" and does not read `batch.live`, the
+    mask of scored tokens: with static shapes the batch also contains unscored positions, which the
+    part would count as tokens."""
     for name, _, term in objective.named():
         if term.scope != "batch":
             continue

@@ -64,7 +64,9 @@ def in_graph(
         scored = scored.targets
     targets = check_targets(scored, hidden, options).targets
     x = hidden.reshape(-1, hidden.shape[-1]).to(compute or hidden.dtype)
-    if head.lora:  # Set unscored rows to 0, so that their NaN cannot reach the adapters' gradients.
+    # Set the hidden states of unscored positions to 0, so that a NaN in these hidden states cannot
+    # reach the gradients of the low-rank adapters.
+    if head.lora:
         x = torch.where((targets.reshape(-1) != IGNORE).unsqueeze(1), x, 0)
     pairs = [(f, w if compute is None else w.to(compute)) for f, w in head.factors(x)]
     factors = [t for pair in pairs for t in pair]

@@ -56,8 +56,8 @@ class Plan:
             kernels for heads of a width of at most 256 write no logits to GPU memory.
         keeps_sums: True if the hidden gradient is computed from sums of the forward pass.
         in_place: True if kernels overwrite or read the caller's logits without a copy.
-        bytes: bytes of working memory, by part. Inputs and returned gradients are not included.
-        peak_bytes: working memory including returned gradients, as reported by a GPU's allocator.
+        bytes: working memory in bytes, by part, without the inputs and the returned gradients.
+        peak_bytes: working memory plus returned gradients, as reported by a GPU's allocator.
         plain_bytes: bytes of stored logits, their softmax and their gradient, as in a plain
             implementation.
         budget: bytes for a chunk, or for the tensors that the `held` schedule keeps. The field
@@ -94,8 +94,8 @@ class Plan:
 
     @property
     def keeps_tiles(self) -> bool:
-        """True if the gradient is computed from the same logits as the statistics, which therefore
-        stay in memory; False if the logits are recomputed or no gradient is needed."""
+        """True if logits stay in memory after the statistics are computed, because the gradient is
+        computed from them; False if logits are recomputed or no gradient is needed."""
         return self.schedule in ("one_pass", "frozen", "held")
 
     @property

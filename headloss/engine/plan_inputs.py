@@ -48,7 +48,8 @@ class PlanInputs:
     grouped: bool = False  # Segments run across ranks.
     sharded: bool = False  # Ranks shard the vocabulary.
     sparse: bool = True  # Some tokens may have no gradient.
-    # A CPU skips rows even in small matmuls: with `gradient_tolerance`, or if rows may hold NaN.
+    # True if a CPU leaves tokens without a gradient out of small matmuls too, because
+    # `gradient_tolerance` is set or hidden states may hold NaN.
     thorough: bool = False
     # The gradient depends only on the loss's derivatives with respect to log-probs, of the target
     # or of K candidates.
@@ -72,7 +73,8 @@ class PlanInputs:
     row_bytes: int = 4
     on_gpu: bool = False
     multiprocessors: int = 0  # Multiprocessors of the GPU.
-    memory: int = 0  # Bytes of the GPU; in a vocabulary group, of the smallest GPU.
+    # GPU memory in bytes; if ranks shard the vocabulary, the least GPU memory of a rank.
+    memory: int = 0
     given: bool = False  # Logits are given.
     overwrites: bool = False  # The gradient may overwrite the logits of the caller.
     in_place: bool = False  # A kernel reads and writes the caller's logits without a copy.

@@ -38,8 +38,8 @@ GATHER = (
 class Lora:
     """A low-rank adapter of the head: raw += scaling * dropout(hidden) @ a.T @ b.T.
 
-    Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients reach `a` and `b`; the merged weight
-    is never built.
+    Hu et al. 2021, https://arxiv.org/abs/2106.09685. Gradients flow to the matrices `a` and `b`;
+    the merged weight, weight + scaling * b @ a, is never built.
 
     Attributes:
         a: [r, H], the down projection; its output stays in float32 or float64.

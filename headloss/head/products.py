@@ -2,8 +2,8 @@
 
 n tokens, v columns of the vocabulary, H hidden width. On a GPU, a 16-bit matmul returns its float32
 accumulator unrounded. On a CPU, a matmul rounds its output to the inputs' dtype; therefore 16-bit
-inputs are converted to float32, one block of the weight at a time. Inputs of different dtypes are
-converted too, such as a float32 adapter with a bfloat16 weight.
+inputs are converted to float32, one block of the weight at a time. Matmul inputs of two dtypes,
+such as a float32 adapter and a bfloat16 weight, are converted to a common dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..kernels.rounding import accumulator_bias
 
 aten = torch.ops.aten
 WIDE = torch.float32, torch.float64
-# For a hidden gradient of more than this number of elements, cuBLAS picks slower tiles on Hopper
+# For a hidden gradient of more than LARGE = 2^25 elements, cuBLAS picks slower tiles on Hopper
 # GPUs.
 LARGE = 1 << 25
 BLOCK_ELEMENTS = 1 << 22  # Elements of a matrix that are converted to a wider dtype at a time.
@@ -159,7 +159,9 @@ def add_weight_gradient_(
             torch.mm(*factors, out=total)
         elif total.dtype == dtype:
             total.addmm_(*factors)
-        else:  # The factors' dtype is not the dtype of `total`, e.g. bfloat16 and float16.
+        # The matmul's inputs have another dtype than the sum `total`, e.g. bfloat16 inputs and a
+        # float16 sum.
+        else:
             product = torch.mm(*factors, out_dtype=torch.float32)
             total.copy_(product) if fresh else total.add_(product)
         return

@@ -37,8 +37,9 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
 
 @functools.cache
 def load(backend: str) -> Kernels:
-    """Return the module of a backend. The reference backend has only the functions of
-    `interface.Acts`; plans for the reference backend call no other function."""
+    """Return the module of a backend. The reference backend implements only the functions of
+    `interface.Acts`, and a plan for the reference backend calls no kernel function outside of
+    `interface.Acts`."""
     if backend == "reference":
         from . import reference
 
@@ -92,8 +93,9 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def _failure() -> str | None:
-    """Return the reason why Triton's kernels cannot run on this machine, or None. Triton is tried
-    once per process; if the trial fails on a machine with a GPU, a warning is issued too."""
+    """Return the reason why Triton's kernels cannot run on this machine, or None. The trial of
+    Triton runs once per process; if the trial fails on a machine with a GPU, the function also
+    issues a warning."""
     try:
         if importlib.util.find_spec("triton") is None:
             raise ImportError("triton is not installed")

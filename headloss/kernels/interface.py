@@ -40,9 +40,9 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """Inputs of the kernels for the gradient of the logits, in addition to the logits.
 
-    The backward pass may round recomputed logits differently from the forward pass. At a target,
-    the gradient is computed from the log-prob in `logps`, so that 1 - p keeps all digits. A
-    recomputed logit whose probability p is near 1 counts as the largest logit in `normalizer`.
+    The backward pass may round recomputed logits differently from the forward pass. At a target of
+    probability p near 1, the gradient needs an exact 1 - p, computed from `logps`. A recomputed
+    logit whose probability p is near 1 counts as the largest logit in `normalizer`.
     """
 
     targets: Tensor  # Shape [n], int64.
@@ -105,9 +105,9 @@ class Measured(NamedTuple):
 
 
 class ShiftedSums(NamedTuple):
-    """Sum of exp(z_j - shift) dz_j/draw_j w_j over the columns j of a vocabulary slice, per token,
-    where w_j is row j of the weight. If the loss depends only on the target's logit and the
-    log-sum-exp, the gradient of the hidden states follows from `ShiftedSums`."""
+    """Per-token sum over a slice's vocabulary columns j: exp(z_j - shift) times the derivative of
+    the logit z_j by its raw logit, times weight row j. If the loss depends only on the target's
+    logit and the log-sum-exp, the hidden gradient is computed from this sum of weight rows."""
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
@@ -204,7 +204,7 @@ class Acts(Protocol):
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each gradient sum times the scalar `factor` and the sum's row factors, in float32
         or wider, rounded to the gradient's dtype. All sums with row factors (`Sum.rows`) have
-        equally many rows. A sum that has the gradient's dtype is overwritten."""
+        equally many rows. Sums that have their gradient's dtype are multiplied in place."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -270,7 +270,7 @@ class Kernels(Acts, Protocol):
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
         """Return the product a [n, k] @ b [k, m] (of any strides), rounded once to `dtype`, or
-        added to `out` [n, m]. Sums are in float32, in an order independent of n and of the row."""
+        added to `out` [n, m]. Each row is summed in float32, in an order independent of n."""
 
     # ------------------------------------------------------------------ matmuls with an epilogue
 
@@ -329,9 +329,9 @@ class Kernels(Acts, Protocol):
         bias: Tensor | None = None,
         factor: Tensor | None = None,
     ) -> None:
-        """Write the weight's gradient, dL/draw.T @ x * factor, to `out` [v, H], rounded once. If
-        `bias` is given, write the sums of dL/draw over tokens to bias[:v], in float32. The gradient
-        dL/draw of the raw logits is rounded to the dtype of x."""
+        """Write the weight's gradient, factor * G.T @ x, to `out` [v, H], rounded once, where G is
+        the gradient of the raw logits in the dtype of x. If `bias` is given, write the sums of the
+        raw logits' gradient over tokens to bias[:v], in float32."""
 
     # ------------------------------------------------------------------ exp logits
 
@@ -339,9 +339,9 @@ class Kernels(Acts, Protocol):
         self, exp_tile: ExpTile, backward: Backward, *, order: Order | None = None
     ) -> Tensor:
         """Return the gradient of the raw logits [n, v], written over `exp_tile`. With a soft cap,
-        the coefficient c_uniform must be None, because the soft cap's derivative needs z, which is
-        lost where exp(z - shift) underflows to 0. With `order`, row i of the result is the gradient
-        of row order.rows[i], and result rows from order.count on are arbitrary."""
+        the gradient must have no constant part (c_uniform is None): the soft cap's derivative needs
+        z, which is lost where exp(z - shift) underflows to 0. With `order`, row i of the result is
+        the gradient of row order.rows[i], and result rows from order.count on are arbitrary."""
 
     def exp_multiple_(
         self,
@@ -358,9 +358,9 @@ class Kernels(Acts, Protocol):
         the gradient coefficients, only c_target and c_prob may be present, and there must be no
         soft cap. If given, `least` [n] is the size of the gradients that `chosen_gradient_` later
         writes into each row, and each returned factor is at least 2^-90 times this size in absolute
-        value. The second result is x [n, H] with each row multiplied by its returned factor in
-        float32 or wider, then rounded to the dtype of x. With `order`, row i of every result is
-        computed from row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
+        value. The call also returns x [n, H] with row i multiplied by factors[i] in float32 or
+        wider, then rounded to the dtype of x. With `order`, row i of every result is computed from
+        row order.rows[i] of the inputs; rows from order.count on are arbitrary."""
 
     # ------------------------------------------------------------------ chosen columns
 
@@ -378,9 +378,9 @@ class Kernels(Acts, Protocol):
         order: Order | None = None,
     ) -> None:
         """At chosen columns, overwrite the gradient of the raw logits in `tile` [n, v] with the
-        gradient of the whole loss, computed from log-probs so that 1 - p keeps all digits. With
-        `multiples` [n], the gradient in row i is multiples[i] times row i of `tile`. With `order`,
-        row i of `tile` belongs to row order.rows[i] of the inputs."""
+        gradient of the whole loss, computed from log-probs, so that 1 - p is exact even for a
+        probability p near 1. With `multiples` [n], the gradient in row i is multiples[i] times row
+        i of `tile`. With `order`, row i of `tile` belongs to row order.rows[i] of the inputs."""
 
     def dense_order(self, keep: Tensor, most: int) -> Order:
         """Return a row order in which the rows kept by `keep` [n] bool come first. If c rows are
@@ -392,8 +392,8 @@ class Kernels(Acts, Protocol):
     def given_rows(self, walk: Walk) -> SoftmaxState | None:
         """Return the statistics of the caller's logits, write the gradient to `out`, or do both. A
         row for which `live` is False gets statistics and gradients of 0. If one call computes
-        statistics and gradient, `coefficients` must be computed as if the entropy were 0;
-        `given_rows` adds the gradient terms of the entropy and of the derivatives `slopes`."""
+        statistics and gradient, the caller computes `coefficients` as if the entropy were 0, and
+        the kernel adds the gradient terms of the entropy and of the derivatives `slopes`."""
 
     def scale_rows_(self, rows: LogitRows, factor: Tensor) -> None:
         """Multiply `rows` in place by the scalar tensor `factor`, in float32 or wider, rounded

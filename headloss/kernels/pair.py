@@ -19,10 +19,10 @@ forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
 
 For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
 student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the divergence's derivative with
-respect to the student's probability p_k. The sum over k of p_k s_k (probability times derivative)
-is called the mean slope; adding one constant to all s_k does not change the gradient (Lin 1991;
-Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024, arXiv:2402.03898; Wen et al. 2023,
-arXiv:2307.15190).
+respect to the student's probability p_k. The mean slope of a token is the mean of the derivatives
+s_k, weighted by the probabilities p_k. Adding one constant to all derivatives s_k does not change
+the gradient of the logits (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024,
+arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
 sum min(p, q). The formula 1 - total variation is not used, because a small acceptance a computed by
@@ -55,7 +55,8 @@ class Distribution(NamedTuple):
     """Softmax of a student or a teacher: the transform of raw logits to z, and the normalizer
     [n]."""
 
-    transform: Transform  # In a divergence, the temperature is a number.
+    # In a divergence, `transform.temperature` is one number for all tokens, not a tensor.
+    transform: Transform
     normalizer: Normalizer
 
     def rows(self, rows: slice | Tensor) -> Distribution:
@@ -65,8 +66,8 @@ class Distribution(NamedTuple):
 
 class Pair(NamedTuple):
     """Softmax transforms and normalizers of a student and a teacher, with the K divergences to
-    measure between the two. The transforms of student and teacher both have the temperature of the
-    loss term."""
+    measure between the two. Student's and teacher's logits are both divided by the temperature of
+    the loss term."""
 
     student: Distribution
     teacher: Distribution  # The teacher's `normalizer` has one element per student row.
@@ -101,8 +102,8 @@ class StoredTopk(NamedTuple):
     tail: Distribution  # Softmax over all vocabulary columns except the K stored columns.
     # Derivative of the loss with respect to the logits z of the K stored columns, [n, K].
     slope_stored: Tensor
-    # Derivative of the loss with respect to the log-sum-exp over all columns that are not stored,
-    # [n].
+    # Derivative of the loss with respect to the log-sum-exp over all vocabulary columns except the
+    # K columns in `columns`, [n].
     slope_tail: Tensor
 
 

@@ -46,8 +46,8 @@ class Transform:
     def vjp_(self, gradient: Tensor, at: Tensor, is_z: bool = False) -> Tensor:
         """Turn `gradient`, the gradient with respect to the transformed logits z, into the gradient
         with respect to the raw logits, in place. The tensor `at` holds the raw logits. With `is_z`,
-        the tensor `at` holds the transformed logits z, and the result loses digits where |z| is
-        close to the soft cap."""
+        the tensor `at` holds the transformed logits z, and the computed gradient has fewer correct
+        digits where |z| is close to the soft cap."""
         factor = self.scale / self._divisor
         if self.softcap is not None and is_z:
             cap = self.softcap / self._divisor

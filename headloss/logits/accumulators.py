@@ -142,7 +142,7 @@ class BlockAccumulator:
         for i, total in self.weights.items():
             if total is self.main_grad:
                 continue
-            if i in self.fresh:  # No token had a gradient, so that the buffer is uninitialized.
+            if i in self.fresh:  # No token had a gradient, and nothing was written to `total`.
                 total.zero_()
             if self.by_factor:
                 into = source.full_weights[i] if i or self.main_grad is None else self.main_grad
@@ -231,10 +231,10 @@ class HiddenGradient:
     `source.features[i]`, for each i whose features require a gradient.
 
     If a group of ranks shards the vocabulary, each block's hidden gradient is summed over the ranks
-    in float32. A block's all-reduce runs while the block's weight gradient is computed, and ends
-    before the next block's all-reduce starts. In an all-reduce, each rank sends the hidden gradient
-    of all tokens of the block, including tokens without a gradient, because different ranks may
-    find different tokens without a gradient.
+    in float32. The all-reduce of a token block's hidden gradient runs while the block's weight
+    gradient is computed, and ends before the all-reduce for the next token block starts. In an
+    all-reduce, each rank sends the hidden gradient of all tokens of the block, including tokens
+    without a gradient, because different ranks may find different tokens without a gradient.
     """
 
     def __init__(
@@ -264,8 +264,9 @@ class HiddenGradient:
         block = next(self.blocks).rows
         dlogits, rows, _, multiple, memory, pairs = gradient
         places = rows - block.start if isinstance(rows, Tensor) else None
-        # With a `group`, do not write the hidden gradient over the features multiplied by each
-        # row's factor, because the weight gradient reads these features later.
+        # If a `group` of ranks shards the vocabulary, do not write the hidden gradient into
+        # `memory`: this buffer holds the head's inputs times row factors, from which the weight
+        # gradient is computed later.
         if self.group is not None:
             memory = None
         # Write the hidden gradient of all rows of the block of tokens, with 0 in rows without a

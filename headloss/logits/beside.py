@@ -1,5 +1,6 @@
-"""Measurements of logit tiles in addition to the statistics, in one pass. `Statistics.extras` holds
-each measurement by its key, and the inputs of its gradient by (key, "vjp").
+"""Quantities beyond the softmax statistics, measured on tiles of logits in the same pass.
+`Statistics.extras` holds each measurement by its key, and the inputs of its gradient by (key,
+"vjp").
 
 T tokens, n tokens of a step, v columns of a tile, K chosen columns, P pairs (token, allowed id).
 """
@@ -89,9 +90,9 @@ class Pairs(NamedTuple):
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the index [n, K]
-        in `raw` of each pair (token, id); a mask [n, K], False for an id that the token does not
-        allow; and a `Support` with the allowed ids that are not in `ids`."""
+        """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the places [n,
+        K] of the logits of `ids` in the vector `raw`; a mask [n, K], False for an id that the token
+        does not allow; and a `Support` with the allowed ids that are not in `ids`."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -123,7 +124,7 @@ class SquaredSum(NamedTuple):
     """Measurement of sum p^2 [n], as exp(log-sum-exp at half the temperature - 2 log-sum-exp)."""
 
     # The head's transform of raw logits (scale, soft cap, temperature) with the temperature halved,
-    # because p^2 needs exp(2 z).
+    # which doubles the logits: the square of exp(z) is exp(2 z).
     transform: Transform
     shard: WholeVocabulary  # This rank's slice of the vocabulary.
     key = COLLISION
@@ -244,9 +245,10 @@ class Candidates(NamedTuple):
         """Return a sparse part of the gradient of the raw logits: values [P], one per pair (token,
         column). The value of a pair (token, candidate's column) is the derivative of the loss with
         respect to the candidate's log-prob; the value of a pair (token, target) is minus the sum of
-        the candidates' derivatives. The gradient of the raw logits is the returned sparse part
-        minus c_prob * dlogp/draw, where logp is the target's log-prob. A derivative of the loss
-        with respect to the log-prob of the tail (all columns but the candidates) is ignored."""
+        the candidates' derivatives. The full gradient of the raw logits is this sparse part minus
+        c_prob (the gradient coefficient of the softmax) times the gradient of the target's
+        log-prob. A derivative of the loss with respect to the log-prob of the tail (all columns but
+        the candidates) is ignored."""
         stats = measured.stats
         peak, log_sum = measured.normalizer
         assert stats.logp is not None

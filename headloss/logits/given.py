@@ -153,9 +153,9 @@ class InPlaceLogits(GivenLogits):
         self, coefficients: Coefficients, slopes: Tensor | None
     ) -> tuple[Measured, WrittenGradient]:
         """Return statistics and gradient from one launch. The argument `coefficients` holds
-        gradient coefficients without the part that contains the token's entropy, which the kernel
-        adds; `slopes` [P, 5, T] holds the five fields of P closed-form derivatives (`Slope`) for
-        each token."""
+        gradient coefficients computed as if each token's entropy were 0; the kernel adds the part
+        that depends on the entropy. `slopes` [P, 5, T] holds P closed-form derivatives for each of
+        T tokens, each with the five fields of a `Slope`."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)

@@ -31,7 +31,7 @@ DENSE_SHARE = 15 / 16  # On a GPU, leaving out less than 1/16 of the rows saves 
 class NeedsGrad(NamedTuple):
     """Flags of a `LogitSource`'s tensors, in order: True for a tensor that needs a gradient."""
 
-    features: tuple[bool, ...]  # For feature matrices, or the caller's logits: needs a gradient.
+    features: tuple[bool, ...]  # One flag per feature matrix, or one flag for the caller's logits.
     weights: tuple[bool, ...] = ()
     bias: bool = False
 
@@ -71,7 +71,7 @@ class RowContext(NamedTuple):
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """Return all inputs but the logits of the kernel that computes a tile's gradient."""
+        """Return the kernel's arguments for a tile's gradient, except for the logits."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
         # The kernel that reads `extras` (such as candidates' log-probs) ignores `all_columns`.
@@ -181,8 +181,8 @@ class LogitSource:
         if not parts:
             return self.acts.logit_gradient_(raw, others)
         gradient: Any = None
-        # Only the last iteration writes the gradient over the student's logits, because every
-        # iteration reads the student's logits.
+        # Every iteration of the loop reads the student's logits, so that only the last iteration
+        # may write the gradient over the student's logits.
         for part in parts:
             of_part = part.vjp(rows, columns, inputs.measured, part.slopes(extras))
             last = others if part is parts[-1] else None
@@ -331,8 +331,8 @@ class ExpLogits(LinearLogits):
         c = backward.coefficients
         multiple: Tensor | None = None
         features: Tensor | None = None
-        # If c_entropy, c_uniform and `softcap` are None, a row of the logits' gradient is a
-        # multiple of the row of exp(z - shift) in `exp_tile`, except in the target's column.
+        # For a loss of log-probs and log-sum-exp without a soft cap, a row of the logits' gradient
+        # is a multiple of the row in `exp_tile`, except in the target's column.
         if c.prob is not None and c.entropy is c.uniform is backward.transform.softcap is None:
             least = chosen and chosen.slopes.abs().amax(1)
             options = {"order": order, "least": least}
@@ -370,8 +370,8 @@ class NarrowLogits(ExpLogits):
         self,
         sums: Any,  # A `SlabAccumulator`.
         inputs: BackwardInputs,  # Inputs of all tokens.
-        # For each block, the forward pass's sums over the vocabulary from which the hidden gradient
-        # is made; if empty, this method loops over tiles again.
+        # One sum of weight rows per block, made in the forward pass, from which the hidden gradient
+        # is computed; if empty, `add_to` loops over the vocabulary again.
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,

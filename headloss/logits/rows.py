@@ -29,8 +29,7 @@ ALL = slice(None)
 
 
 class BackwardInputs(NamedTuple):
-    """All inputs, but for the logits, from which the gradient of some tokens' logits is
-    computed."""
+    """Inputs, other than the logits, of the gradient computation for some tokens' logits."""
 
     measured: Measured
     coefficients: Coefficients

@@ -102,21 +102,22 @@ def clip_cov(
     low: float = 1.0,
     high: float = 5.0,
 ) -> Term:
-    """Clipped surrogate with loss 0 at a few random tokens of high covariance.
+    """Clipped surrogate without a few random tokens whose advantage and log-prob covary strongly.
 
         -min(r A, clip(r, 1 - epsilon_low, 1 + epsilon_high) A), or 0 for a token that is dropped at random
 
-    Training on tokens of high covariance lowers the entropy of the policy. A token can be dropped
-    (its loss set to 0) if the clip does not remove the token's gradient and the token's covariance
-    c = (A - mean A) (logp - mean logp) of advantage A and log-prob is between the options low and
-    high. Of all T tokens at most max(1, share * T) are dropped: those that can be dropped and have
-    the smallest values of the field `draws`. Cui et al. 2025, arXiv:2505.22617. The log of the
-    policy ratio r is clamped to [-20, 20].
+    Training on tokens whose advantage and log-prob have a high covariance lowers the entropy of the
+    policy. A token can be dropped (its loss set to 0) if the clip does not remove the token's
+    gradient and the token's covariance c = (A - mean A) (logp - mean logp) of advantage A and
+    log-prob is between the options low and high. Of all T tokens at most max(1, share * T) are
+    dropped: those that can be dropped and have the smallest values of the field `draws`. Cui et al.
+    2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.
         share: largest fraction of all tokens that is dropped, in (0, 1].
-        low, high: a token can be dropped if its covariance is above low and below high; low < high.
+        low, high: a token can be dropped if its covariance c of advantage and log-prob is above low
+            and below high; low < high.
 
     Inputs: advantages, old_logps, draws (random numbers, new in every step). Default reduction:
     token_mean.

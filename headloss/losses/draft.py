@@ -72,7 +72,7 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
 
 @factory
 def lk_alpha(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
-    """Negative log of the acceptance probability: `nla` by the name that SpecForge uses.
+    """Negative log of the acceptance probability: the loss `nla` under its name in SpecForge.
 
         -log sum_j min(p_j, q_j)
 
@@ -115,7 +115,8 @@ def lk_hybrid(
     Samarin et al. 2026 (LK losses), arXiv:2602.23881.
 
     Args:
-        eta: decay rate of the KL divergence's weight in the acceptance probability, >= 0.
+        eta: rate, >= 0, at which the KL divergence's weight l = exp(-eta a) falls as the acceptance
+            probability a grows.
         per: "token": each token's weight uses the token's own acceptance probability. "step": the
             weight uses the mean acceptance probability over the scored tokens of a segment.
             With per="step" the segments of the batch are the unrolled draft steps, over all ranks
@@ -138,7 +139,8 @@ def lk_hybrid(
 
 
 def _up_to(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the [T] float64 running sums within each segment, the token itself included."""
+    """Return, for each token, the sum of `values` over its segment up to and including the token,
+    [T] float64."""
     segments = batch.segments
     if segments.group is not None:
         raise ValueError("segments: got those of a group of ranks, want each block on one rank")

@@ -32,7 +32,8 @@ SAFE = (0.8, 1.0)
 
 
 def discounted(values: Tensor, segments: Segments, half_life: float) -> Tensor:
-    """Return the [T] float64 sums over k >= t in t's segment of 2^(-(k - t) / half_life) values_k.
+    """Return each token's discounted sum over itself and all later tokens of its segment, [T]
+    float64: a value d tokens later is multiplied by 2^(-d / half_life).
 
     A parallel scan: after n loop iterations, the sum at token t covers the 2^n tokens from t on.
     """

@@ -2,7 +2,7 @@
 
 T scored tokens, S segments; d_t = logp_t - old_t; sg stops the gradient.
 
-    "token":             r_t = exp(d_t), [T];
+    "token":             r_t = exp(d_t), [T], d_t = logp_t - old_t;
     "sequence":          s_i = exp(mean_t d_t), [S], with the advantages averaged over t;
     "sequence_token":    s_it = sg(s_i) exp(logp_t - sg(logp_t)), [T], s_i at each token;
     "sequence_product":  exp(sum_t d_t), [S], with the advantages averaged over t.

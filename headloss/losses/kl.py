@@ -88,35 +88,35 @@ def kl(
 ) -> Term:
     """KL divergence from the reference policy, estimated at the sampled tokens.
 
-        k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times r when bias_corrected
+        k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1, abs = |d|, d = ref - logp; times the policy ratio r when bias_corrected
 
     Schulman 2020, http://joschu.net/blog/kl-approx.html. `bias_corrected`: DeepSeek-AI 2025
-    (DeepSeek-V3.2), arXiv:2512.02556: the estimate is multiplied by the policy ratio r, and the
-    gradient flows through r and through the estimate. Tang and Munos 2025, arXiv:2506.09477, derive
-    which estimators of the KL divergence (k1, k2, k3) have an unbiased gradient. The log of the
-    policy ratio, per token or per sequence, is clamped to [-20, 20]; the log-prob difference d =
-    ref - logp is clamped only by the option clamp_difference.
+    (DeepSeek-V3.2), arXiv:2512.02556: the estimate of the KL divergence is multiplied by the policy
+    ratio r, and the gradient flows through the estimate and through r. Tang and Munos 2025,
+    arXiv:2506.09477, derive which estimators of the KL divergence (k1, k2, k3) have an unbiased
+    gradient. The log of the policy ratio, per token or per sequence, is clamped to [-20, 20]; the
+    log-prob difference d = ref - logp is clamped only by the option clamp_difference.
 
     Args:
         estimator: "k1", "k2", "k3" (which GRPO adds to its loss) or "abs". A loss that consists of
             the estimator k1 alone has an expected gradient of 0, unless bias_corrected or
             straight_through is set.
-        bias_corrected: multiply the estimate by the unclipped ratio of new to old policy. With
-            old_logps=CURRENT the policy ratio is 1, and the gradient of the policy ratio is the
-            score-function (REINFORCE) gradient.
+        bias_corrected: multiply the estimate of the KL divergence by the unclipped ratio of new to
+            old policy. With old_logps=CURRENT the policy ratio is 1, and the gradient of the policy
+            ratio is the score-function (REINFORCE) gradient.
         importance_sampling_level: level of the policy ratio ("token", "sequence", "sequence_token"
-            or "sequence_product", see `importance`) that multiplies the estimate if bias_corrected
-            is set.
-        straight_through: take the value of the chosen estimate, but the gradient of the estimate
+            or "sequence_product", see `importance`) that multiplies the estimate of the KL
+            divergence if bias_corrected is set.
+        straight_through: take the value of the chosen estimator, but the gradient of the estimator
             k2, -d grad log p, whose expectation is the gradient of the divergence; with
             bias_corrected, the policy ratio multiplies the gradient, but not the value.
         against: the batch field with the other policy's log-probs.
-        clamp_difference: bound of |d| in the estimate, > 0; a token beyond the bound has no
-            gradient unless straight_through is set.
+        clamp_difference: bound, > 0, of the log-prob difference |ref - logp|; a token beyond the
+            bound has no gradient unless straight_through is set.
         clamp: bound of a token's absolute loss, > 0; a token beyond the bound has no gradient
             unless straight_through is set.
-        zero_above: bound, > 0, of the estimate of a token to which the reference gives the higher
-            log-prob; a token above the bound has loss 0.
+        zero_above: bound, > 0, of the estimated divergence at a token to which the reference gives
+            the higher log-prob; a token above the bound has loss 0.
         ratio_max: upper bound, > 0, of the policy ratio if bias_corrected is set.
 
     Inputs: ref_logps; with bias_corrected also old_logps. Default reduction: token_mean. Metrics:

@@ -52,7 +52,8 @@ def _nothing(stats: Statistics, batch: PackedBatch) -> dict[str, Observed]:
 class Modifier:
     """A per-token `factor` on the losses of a term, with the metrics that `observe` reports.
 
-    The `options` are the arguments of the modifier's method, e.g. of `.corrected(...)`.
+    `options` holds the arguments of the method call that added the modifier to a term, e.g. of
+    `term.corrected(...)`.
     """
 
     name: str
@@ -193,7 +194,8 @@ def off_policy_masked(threshold: float) -> Modifier:
     counts as a log-ratio of 0.
 
     Args:
-        threshold: bound of the sequence's mean log-ratio.
+        threshold: upper bound of a sequence's mean of sampling_logps - logps, above which its
+            tokens with negative advantage are masked.
 
     Inputs: advantages; sampling_logps, or old_logps where the batch has none.
     """

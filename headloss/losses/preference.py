@@ -136,8 +136,8 @@ def ipo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Term:
 
         (h - 1 / (2 beta))^2, h = mean_chosen(logp - ref) - mean_rejected(logp - ref)
 
-    Azar et al. 2023, arXiv:2310.12036 (whose tau is beta). `hl.ipo` averages the log-ratios of an
-    answer's tokens instead of summing them, as the code of Azar et al. does.
+    The option `beta` is called tau by Azar et al. 2023, arXiv:2310.12036. `hl.ipo` averages the
+    log-ratios of an answer's tokens instead of summing them, as the code of Azar et al. does.
 
     Args:
         beta: strength of the pull to the reference, > 0.
@@ -230,7 +230,8 @@ def orpo(*, beta: float = 0.1, rejected: int = 1) -> Term:
         -beta log sigmoid(h), h = log odds_chosen - log odds_rejected, odds = p / (1 - p), log p = mean(logp)
 
     Hong et al. 2024, arXiv:2403.07691, whose loss is hl.cross_entropy().where("chosen") +
-    hl.orpo(). At p = 1 the difference 1 - p is replaced by 1e-30.
+    hl.orpo(). If an answer's mean probability p is 1, the denominator 1 - p of the odds is replaced
+    by 1e-30.
 
     Args:
         beta: weight of the odds ratio (the paper's lambda), > 0.

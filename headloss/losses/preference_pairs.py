@@ -70,7 +70,8 @@ class Pairwise:
 
     @property
     def of_both(self) -> bool:
-        """Return whether the loss needs both rewards c and r, not only their difference c - r."""
+        """Return whether the loss needs the chosen answer's reward and the rejected answer's
+        reward, not only the difference of the two rewards."""
         return self.loss_type in OF_BOTH
 
     @property
@@ -86,8 +87,8 @@ def _sigmoid(x: Tensor, o: Pairwise) -> Tensor:
 
 
 def _exo(x: Tensor, o: Pairwise) -> Tensor:
-    """Return KL(p, q) of the policy's preference p = (sigmoid x, sigmoid -x) from the smoothed
-    label q = (1 - e, e), e = label_smoothing."""
+    """Return KL(p || q), where x is the reward margin, p = (sigmoid(x), sigmoid(-x)) is the
+    policy's preference, and q = (1 - e, e) is the smoothed label with e = label_smoothing."""
     e = o.label_smoothing
     right, wrong = logsigmoid(x) - math.log1p(-e), logsigmoid(-x) - math.log(e)
     return torch.sigmoid(x) * right + torch.sigmoid(-x) * wrong
@@ -122,8 +123,8 @@ SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "softmax", "hinge", "ipo", "exo
 
 def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) -> Tensor:  # [S]
     """Return the sum of the per-token `values` over each answer, [S]. `ld_alpha`, if given,
-    multiplies the values of those tokens of a pair's longer answer that exceed the length of the
-    shorter one."""
+    multiplies the values of a pair's longer answer from the position on at which the shorter answer
+    has ended."""
     if ld_alpha is None:
         return batch.segments.sum(values)
     if batch.segments.group is not None:

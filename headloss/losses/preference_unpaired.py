@@ -169,8 +169,8 @@ def aot(*, beta: float = 0.1, label_smoothing: float = 0.0, paired: bool = True)
         mean_i -log sigmoid(beta (u_(i) - v_(i))), u_(i) and v_(i) the i-th smallest of two sets u and v: u = logp_chosen - logp_rejected of the policy, v of the reference; unpaired: u = sum(logp - ref) of chosen answers, v of rejected answers
 
     Melnyk et al. 2024, arXiv:2406.05882. The scores of all pairs in a call are sorted together, and
-    every pair gets the same loss, the mean over the call. A pair of answers without a scored token
-    has no part in the sorted scores or in the mean.
+    every pair gets the same loss, the mean over the call. A pair in which neither answer has a
+    scored token is left out of the sorted scores and of the mean loss.
 
     Args:
         beta: factor, > 0, of the difference between the i-th smallest scores of the two compared

@@ -76,12 +76,12 @@ def real(*, tau: float = 0.5) -> Term:
 
         log(1 + sum_{A_i <= 0} exp(s_i / tau)) + log(1 + sum_{A_i > 0} exp(-s_i / tau)), s_i = mean_t (logp_t - old_t) of answer i; the sums run over the answers to one prompt; 0 if all of them have A_i > 0 or all A_i <= 0
 
-    Zhai et al. 2026, arXiv:2602.05630. Each segment of a group (an answer to one prompt) has the
-    group's loss. For groups of equal size the mean over segments is the mean over prompts,
-    including prompts of loss 0; for groups of unequal size use `.over("prompt_mean")`. An answer's
-    score (its mean log-ratio) is not clamped, and the loss's gradient with respect to the score is
-    at most 1 / tau. A segment without tokens counts in its group with s = 0 and A = 0, and has no
-    weight in the mean.
+    Zhai et al. 2026, arXiv:2602.05630. The answers to one prompt form a group, and each answer (a
+    segment) of the group gets the loss of the whole group. For groups of equal size the mean over
+    segments is the mean over prompts, including prompts of loss 0; for groups of unequal size use
+    `.over("prompt_mean")`. An answer's score (its mean log-ratio) is not clamped, and the loss's
+    gradient with respect to the score is at most 1 / tau. An answer without scored tokens counts in
+    its prompt's group with score 0 and advantage 0, and has no weight in the mean over segments.
 
     Args:
         tau: temperature of the scores, > 0.

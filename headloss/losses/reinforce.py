@@ -97,9 +97,11 @@ def cispo(
     `hl.cispo`. The log of the policy ratio, per token or per sequence, is clamped to [-20, 20].
 
     Args:
-        epsilon_high: distance of the cap from 1, >= 0. An epsilon_high above 1 and up to 1.5 gets a
-            warning, because the caller has probably passed the cap 1 + epsilon_high.
-        epsilon_low: distance of the lower bound from 1, >= 0; None for no lower bound.
+        epsilon_high: distance from 1 of the upper bound of the policy ratio, >= 0. An epsilon_high
+            above 1 and up to 1.5 gets a warning, because the caller has probably passed the cap 1 +
+            epsilon_high.
+        epsilon_low: distance from 1 of the lower bound of the policy ratio, >= 0; None for no lower
+            bound.
         importance_sampling_level: "token", "sequence" or "sequence_token"; see `importance`.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
@@ -149,8 +151,8 @@ def _gamma(
     rate: tuple[float, float],
 ) -> Tensor:
     """Return VESPO's factor w^k exp(lambda (1 - w)) of each token, [T], for the weight w of the
-    token's sequence. `k` holds the exponent k for advantages >= 0 and for advantages < 0, and
-    `rate` the number lambda for advantages >= 0 and for advantages < 0.
+    token's sequence. The tuple `k` holds two exponents of w, and the tuple `rate` two values of
+    lambda: the first for tokens with advantage >= 0, the second for tokens with advantage < 0.
     """
     log_weight = batch.segments.expand(_log_sequence_weight(stats, batch))
     weight = log_weight.exp()
@@ -228,18 +230,19 @@ def topr(
     weight_pos: float = 1.0,
     weight_neg: float = 1.0,
 ) -> Term:
-    """Tapered off-policy REINFORCE: weigh negative advantages by a ratio of at most 1.
+    """Tapered off-policy REINFORCE: weight min(policy ratio, 1) where the advantage is negative.
 
         -weight_pos A log p_y where A >= 0, else -weight_neg sg(min(w, 1)) A log p_y; the weight w is exp(sum_t d_t), exp(mean_t d_t) or exp(d_t), with d_t = logp_t - old_t
 
     Le Roux et al. 2025, arXiv:2503.14286, eq. 8, has the weight w = exp(sum_t (logp_t - old_t)) of
     a whole sequence. ROLL has the weight w = exp(logp_t - old_t) of a single token, and tests the
     sign of the episode's score, where `hl.topr` tests the sign of the advantage. The log of the
-    weight w is clamped to [-20, 20].
+    weight w (the ratio of new to old policy) is clamped to [-20, 20].
 
     Args:
-        importance_sampling_level: w is "sequence_product" (exp of the sum), "sequence" (exp of the
-            mean) or "token" (r).
+        importance_sampling_level: level of the policy ratio w: "sequence_product" (exp of the sum
+            of a sequence's log-ratios), "sequence" (exp of the mean of a sequence's log-ratios) or
+            "token" (exp of a token's log-ratio).
         weight_pos, weight_neg: weight of tokens with A >= 0 and with A < 0, each >= 0.
 
     Inputs: advantages; old_logps of the sampling policy. Default reduction: sequence_sum.

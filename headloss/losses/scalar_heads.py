@@ -180,7 +180,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _at_tokens(name: str, what: str, values: Tensor, batch: Batch) -> tuple[PackedBatch, Tensor]:
-    """Return the packed batch and the values at the scored tokens, [T]."""
+    """Return the packed batch, and the elements of `values` at its T scored tokens, [T]."""
     if values.shape != batch.targets.shape:
         raise ValueError(
             f"{name}: {what}: got shape {tuple(values.shape)}, want that of the targets, "

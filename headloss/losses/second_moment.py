@@ -40,8 +40,9 @@ class _SecondMoment:
             moments = moments.where(batch.live, torch.inf)
         ordered, order = moments.sort(stable=True)
         number = torch.arange(1, len(order) + 1, device=order.device)
-        # The mean of the n smallest squared log-ratios rises with n. Find the largest n with a mean
-        # below the threshold by binary search, which sets the bits of n from the highest down.
+        # The mean of the n smallest squared log-ratios rises with n. Binary search, which sets the
+        # bits of n from the highest down, finds the largest n for which the mean of the n smallest
+        # squared log-ratios is below the threshold.
         count, step = number.new_zeros(()), 1 << len(order).bit_length()
         while step := step // 2:
             more = count + step

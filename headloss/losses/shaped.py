@@ -123,7 +123,8 @@ def kl_shaped(
         term: a term that reads advantages.
         beta: weight of the divergence, a finite number.
         estimator: as in `kl`.
-        centred: subtract the sequence's mean from the divergence, so that the mean advantage stays.
+        centred: subtract from each token's divergence the mean divergence of its sequence, so that
+            the sequence's mean advantage does not change.
         through: let the gradient flow through the advantages too, as AgileRL does; the gradient is
             then no longer a policy gradient.
 
@@ -186,9 +187,9 @@ def rlsd_shaped(
 
     Args:
         term: a term that reads advantages.
-        mix: weight of the teacher in the factor of the advantage, in [0, 1]; a warm-up or decay is
-            up to the caller.
-        epsilon: largest distance of the teacher's weight w_t from 1, >= 0.
+        mix: each advantage is multiplied by 1 - mix + mix * (clipped ratio w of teacher to policy),
+            with mix in [0, 1]; a warm-up or decay is up to the caller.
+        epsilon: largest distance of the clipped ratio w_t from 1, >= 0.
         negative_only: leave advantages >= 0 as they are.
 
     Inputs: the inputs of `term`; teacher_logps, old_logps [..]. Metrics: the metrics of `term`;

@@ -57,7 +57,8 @@ class Teacher:
             check_head(self.head, "teacher_head")
 
     def identity(self) -> tuple[Any, ...]:
-        """Return the comparison key of head, temperature and tail."""
+        """Return a key that is equal for two teachers with equal head, temperature and `tail`
+        option."""
         head = None if self.head is None else tuple(map(_identity, vars(self.head).values()))
         return head, self.temperature, self.tail
 
@@ -190,8 +191,9 @@ class SharedRows(NamedTuple):
 
 
 def check_teachers(teachers: Sequence[Teacher], batch: Batch, static: bool) -> None:
-    """Check a batch's fields of teachers: stored top-k token ids must be [.., K] integers with a
-    log-prob each, `teacher_index` needs `teacher_hidden`, and `teacher_lse` excludes stored ids.
+    """Check the batch fields that describe teachers. Stored top-k token ids must be [.., K]
+    integers with a log-prob each; `teacher_index` requires `teacher_hidden`; a batch cannot have
+    both `teacher_lse` and stored top-k ids.
 
     Rows of `teacher_index` are not checked with static shapes, because the check reads the device.
     """

@@ -40,11 +40,11 @@ def external_loss(
     measures: frozenset[Measure] = frozenset(),
 ) -> Objective:
     """Return an `Objective` that wraps an external loss function. The external loss function
-    receives the statistics in `HEAD_STATISTICS` (log-prob, log-sum-exp, entropy). It also receives
-    the log-probs of `candidate_ids` if `candidates` is True, and the divergences `measures` if a
-    `teacher` is given. `gradients` names the statistics with respect to which the loss has a
-    gradient; the log-prob of the tail (all columns but the candidates) may be one of these
-    statistics."""
+    receives the statistics in `HEAD_STATISTICS` (log-prob, log-sum-exp, entropy). The external loss
+    function also receives the log-probs of `candidate_ids` if `candidates` is True, and the
+    divergences `measures` if a `teacher` is given. `gradients` names the statistics with respect to
+    which the loss has a gradient; the log-prob of the tail (all columns but the candidates) may be
+    one of these statistics."""
     statistics = frozenset((*HEAD_STATISTICS, *CANDIDATE_STATISTICS[:candidates])) | gradients
     differentiable = frozenset({BESIDE.get(name, name) for name in gradients})
     function = Reads(statistics, frozenset(), differentiable, measures)

@@ -75,8 +75,8 @@ def reads(
     # separate entries for inference mode.
     how = dtype, observe, cuts, torch.is_inference_mode_enabled()
     for name, _, term in objective.named():
-        # The term of an external loss declares what the loss reads, and is not called with a sample
-        # batch.
+        # An external loss is not called with a small sample batch, because its term already lists
+        # the statistics that the loss reads.
         if isinstance(term.function, Reads):
             by_term[name] = term.function
             continue
@@ -107,9 +107,9 @@ def reads(
 
 def has_slopes(objective: Objective, kinds: Kinds) -> bool:
     """Return True if the gradient can be computed before the statistics (by
-    `WeightedObjective.beforehand`). Return False for terms with modifiers and for batches with a
-    field set to `headloss.CURRENT` (this call's own log-probs), because the gradient then
-    needs the statistics first."""
+    `WeightedObjective.beforehand`). Return False for terms with modifiers (such as
+    `.corrected(...)`) and for batches with a field set to `headloss.CURRENT` (this call's own
+    log-probs), because the gradient then depends on the statistics."""
     if (None, ()) in kinds.values():
         return False
     return all(term.slopes is not None and not term.modifiers for _, term in objective.parts)
@@ -119,9 +119,9 @@ def has_slopes(objective: Objective, kinds: Kinds) -> bool:
 
 
 class _NoSums(Segments):
-    """Segments that raise an error on every sum, for the trial run of a term with scope="token". A
-    term with scope="token" may be called with only some tokens of a segment, so that a sum over
-    segments would be wrong and raises an error."""
+    """Segments that raise an error on every sum over segments; used to call a term with
+    scope="token" once on a small sample batch. A term with scope="token" may be called with only
+    some tokens of a segment, so that a sum over segments would be wrong and raises an error."""
 
     def sum(self, values: Tensor) -> Tensor:
         raise ValueError('sums over segments, so it must declare scope="segment"')

@@ -5,8 +5,9 @@ n tokens of a chunk, V vocabulary. The mass of a token is an upper bound of the 
 vocabulary columns, of the absolute gradient |dL/draw| of the raw logit. Skipping token t, with mass
 m_t and hidden state h_t, changes the hidden gradient by at most m_t max_j |W_j|, where W_j is row j
 of the head's weight, and changes the weight gradient by at most m_t |h_t|, in the Frobenius norm.
-Let M be the sum of the masses of all skipped tokens: skipping changes the hidden gradient by at
-most M max_j |W_j|, and the weight gradient by at most M max_t |h_t|.
+If M is the sum of the masses (gradient bounds) of all skipped tokens, skipping changes the hidden
+gradient by at most M times the largest norm of a weight row, and the weight gradient by at most M
+times the largest norm of a hidden state.
 """
 
 from __future__ import annotations
@@ -62,13 +63,14 @@ def masses(
 def least(mass: Tensor, share: float) -> Tensor:
     """Return the mask [n] of tokens to skip. Tokens are skipped in ascending order of mass (an
     upper bound of a token's gradient), as long as the sum of the skipped masses is at most `share`
-    times the sum of all masses. Of two tokens with equal mass, the earlier token is skipped first.
-    If the sum of the masses (bounds of the tokens' gradients) is not finite, no token is skipped.
+    times the sum of all masses. Of two tokens with equal upper bound of the gradient, the earlier
+    token is skipped first. If the sum of the masses (bounds of the tokens' gradients) is not
+    finite, no token is skipped.
 
     Each token's mass (upper bound of its gradient) is rounded up to an integer number of units,
     where a unit is 2^-50 of the sum of all masses. A sum of integers does not depend on the order
-    of the tokens, and the sum of the rounded masses is never below the sum of the masses before
-    rounding.
+    of the tokens. Because each bound is rounded up, the sum of the rounded bounds is never below
+    the sum of the exact bounds.
     """
     total = mass.sum()
     usable = total.isfinite() & (total > 0)
@@ -83,9 +85,9 @@ class Tolerance:
     """The gradient tolerance of a call. Calling a `Tolerance` sets the gradient coefficients of
     tokens with almost no gradient to 0, and counts these tokens."""
 
-    # A token's mass is an upper bound of the norm of its gradient. Tokens may be skipped while the
-    # sum of the skipped tokens' masses is at most `share` times the sum of all masses in the chunk;
-    # with `share` = 0, no token is skipped.
+    # A token's mass is an upper bound of the norm of the gradient of the token's logits. Tokens may
+    # be skipped while the sum of the skipped tokens' masses is at most `share` times the sum of all
+    # masses in the chunk; with `share` = 0, no token is skipped.
     share: float
     transform: Transform  # Transform of all tokens' logits: scale, soft cap and temperature.
     vocabulary: int  # Number V of vocabulary columns of the whole model.

@@ -68,8 +68,8 @@ class WeightedTerm(NamedTuple):
         try:
             losses = self.term(stats, view.on(stats))
         except (AttributeError, TypeError) as error:
-            # A likely cause of the error is a statistic that is None, because the term did not read
-            # the statistic in its trial run on a small sample batch.
+            # A likely cause of an AttributeError or TypeError is a statistic that is None, because
+            # the term did not read the statistic when it was called once on a small sample batch.
             error.add_note(
                 f"term {self.name}: was given {sorted(stats.tensors())}, "
                 "as it read of a small sample"
@@ -146,7 +146,7 @@ class Coefficients(NamedTuple):
     shares: Tensor = NOT_NEEDED
 
     def rows(self, rows: Tensor | slice) -> Coefficients:
-        """Return the coefficients of the tokens `rows`."""
+        """Return the gradient coefficients of the tokens with indices `rows`."""
         return self.map(lambda t: t[rows])
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
@@ -243,9 +243,10 @@ class WeightedObjective:
     def beforehand(
         self, batch: PackedBatch, needs: frozenset[str]
     ) -> tuple[Coefficients, Tensor | None]:
-        """Return two things that need no statistics: the gradient coefficients for an entropy of 0,
-        and a tensor [P, 5, T] of the five fields of P closed-form derivatives (`Slope`) for each of
-        T tokens. Every term must have derivatives in closed form, as `has_slopes` checks."""
+        """Return the parts of the gradient that are known before the softmax statistics: the
+        gradient coefficients for an entropy of 0, and P closed-form derivatives of the loss as a
+        tensor [P, 5, T], with the five fields of `Slope` for each of T tokens. Every term must have
+        derivatives in closed form, as `has_slopes` checks."""
         zero = torch.zeros(len(batch), dtype=self.dtype, device=batch.targets.device)
         slopes = [slope for part in self.parts for slope in part.slopes(batch, self.upstream)]
         rates = in_closed_form([slope for slope in slopes if slope.constant], zero)
@@ -268,10 +269,10 @@ class WeightedObjective:
 
         After multiplication by `scale`, the gradient of the raw logits is within float16's range if
         the derivative |d term / dz| of a term with weight 1 is below 65504 / 2. The derivative |d
-        term / dz| is at most 1 for cross-entropy and distillation, log V for the entropy, 2 |lse|
-        for a z-loss, |advantage| times a ratio for a policy, and beta times the length for a
-        preference loss on a sequence's summed log-probs. In float16, gradients far below 1 keep
-        fewer digits.
+        term / dz| is at most 1 for cross-entropy and distillation, log(vocabulary size) for the
+        entropy, 2 |log-sum-exp| for a z-loss, |advantage| times the policy ratio for a
+        policy-gradient loss, and `beta` times the answer's length for a preference loss on summed
+        log-probs. In float16, gradients far below 1 keep fewer digits.
         """
         # Fill the tensor on the device, because a copy from the CPU would block.
         one = torch.full((), self.upstream or 1.0, dtype=self.dtype, device=device)

@@ -85,9 +85,9 @@ def agree(
             exchange), and a result for the caller of `agree`. If `prepare` raises an error, all
             ranks receive the error before this rank raises it. In a call with two groups of ranks,
             the first group's function `prepare` calls `agree` for the second group.
-        static: True for a static call (fixed shapes, no device reads). If numbers that the ranks
-            exchanged in an earlier call of the group are cached, ranks may skip the exchange of
-            numbers, and an error is raised only on the rank where the error occurs.
+        static: True for a static call (fixed shapes, no device reads). In a static call, ranks may
+            reuse the numbers that they exchanged in an earlier call, instead of exchanging numbers
+            again; an error of one rank is then raised on that rank alone.
 
     Raises:
         Exception: on every rank, the error of one rank (on the other ranks a RuntimeError, unless
@@ -206,16 +206,16 @@ NARROW = {1: torch.uint8, 2: torch.int16}
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """Return a checksum of the bits of some tensors, in their order and places. Reads the
-    device."""
+    """Return a checksum of the bits of all elements of `tensors`, which depends on the elements'
+    order. Reads the device."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]
     words = [v.view(NARROW.get(v.element_size(), torch.int32)).to(torch.int32) for v in vectors]
     flat = torch.cat(words)
     # Sums of integers wrap and do not round. The checksum of a tensor is the sum of all elements,
-    # each times a factor that depends on the element's position. The factor is not a linear
-    # function of the position, because a linear factor could give a tensor and a permutation of the
-    # tensor the same checksum.
+    # each times a factor that depends on the element's position. An element's factor is not a
+    # linear function of its position, because with linear factors a tensor and a permutation of the
+    # tensor could have the same checksum.
     factors = torch.arange(1, len(flat) + 1, device=flat.device).mul_(MIX)
     return int(factors.bitwise_xor_(factors >> 29).mul_(flat).sum())

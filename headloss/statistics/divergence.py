@@ -29,8 +29,8 @@ def against_mixture(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
     """Return log(p / m), where m = beta q + (1 - beta) p, without cancellation where p is near q:
     exactly 0 where p and q agree."""
     d = log_p - log_q
-    # Compute -abs(d) by `torch.where`, because the derivative of `torch.abs` at 0 is 0, which would
-    # be wrong here.
+    # Compute -abs(d) by `torch.where`, because autograd sets the derivative of `torch.abs` at 0 to
+    # 0, so that the gradient of log(p / m) would be wrong where p equals q.
     near = torch.where(d > 0, -d, d).expm1_()
     return torch.where(d > 0, -(beta * near).log1p_(), d - ((1 - beta) * near).log1p_())
 

@@ -65,7 +65,7 @@ class Sum(_Joined):
 
 @dataclass(frozen=True)
 class Max(_Joined):
-    """Metric of the largest counted value; -inf if no value was counted."""
+    """The largest of a metric's values over chunks and ranks; -inf if the metric has no value."""
 
     max: Tensor
     join: ClassVar = torch.maximum
@@ -73,7 +73,7 @@ class Max(_Joined):
 
 @dataclass(frozen=True)
 class Min(_Joined):
-    """Metric of the smallest counted value; inf if no value was counted."""
+    """The smallest of a metric's values over chunks and ranks; inf if the metric has no value."""
 
     min: Tensor
     join: ClassVar = torch.minimum

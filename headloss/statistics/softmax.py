@@ -14,9 +14,9 @@ token with target y is
 Log-probs of candidates (chosen columns of each token) add a few sparse numbers per token to the
 gradient dL/dz. A derivative s_k of the loss with respect to the log-prob of candidate k, in column
 id_k, adds s_k to dL/dz at column id_k, and adds -s_k to the gradient coefficient c_prob. The tail
-is the set of all columns but the candidates. A derivative s of the loss with respect to the tail's
-log-prob adds s p_j / (probability of the tail) to dL/dz_j at each tail column j, and adds -s to the
-coefficient c_prob.
+is the set of all vocabulary columns that are not candidates (chosen columns) of the token. A
+derivative s of the loss with respect to the tail's log-prob adds s p_j / (probability of the tail)
+to dL/dz_j at each tail column j, and adds -s to the coefficient c_prob.
 """
 
 from __future__ import annotations
@@ -89,14 +89,14 @@ def merge_all(slices: SoftmaxState) -> SoftmaxState:
     """Return the online-softmax state of W vocabulary slices together, from their states [W, n], in
     a few operations for any W."""
     max_logit, holder = slices.max_logit.max(0)
-    # The scale of a slice is exp(largest logit of the slice - largest logit of all slices). Set the
-    # scale of the slice with the largest logit to 1 without a subtraction, because the difference
-    # would be NaN if all logits are -inf.
+    # The scale of a slice is exp(largest logit of the slice - largest logit of all slices). The
+    # scale of the slice with the largest logit is set to 1 without subtracting the two logits,
+    # because the difference would be NaN if all logits are -inf.
     log_scale = torch.where(slices.max_logit == max_logit, 0.0, slices.max_logit - max_logit)
     scale = log_scale.clamp_min_(FLOOR).exp()
     mass = 1 + slices.sumexp_m1
-    # Leave the largest term out of the sum only once, even if several slices contain a logit equal
-    # to the maximum.
+    # `sumexp_m1` leaves out the exponential of the largest logit, exp(0) = 1, only once, even if
+    # several slices contain a logit equal to the maximum.
     others = slices.sumexp_m1.gather(0, holder[None])
     sumexp_m1 = (mass * scale).scatter(0, holder[None], others).sum(0)
     entropy_sum = logit_sum = None

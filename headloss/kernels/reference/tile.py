@@ -108,10 +108,10 @@ def _block(
 
 
 def log_softmax(z: Tensor, normalizer: Normalizer) -> Tensor:
-    """Return log p [n, v] from the logits z, clamped to at least FLOOR (-1e4). A recomputed largest
-    logit may be rounded differently from the largest logit of the statistics. Where a row's largest
-    probability is near 1, the row's recomputed largest logit replaces the largest logit of the
-    statistics, so that 1 - p is exact for this probability p."""
+    """Return log p [n, v] from the logits z, clamped to at least FLOOR (-1e4). A row's largest
+    logit, recomputed in the backward pass, may be rounded differently from the forward pass's
+    largest logit in `normalizer`. Where a row's largest probability p is near 1, the recomputed
+    largest logit replaces the forward pass's largest logit, so that 1 - p is exact."""
     max_logit, log_sum = normalizer
     if z.shape[1]:
         top = z.amax(1)

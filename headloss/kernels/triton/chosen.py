@@ -45,8 +45,9 @@ class Shifts(NamedTuple):
     w: Matrix  # Shape [v, H].
     z: LogitScaling
     shift: Tensor  # Output [n].
-    # Output [2, pitch], where `pitch` is the number of tokens rounded up to a multiple of 16: the
-    # target's logit, and the index of the column whose logit is `shift`.
+    # Output [2, pitch], where `pitch` is the number of tokens rounded up to a multiple of 16. Row 0
+    # receives each token's target logit; row 1 receives the index of the vocabulary column whose
+    # logit is the token's `shift`.
     more: Tensor
     pitch: int  # The number n of tokens, rounded up to a multiple of 16.
 

@@ -298,8 +298,8 @@ def load_for_gradient(a, first, block, n):
 
 @gluon.jit
 def differentiate(z, loaded, out, to, a, first, block, n, v, WHO: gl.constexpr):
-    """Store the gradient of a tile of logits, without the term c_target in the columns of the
-    targets."""
+    """Store the gradient of a tile of logits. The gradient coefficient c_target, which belongs in
+    each target's column, is not added here."""
     scale, log2_sumexp, at = loaded
     columns = gl.arange(0, WIDTH, gl.SliceLayout(0, accumulator_layout(WIDTH)))
     z = biased(z, a.z, (block * WIDTH + columns)[None, :], v)

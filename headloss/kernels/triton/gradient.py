@@ -76,10 +76,10 @@ def gradient_kernel(
             target_log_p = tl.maximum(tl.load(a.logps + row), FLOOR)
 
     if a.shifts is not None and a.z.inner is None:
-        # If the tile holds e = exp(z - shift), the gradient p (c_prob + c_entropy log p) is e *
-        # (level + slope * log2(e)) with two numbers per row, `level` and `slope`. Later code
-        # overwrites the gradient at the target's column with a value that includes the loss's
-        # derivative with respect to the target's log-prob.
+        # If the tile holds e = exp(z - shift), the gradient of a logit is e * (level + slope *
+        # log2(e)), where `level` and `slope` are two numbers per row. Later code overwrites the
+        # gradient at the target's column with a value that includes the loss's derivative with
+        # respect to the target's log-prob.
         scale = tl.exp(-offset) * factor
         level = (at[0] - at[1] * offset) * scale
         slope = at[1] * scale * LN2

@@ -10,9 +10,9 @@ every token whose shift is not far below the token's largest logit, the kernel w
 
 The results of a token depend neither on the number n of tokens nor on the token's position. The
 order in which a Triton reduction adds depends on the register layout, which depends on the divisors
-of addresses. Therefore a tile is summed in an explicit order: its first half is added to its second
-half, again and again. No kernel is compiled for a particular number n of tokens, so that all
-numbers of tokens run the same instructions.
+of addresses. The kernels sum each tile in an explicit order, independent of the register
+layout: the tile's first half is added to its second half, again and again. No kernel is compiled
+for a particular number n of tokens, so that all numbers of tokens run the same instructions.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Epilogue(NamedTuple):
 
     # Shift [n]: the logit of one column per token, subtracted from all logits before exp.
     shift: Tensor
-    # Two numbers per token, [2, pitch]: the target's logit (-inf if this slice of the vocabulary
-    # lacks the target), and the index of the column whose logit is `shift` (an int32 stored bit for
-    # bit as a float32).
+    # Two rows, each of one number per token: the target's logit (-inf if this slice of the
+    # vocabulary lacks the target), and the index of the column whose logit is `shift` (an int32
+    # stored bit for bit as a float32).
     more: Tensor
     # Partial sums of each token over each block of columns, [.., blocks, pitch]; `pitch` is n
     # rounded up to a multiple of 16.
@@ -74,8 +74,9 @@ class Epilogue(NamedTuple):
 
 class Merge(NamedTuple):
     """Operands of the kernel that merges the partial sums of a matmul's column blocks. The kernel
-    writes each result as a row [n] into the memory that follows the two rows of `epilogue.more`;
-    the functions `measured` and `partials_of` make named tuples of the result rows."""
+    writes each result as a row [n] into the buffer of `epilogue.more`, after the target logits and
+    the shifts' columns. The functions `measured` and `partials_of` make named tuples of the
+    kernel's result rows."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].
@@ -167,7 +168,7 @@ def finish_kernel(of, n, v, h, vocabulary, ROWS: tl.constexpr):
     """Merge a matmul's sums over blocks of columns into statistics. The argument `of` is a `Merge`
     record, and `vocabulary` is the number of vocabulary columns of all ranks together."""
     HALVES: tl.constexpr = 6
-    # Number of column blocks of the matmul whose partial sums are added at once.
+    # One loop iteration adds the partial sums of BLOCKS = 64 blocks of vocabulary columns.
     BLOCKS: tl.constexpr = 1 << HALVES
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < n

@@ -7,10 +7,10 @@ most 256 and is padded to a power of two in the kernel. Each GPU program owns ro
 token's statistics and, on request, the sum of exp(z_j - shift) dz_j/draw_j w_j over all columns j
 except one column k, where raw_j is the logit of column j before scale and soft cap, z_j is the
 logit after both, w_j is row j of the weight, and the shift is the logit z_k of column k (see
-product.py). If c_target and c_prob are the only gradient coefficients, the hidden gradient follows
-from the sum of exp(z_j - shift) dz_j/draw_j w_j. For gradients the kernel recomputes each tile of
-logits, turns the tile into its gradient, and multiplies the gradient at once by the hidden states
-(for the weight) or by the weight (for the hidden states).
+product.py). If the loss depends only on the target's logit and the log-sum-exp, the hidden gradient
+is computed from the forward pass's sum of weight rows. For gradients the kernel recomputes each
+tile of logits, turns the tile into its gradient, and multiplies the gradient at once by the hidden
+states (for the weight) or by the weight (for the hidden states).
 
 The vocabulary is cut into PARTS = 16 parts, which different GPU programs handle, so that few tokens
 already fill a GPU. The partial sums that GPU programs compute over the 16 parts of the vocabulary
@@ -89,8 +89,9 @@ class Tokens(NamedTuple):
     log2_sumexp: Tensor
     c: SoftmaxCoefficients  # Coefficients times dz/draw.
     z: LogitScaling
-    # Index (a scalar tensor) of the first token whose gradient coefficient c_prob is not negative;
-    # None if the kernel reads every token's gradient coefficients from the field `c`.
+    # Scalar tensor for tokens sorted by the sign of c_prob (the gradient coefficient of the
+    # softmax): the index of the first token with c_prob >= 0. None if the kernel reads every
+    # token's gradient coefficients from the field `c`.
     border: Tensor | None = None
 
 
@@ -252,16 +253,16 @@ def _sweep(
     factor: Tensor | None = None,
     some: Tensor | None = None,
     of: Epilogue | None = None,  # For statistics.
-    # Row of the matrix `streamed` that holds the hidden states of each token, [n]; given only for
-    # the weight's gradient.
+    # For each of n tokens, the index of the token's hidden state in the matrix `streamed`; passed
+    # only if the kernel computes the weight's gradient.
     place: Tensor | None = None,
 ) -> None:
     """Run the kernel over all tiles of the logits `stationary` [count, H] @ `streamed`.T [H,
     length], where one operand is the hidden states and the second operand is the weight. The tile
-    sizes depend on the head's shape alone. A tile of logits is computed with a mask if it contains
-    a token's target, contains the column whose logit is a token's shift, or ends beyond the last
-    row of the operand `streamed`. A token whose target lies in a different rank's slice of the
-    vocabulary causes a needless mask in an arbitrary tile, which costs time and changes no
+    sizes depend on the head's shape alone. A tile of logits needs a mask if the tile contains a
+    token's target, contains the column whose logit is subtracted as a token's shift, or ends beyond
+    the last row of the matrix `streamed`. A token whose target lies in a different rank's slice of
+    the vocabulary causes a needless mask in an arbitrary tile, which costs time and changes no
     result."""
     (count, h), length, described = stationary.shape, len(streamed), can_fuse(stationary, streamed)
     depth = max(16, triton.next_power_of_2(h))

@@ -36,8 +36,9 @@ from .formulas import (
 from .launch import Launcher
 from .records import NO_INPUTS, BlockedColumns, LogitScaling, Matrix
 
-# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. With BLOCK
-# = 2048 and WARPS = 8, the divergence kernels would take 1.18 times as long on an H100.
+# A program handles at most BLOCK columns of each of two tiles at once, with WARPS warps. On an
+# H100, the divergence kernels take 1.18 times as long with BLOCK = 2048 and WARPS = 8 as with BLOCK
+# = 1024 and WARPS = 4.
 BLOCK = 1024
 WARPS = 4
 

@@ -101,9 +101,9 @@ def sum_tile(z, m, block, exp_tile, of, n, v):
     column = shift_column(of, rows, inside) - block * BN
     if tl.max(((column >= 0) & (column < BN)).to(tl.int32), 0) > 0:
         z = tl.where(columns[None, :] == column[:, None], LOWEST, z)
-    # The largest logit excludes the column whose logit is the shift: the matmul adds products in a
-    # different order than the kernel that computed the shift, so that the column's logit from the
-    # matmul could exceed the shift.
+    # The maximum leaves out the shift column (the column whose logit is the shift), because the
+    # column's logit from the matmul could exceed the shift: the matmul adds products in a different
+    # order than the kernel that computed the shift.
     if of.flags.top1:
         tl.store(max_logits + place, tl.max(z, 1), mask=inside)
 

@@ -71,8 +71,8 @@ class GradientInputs(NamedTuple):
     order: Order | None = None
     tile: Matrix | None = None  # Raw logits or exp(z - shift), [n, v].
     shifts: Tensor | None = None  # Shift [n] of each row, if `tile` holds exp(z - shift).
-    # Factors of rows, [n]: later matmuls multiply each row of the gradient `to` by the row's
-    # factor.
+    # One factor per row, [n]: matmuls that later read the gradient stored in `to` multiply row i by
+    # multiples[i].
     multiples: Tensor | None = None
     columns: Matrix | None = None  # Chosen columns [n, K].
     column_logps: Matrix | None = None
@@ -85,8 +85,8 @@ class GradientInputs(NamedTuple):
     x: Matrix | None = None  # Hidden states [n, H].
     # Output [n, H]: row i is row i of the hidden states times multiples[i].
     features: Tensor | None = None
-    # Size [n] of the gradients that a later kernel writes at chosen columns of each row; the
-    # absolute value of each factor in `multiples` is at least 2^-90 times this size.
+    # Size least[i] of the gradients that a later kernel writes at chosen columns of row i, [n]. The
+    # factor |multiples[i]| of row i is at least 2^-90 times the size least[i].
     least: Tensor | None = None
 
 

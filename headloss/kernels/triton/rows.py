@@ -1,5 +1,5 @@
-"""Triton kernels that multiply rows by one factor, or by a factor per row. A second kernel
-multiplies gradient sums by one factor and rounds the products to the dtypes of the gradients."""
+"""Triton kernels that multiply rows by one factor, or by a factor per row. The kernel for gradient
+sums multiplies the sums by one factor and rounds the products to the gradients' dtypes."""
 
 from __future__ import annotations
 

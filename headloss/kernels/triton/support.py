@@ -3,11 +3,11 @@ gradient of the logits, and the products of this gradient with weight and hidden
 
 n tokens, P pairs (token, allowed column), H hidden width. Matrices are passed as `Strided` (pointer
 and two strides); raw logits, values and gradients are vectors [P] with one element per pair (token,
-allowed column). One GPU program serves one token or, for the weight gradient, one column. Forward
-and backward pass together gather, for each of the P pairs, a row of the weight twice and a row of
-the hidden states once; each gather of P rows reads 2PH bytes in a 16-bit dtype. Each GPU program
-keeps many loads in flight, so that the bandwidth of GPU memory or of the L2 cache limits the speed;
-tensor cores would not make the dot products faster.
+allowed column). One GPU program serves one token or, for the weight gradient, one column. For each
+pair (token, allowed column), the forward and the backward pass together read a row of the weight
+twice and a row of the hidden states once. Reading P rows of H 16-bit numbers moves 2PH bytes. Each
+GPU program keeps many loads in flight, so that the bandwidth of GPU memory or of the L2 cache
+limits the speed; tensor cores would not make the dot products faster.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 
 class Pieces(NamedTuple):
-    """Division of each token's pairs (token, column) into pieces of at most PIECE consecutive
-    pairs: token t has the pieces ends[t - 1] to ends[t]."""
+    """Runs (pieces) of at most PIECE consecutive pairs (token, column), into which each token's
+    pairs are divided. Token t has the pieces with indices from ends[t - 1] to ends[t] - 1."""
 
     # Token to which each of M pieces belongs, [M], where a piece is a run of at most PIECE pairs of
     # one token; an unused entry holds n, the number of tokens.
@@ -241,8 +241,9 @@ def sums_kernel(
         value = gathered(values, support, rows, begin, end, depth, h, ROWS, WIDTH, True)
         store_row(out, token, depth, h, value, ADD)
     else:
-        # One program sums all h columns of a piece (a run of pairs of one token), because finding
-        # the pairs of a piece takes longer than summing some of the columns.
+        # One GPU program sums all h columns of a piece (a run of pairs of one token). If several
+        # programs shared the columns, each program would spend more time on finding the piece's
+        # pairs than on its part of the sum.
         token = tl.load(pieces.tokens + program)
         if token < n:
             last, several = count_of(pieces.ends, token)

@@ -5,8 +5,9 @@ statistics, the second writes the row's gradient. A NaN logit gives a NaN result
 is not read. `to` is a `SoftmaxState` of output memory, with None for a sum that is not wanted; `z`
 is a `LogitScaling` (scale, soft cap and temperature); `normalizer` is the pair (max_logit,
 log_sum). `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform), each already
-multiplied by scale / temperature, the derivative dz/draw without the soft cap's factor. `c` is a
-named tuple of gradient coefficients; a field is None if the loss lacks this coefficient.
+multiplied by scale / temperature, which is the derivative of z by the raw logit if there is no soft
+cap. `c` is a named tuple of gradient coefficients; a field is None if the loss lacks this
+coefficient.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def join_lanes(max_logit, sumexp_m1, entropy_sum, ENTROPY: tl.constexpr):
     top = tl.max(max_logit, 0)
     log_scale = tl.maximum(max_logit - top, FLOOR)
     scale = tl.exp2(log_scale * LOG2E)
-    # A lane's `sumexp_m1` leaves out the lane's largest term, exp(0) = 1, while the row's
-    # `sumexp_m1` leaves out only one such term: add 1 times the lane's scale, for every lane except
-    # one that has the row's largest logit.
+    # Each lane's `sumexp_m1` leaves out the exponential of the lane's largest logit, which is
+    # `scale` relative to the row's largest logit. The row's `sumexp_m1` leaves out only the
+    # exponential of the row's largest logit: add `scale` for every lane except one that has the
+    # row's largest logit.
     at_top = max_logit == top
     others = tl.sum(sumexp_m1 * scale + tl.where(at_top, 0.0, scale), 0)
     sumexp_m1_of_row = others + (tl.sum(at_top.to(tl.float32), 0) - 1)
@@ -145,8 +147,8 @@ def logit_gradient(raw, inside, z, outer, normalizer, at, c):
 def write_gradient(
     x, y, v, length, z, outer, normalizer, at, c, WIDTH: tl.constexpr, KEPT: tl.constexpr
 ):
-    """Write the gradient of a row of logits, from the last columns to the first. The written
-    gradient lacks the coefficient `c.target`, which the caller adds at the target's column."""
+    """Write the gradient of a row of logits, from the last columns to the first. The caller must
+    still add the gradient coefficient `c.target` at the target's column."""
     hint: tl.constexpr = "evict_first" if KEPT else ""
     steps = tl.cdiv(v, 4 * WIDTH)
     for step in range(0, steps):
