@@ -90,11 +90,12 @@ def head_stats(
     work of two matmuls) for a head without gradient under `gradients=("logp",)`, *held* (three
     matmuls) if the softmax terms (or logits) of all tokens fit `memory_budget`, else *recompute*
     (four matmuls). `torch.compile` always runs *recompute*, as a registered operator without a
-    graph break; a teacher, columns beside the head and a vocabulary group cause a graph break.
+    graph break; a teacher, extra low-rank columns (`Head(beside=..)`) and a vocabulary group cause
+    a graph break.
 
     Args:
-        options: see `Options`. The backward pass adds the weight gradient to the option's tensor
-            `main_grad`. The option `upstream` raises an error.
+        options: see `Options`. If the option `main_grad` is a tensor, the backward pass adds the
+            weight gradient to this tensor. The option `upstream` raises an error.
         gradients: names of the statistics with a gradient; all other statistics are returned
             detached. "candidate_logps", "candidate_tail" and names of `divergences` may be among
             the names. "candidate_tail", the log-probability of all tokens outside the candidates,

@@ -21,8 +21,8 @@ def in_function_transform() -> bool:
 
 def in_forward_mode() -> bool:
     """True if forward-mode differentiation is active. PyTorch has no public function that tells
-    whether forward-mode differentiation is active, and `unpack_dual` raises an error if it is
-    not."""
+    whether forward-mode differentiation is active, and `unpack_dual` raises an error while
+    forward-mode differentiation is inactive."""
     return forward_ad._current_level >= 0
 
 

@@ -28,8 +28,8 @@ from .loop import ForwardResult, forward, of_tiles, sweep
 class HeadLoss(torch.autograd.Function):
     """The scalar loss as an autograd function. `HeadLoss` also returns the statistics [T], the part
     of each term's value that this call contributes, and the weighted objective. The tensor
-    arguments are in the order in which the `LogitSource` (computes tiles of logits) returns the
-    gradients."""
+    arguments are in the order in which the class `LogitSource`, which computes tiles of logits,
+    returns the gradients of these tensors."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors):

@@ -168,8 +168,8 @@ def kl_cov(*, share: float = 2e-4, coefficient: float = 1.0) -> Term:
     Cui et al. 2025, arXiv:2505.22617. The log of the policy ratio r is clamped to [-20, 20].
 
     Args:
-        share: fraction of all tokens that gets the penalty, in (0, 1].
-        coefficient: weight of the penalty, >= 0.
+        share: fraction of all tokens whose loss includes the penalty |logp - old|, in (0, 1].
+        coefficient: weight of the penalty |logp - old|, >= 0.
 
     Inputs: advantages, old_logps. Default reduction: token_mean.
     Also called: verl kl_cov.

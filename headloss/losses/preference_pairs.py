@@ -292,7 +292,7 @@ def _check_smoothing(loss_type: str, share: float) -> None:
     want, accept = "0 <= label_smoothing <= 0.5", lambda x: 0 <= x <= 0.5
     if loss_type == "robust":
         want, accept = "0 <= label_smoothing < 0.5", lambda x: 0 <= x < 0.5
-    if loss_type == "exo_pair":  # `exo_pair` needs log(label_smoothing): not 0
+    if loss_type == "exo_pair":  # The loss contains log(label_smoothing).
         want, accept = "0 < label_smoothing <= 0.5, e.g. 1e-3", lambda x: 0 < x <= 0.5
     if loss_type not in SMOOTHED:
         want, accept = f"0, as {loss_type!r} has no smoothing", lambda x: x == 0

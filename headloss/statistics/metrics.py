@@ -94,8 +94,8 @@ class Metrics(dict[str, Measurement]):
     """
 
     def merge(self, other: Mapping[str, Measurement]) -> Metrics:
-        """Return the merge with the metrics of another batch; a metric that only one batch has
-        stays unchanged."""
+        """Return the metrics of two batches together: this batch's metrics merged with the metrics
+        `other` of a second batch. A metric that only one of the two batches has stays unchanged."""
         joined = Metrics({**self, **other})
         for name in self.keys() & other.keys():
             joined[name] = self[name].merge(other[name])  # type: ignore[arg-type]
