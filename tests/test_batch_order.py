@@ -160,8 +160,10 @@ def test_a_batch_is_freed_with_its_last_name(targets, support):
 
 
 def test_a_group_of_vocabulary_and_of_segments(tmp_path):
-    """One process group may split both the vocabulary and the segments, and an invalid target
-    raises the usual error in a later call."""
+    """One process group may split both the vocabulary and the segments.
+
+    An invalid target in a later call on this group raises the same error as on one rank.
+    """
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:

@@ -82,8 +82,8 @@ def check(world: World, function: Any, names: list[str], pairs: int) -> None:
 def test_two_micro_batches(world: World) -> None:
     """Two micro-batches agree with one rank in loss, norm, weights and evaluation.
 
-    Losses per token and per sequence agree with one rank, with token and sequence fields and each
-    sequence on both ranks.
+    Each sequence is split over both ranks. One loss is a mean over tokens, one has a term per
+    sequence; the batch has fields with one value per token and with one value per sequence.
     """
     check(world, parts, ["tokens", "gspo"], 2)
 

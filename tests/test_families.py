@@ -38,8 +38,8 @@ REAL = {
     "seq2seq:prophetnet": "a loss of its own over several predicted streams",
     "vision:chameleon": "image tokens written to -inf in its logits",
 }
-# Models whose forward does not use the objective but warns: MobileBERT, for example, multiplies
-# hidden states with its head in code of its own.
+# Models for which `apply` cannot replace the loss and gives a warning: MobileBERT, for example,
+# multiplies hidden states with its head in code of its own.
 UNREACHED = {"causal:prophetnet", "seq2seq:prophetnet", "masked:mobilebert"}
 
 
@@ -117,7 +117,8 @@ def test_family(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_list() -> None:
-    """At least 200 families, among them all that `Head.of_model` has in its table."""
+    """The tests cover at least 200 model families, and all families in the table of
+    `Head.of_model`."""
     assert set(families.FAMILIES["causal"].split()) >= KNOWN.keys()
     assert len({case.split(":")[1] for case in CASES}) >= 200
     tested = {case.split(":")[1] for case in CASES}

@@ -131,8 +131,8 @@ def test_a_long_segment_is_stable(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("far", [90.0, 800.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_far_from_the_old_policy(far: float, dtype: torch.dtype) -> None:
-    """Far from the old policy FIPO's future KL is clamped, and infinite log-ratios of both signs
-    give finite losses and gradients."""
+    """FIPO gives finite losses and gradients for log-ratios up to infinity, of both signs, since
+    its future KL is clamped."""
     for name in ("unclipped", "plain", "delta"):
         case = make(dtype=dtype, lengths=(1, 0, 4))
         old = case.fields["old_logps"].clone()

@@ -24,7 +24,7 @@ TINY = {
     "eos_token_id": 1,
     "pad_token_id": 0,
     "use_cache": False,
-    # logit soft caps and scales of those families that have them, far from the identity
+    # Logit soft caps and scales, which only some model families read; all change the logits a lot.
     "final_logit_softcapping": 2.0,
     "logits_soft_cap": 2.0,
     "logits_scaling": 3.0,

@@ -564,6 +564,6 @@ def test_kept_rows_come_first_and_stay():
     keep = torch.tensor([False, True, False, True, True, False])
     order = twins.dense_order(keep, 5)
     assert order.rows.tolist() == [3, 1, 4, 3, 4, 5] and order.count.tolist() == [3]
-    # The mask selects three rows, more than the limit of 2, so that all rows stay in place.
+    # `keep` selects three rows; with a limit of 2 rows `dense_order` leaves all rows in place.
     order = twins.dense_order(keep, 2)
     assert order.rows.tolist() == list(range(6)) and order.count.tolist() == [6]

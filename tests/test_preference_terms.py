@@ -371,7 +371,8 @@ def test_bad_option(make_term, message: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["one_pass", "recompute", "held", "frozen"])
 def test_odds_of_nearly_certain_answers(schedule: str) -> None:
-    """Odds of nearly certain answers are correct for 1 - p down to 4e-27 on both sides."""
+    """ORPO's loss is correct for chosen and rejected answers with probabilities p near 1, for 1 - p
+    down to 4e-27."""
     gaps = torch.tensor([9.0, 20, 1, 30, 40, 15, 60, 62, 0.5, 58])
     hidden = (gaps[:, None] * torch.eye(6)[0]).requires_grad_()  # hidden states equal logits
     weight = torch.eye(6, requires_grad=schedule != "frozen")

@@ -157,7 +157,7 @@ def test_a_prompt_with_one_segment_each_is_the_sequence_mean() -> None:
 
 def test_micro_batches_of_whole_prompts_add_up() -> None:
     """If micro-batches contain whole prompts and share step totals, their losses and gradients add
-    up to those of the whole batch, in any order; prompts without scored tokens count."""
+    up to the whole batch's loss and gradient, also if some prompts have no scored token."""
     step = Step()
     objective = hl.dapo().over("prompt_mean") + 0.3 * hl.real().over("prompt_mean")
     want = step.run(objective)

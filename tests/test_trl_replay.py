@@ -102,8 +102,8 @@ def check_first_step(trainer: Any) -> None:
 
 
 def test_a_plain_configuration_replays() -> None:
-    """With default settings headloss replays the sampler's kept ids, and its ratio to the sampler
-    is 1, where stock TRL's is below 0.75."""
+    """With default settings headloss normalises over the ids that the sampler kept, so that the
+    probability ratio to the sampler is 1; the ratio in stock TRL is below 0.75."""
     trainer = make(GRPOTrainer, beta=0.1, num_iterations=2)
     inputs = generated(trainer)
     scored = scored_of(inputs)

@@ -124,8 +124,8 @@ def test_a_copy_of_a_trainers_model_runs_its_own_weights() -> None:
 
 
 def test_packed_documents_are_sequences() -> None:
-    """A mean per sequence is the same, whether documents are rows or are packed into one row, with
-    and without padding."""
+    """The loss with one mean per document does not depend on whether each document is a row, or
+    documents are packed into one row, with and without padding."""
 
     class PerSequence(SFTTrainer):
         def objective(self, inputs):

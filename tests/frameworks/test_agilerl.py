@@ -1,5 +1,8 @@
-"""Terms agree with AgileRL's LLM losses, run from their source, since its package has conflicting
-requirements."""
+"""Terms agree with AgileRL's LLM losses.
+
+The tests extract the loss functions from AgileRL's source files, since the package has
+conflicting requirements.
+"""
 
 from __future__ import annotations
 

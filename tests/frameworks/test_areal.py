@@ -1,4 +1,8 @@
-"""Terms agree with AReaL's losses, run from their source, since its actor imports its engines."""
+"""Terms agree with AReaL's loss functions.
+
+The tests extract these functions from AReaL's source files, since importing AReaL's actor would
+import its inference engines.
+"""
 
 from __future__ import annotations
 

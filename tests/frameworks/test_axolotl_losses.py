@@ -1,4 +1,4 @@
-"""Terms agree with Axolotl's float32 losses, run from their source."""
+"""Terms agree with Axolotl's float32 losses, which are extracted from Axolotl's source files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Megatron-Core's and headloss's `process_mtp_loss` agree in `GPTModel`, on two gloo ranks.
 
-The model is split over the two ranks by tensor parallelism. Compared are relative differences of
-the main losses, of the logged depth losses, and of the gradient that differs most; counts of
-correct predictions must be equal.
+The model is split over the two ranks by tensor parallelism. The tests bound the relative
+differences of the main losses, of the logged losses per prediction depth, and of the gradient that
+differs most. Counts of correct predictions must be equal.
 """
 
 from __future__ import annotations

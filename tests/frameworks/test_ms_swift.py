@@ -1,4 +1,8 @@
-"""Terms agree with ms-swift's losses, run from their source, since its trainer has many imports."""
+"""Terms agree with ms-swift's losses.
+
+The tests extract the loss functions from ms-swift's source files, since its trainer imports many
+packages.
+"""
 
 from __future__ import annotations
 

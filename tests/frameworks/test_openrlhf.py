@@ -1,5 +1,7 @@
-"""Terms agree with OpenRLHF's loss modules, run from their source, since its package needs a
-GPU."""
+"""Terms agree with OpenRLHF's loss modules.
+
+The tests extract these modules from OpenRLHF's source files, since the package needs a GPU.
+"""
 
 from __future__ import annotations
 

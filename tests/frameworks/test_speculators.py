@@ -203,7 +203,7 @@ def test_other_losses_are_refused(installed: Any) -> None:
 
 
 def test_without_a_verifier_and_after_uninstall(installed: Any) -> None:
-    """A forward without a verifier is speculators's own, like all forwards after `uninstall`."""
+    """A call without a verifier, and all calls after `uninstall`, run speculators's forward."""
     model = draft_model("eagle3")
     batch = inputs() | {"verifier_last_hidden_states": None}
     want = model(**batch, ttt_steps=2)

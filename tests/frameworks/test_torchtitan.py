@@ -1,5 +1,7 @@
-"""Terms agree with torchtitan's RL losses, run from their source, since importing them needs
-vLLM."""
+"""Terms agree with torchtitan's RL losses.
+
+The tests extract these losses from torchtitan's source files, since importing them needs vLLM.
+"""
 
 from __future__ import annotations
 

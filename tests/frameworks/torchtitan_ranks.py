@@ -43,7 +43,7 @@ def model_of(tied: bool = False, capped: bool = False, spread: bool | None = Non
     for name, layer in model.layers.items():
         if spread is None:
             layer.attention = Mean()
-        else:  # other layers stay unsharded: only embedding, norm and head are sharded
+        else:  # only shard embedding, norm and head
             model.layers[name] = Squashed()
     return model
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import headloss as hl
 from headloss.head import products
-from headloss.kernels import reference  # imported before a fixture patches this module
+from headloss.kernels import reference  # import `reference` before a fixture patches it
 from headloss.logits.given import GivenLogits
 
 T, H, V, S = 6, 4, 9, 2
