@@ -66,13 +66,16 @@ def using(package: ModuleType) -> Iterator[None]:
 
 
 def lower_bound(ratios: list[float]) -> float:
-    """Return the lower 97.5 % confidence bound of the median, an order statistic of the ratios."""
+    """Return the lower 97.5 % confidence bound of the median of `ratios`, computed as an order
+    statistic of `ratios`."""
     n = len(ratios)
     return sorted(ratios)[max(0, math.floor(n / 2 - SURE * math.sqrt(n) / 2))]
 
 
 def judged(ratios: list[float], bar: float | None) -> dict[str, Any]:
-    """Return the median ratio, its lower confidence bound, and a verdict: bound >= bar or not."""
+    """Return the median of `ratios`, the lower bound of the median's confidence interval, and the
+    verdict "well" if this bound is at least `bar`, else "SLOWER"; without a `bar`, the verdict is
+    "measured"."""
     bound = lower_bound(ratios)
     word = "measured" if bar is None else "well" if bound >= bar else "SLOWER"
     return {"ratio": statistics.median(ratios), "bound": bound, "verdict": word}

@@ -29,11 +29,12 @@ CHUNK = 4096
 
 
 def make_limit(setting: Setting, inputs: Inputs) -> Callable[[Inputs], Any]:
-    """Return a run of the necessary matrix products, by the vendor's library in the inputs' dtype.
+    """Return a function that runs the necessary matrix products, by the vendor's library in the
+    inputs' dtype.
 
     The products are the logits (and a teacher's logits), then dX and dW (if required) from a
-    realistic logit gradient, in chunks of 4096 tokens. If the caller passes in logits, the returned
-    run copies the logits, without a product.
+    realistic logit gradient, in chunks of 4096 tokens. If the benchmarked call gets logits in place
+    of hidden states, the returned function only copies the logits.
     """
     if setting.given:
         copy = torch.empty_like(inputs.pristine)
@@ -250,8 +251,8 @@ def run_once(case: Case, device: torch.device, keep: Callable[[str], bool]) -> N
                 for inputs in sets:
                     run(inputs)
                 synchronize(device)
-            # An implementation that fails here fails again in the timed run, which reports the
-            # error.
+            # An implementation that fails in this first run fails again in the timed run, which
+            # reports the error.
             except Exception as failure:
                 print(f"{case.name}, {name}: {one_line(failure)}")
 

@@ -73,8 +73,8 @@ def applied_rows(name: str, setting: Setting, device: torch.device) -> Iterator[
 
 
 def compiled_rows(name: str, setting: Setting, device: torch.device) -> Iterator[Row]:
-    """Time training steps under `Trainer` with both models compiled by `torch.compile` in its
-    default mode."""
+    """Time training steps under `Trainer` of the stock model and of a copy after `apply`, both
+    compiled by `torch.compile` in its default mode."""
     stock = make_model(setting, device)
     model = copy.deepcopy(stock)
     apply(model)

@@ -225,8 +225,8 @@ def run_races(
 
 
 def sides(rail: Rail, before: Any, inputs: works.Inputs) -> tuple[Side, Side]:
-    """Return the two runs that alternate in a row: the compared implementation `theirs`, and the
-    new version."""
+    """Return the two implementations that a benchmark row times in alternation: `theirs`, and the
+    new version of headloss."""
     new = works.hl
     package = before if rail.theirs == "old" else new
     theirs = rail.ours if rail.theirs == "old" else rail.theirs
@@ -254,7 +254,8 @@ def run_once(chosen: list[Rail], before: Any, device: torch.device) -> None:
                     with against.using(side.package):
                         side.run(inputs)
             synchronize(device)
-        # A row that fails here fails again in the timed run, which reports the error.
+        # A benchmark row that fails in this first run fails again in the timed run, which reports
+        # the error.
         except Exception as failure:
             print(f"{rail.name}: {one_line(failure)}")
 

@@ -156,8 +156,8 @@ def _share(group: Any) -> float:
     return _others(group) / (_others(group) + 1)
 
 
-# For each collective: the index of the argument with a rank's input, and how many times a ring
-# algorithm sends that input.
+# For each collective: the index of the argument that holds the tensor to send, and how many times a
+# ring algorithm sends this tensor.
 SENT: dict[str, tuple[int, Callable[[Any], float]]] = {
     "all_gather_into_tensor": (1, _others),
     "all_gather_single": (1, _others),

@@ -46,7 +46,7 @@ from torch import Tensor
 ROUNDS = 5
 # Parts of error messages of PyTorch and Triton, and of cuBLAS.
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-BACKBONE = 0.03  # The backbone rounds gradients to bfloat16: allowed relative error.
+BACKBONE = 0.03  # Allowed relative error of the backbone's bfloat16 gradients.
 
 
 def race(
@@ -167,7 +167,7 @@ def longest(fits: Callable[[int], bool], unit: int, cap: int) -> int:
     sixteenth of the number.
 
     The returned number of tokens is a multiple of `unit` and at most `cap`; `cap` must be `unit`
-    times a power of 2 of at least 4.
+    times 4, 8, 16 or a higher power of 2.
     """
     low, high = 0, 4 * unit
     while high <= cap and fits(high):

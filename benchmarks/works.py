@@ -241,8 +241,8 @@ def make_inputs(setting: Setting, device: torch.device, seed: int = 0) -> Inputs
         support=columns[1],
     )
     logps = _logps(found)
-    # The noise has nearly zero mean in each segment, so that the number of clipped sequences, and
-    # with it the time of a call, does not depend on the seed.
+    # The noise on the old log-probs has nearly zero mean in each segment, so that the number of
+    # clipped sequences, and with it the time of a call, does not depend on the seed.
     drift = 0.1 * noise(len(targets))
     drift = drift - found.segment_mean(drift)[ids] + 1e-4 * noise(len(lengths))[ids]
     found = replace(found, old=logps + drift, ref=logps + 0.2 * noise(len(targets)))
@@ -291,7 +291,7 @@ class Values(NamedTuple):
     lse: Tensor | None = None
     entropy: Tensor | None = None
     divergence: Tensor | None = None
-    candidates: Tensor | None = None  # [T, K + 1] log-probs; the last: of all other columns
+    candidates: Tensor | None = None  # [T, K + 1] log-probs; the last is for all other columns.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,8 @@ def check(
         if part[0] == 0:
             logps, into, into_rounded = logp.detach(), g @ w, (narrow @ w).to(x.dtype)
     found["logp"] = float((out.logps[: len(logps)].double() - logps).abs().max())
-    # The allowed error of `candidate_tail` is larger, because float32 logits are summed.
+    # With `candidate_tail`, the allowed error of log-probs is ten times as large, because headloss
+    # sums float32 logits.
     wrong = found["logp"] > (10 * WORST if rest else WORST)
     for name, got, exact, other in (
         ("hidden", dx[: len(into)], into, into_rounded),

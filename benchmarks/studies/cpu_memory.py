@@ -6,8 +6,8 @@ Page: benchmarks/README.md.
 
 Each implementation runs in a separate process on identical inputs: T tokens, hidden width H,
 vocabulary V. A call's memory is the largest resident set of the process during the call, minus the
-resident set before the call (on Linux). The memory includes the two returned gradients. All
-implementations of a benchmarked loss must return equal values.
+resident set before the call (on Linux). A call's memory includes the returned gradients of hidden
+states and weight. All implementations of a benchmarked loss must return equal values.
 """
 
 from __future__ import annotations

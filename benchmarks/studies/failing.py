@@ -39,8 +39,8 @@ from torch import Tensor, distributed
 import headloss as hl
 
 TOKENS, WIDTH, VOCABULARY = 256, 64, 1024
-# With this value in the batch, the term fails; headloss's trial run of a new term uses other
-# values.
+# If the field `armed` of the batch contains this value, the loss term fails; when headloss tries a
+# new term on made-up tokens, `armed` has other values.
 ARMED = 100.0
 SAYS = re.compile(r"RankError: .*|.*(?:Watchdog caught|timed out|remote process|Timeout).*", re.I)
 

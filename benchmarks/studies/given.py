@@ -131,7 +131,7 @@ def kernels(p: Problem, copy_ms: float, repeats: int, sweep: list[Shape]) -> Non
     for shape in sweep:
         try:
             ms = milliseconds(lambda s=shape: one_launch(p, s), repeats, p.restore)
-        except Exception as error:  # for example, too much shared memory
+        except Exception as error:  # Some shapes need too much shared memory.
             print(f"  {shape}: {str(error).splitlines()[0][:80]}")
             continue
         found.append((ms, shape))

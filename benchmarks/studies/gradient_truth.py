@@ -12,15 +12,16 @@ is scaled until the largest logit has the wanted size, and every target is sampl
 An implementation computes the gradients of hidden states and weight; the hidden gradient is then
 backpropagated through the common backbone. The reference head computes in float64.
 
-The old policy differs from the current policy by noise on the hidden states. For GRPO the noise
-changes a token's log-prob by 0.1 (standard deviation), so that a few percent of the tokens are
-clipped. For GSPO the noise on the hidden states changes a sequence's mean log-prob by 3.5e-4, so
-that about a fifth of the sequences are clipped. In "grpo" and "gspo" all implementations get
-identical old log-probs from a float64 head, like those of an exact sampler. In "grpo, own old" and
-"gspo, own old" each implementation under test computes the old log-probs itself, like a trainer
-that scores a batch before the first update. If a trainer makes only one update per batch, the old
-log-probs equal the current log-probs, and no token is clipped. Without clipped tokens, the
-gradient has the rounding error that this study measures for cross-entropy ("ce").
+The old policy differs from the current policy by noise on the hidden states. For GRPO the noise on
+the old policy's hidden states changes a token's log-prob by 0.1 (standard deviation), so that a few
+percent of the tokens are clipped. For GSPO the noise on the old policy's hidden states changes a
+sequence's mean log-prob by 3.5e-4, so that about a fifth of the sequences are clipped. In "grpo"
+and "gspo" all implementations get identical old log-probs from a float64 head, like those of an
+exact sampler. In "grpo, own old" and "gspo, own old" each implementation under test computes the
+old log-probs itself, like a trainer that scores a batch before the first update. If a trainer makes
+only one update per batch, the old log-probs equal the current log-probs, and no token is clipped.
+Without clipped tokens, the gradient has the rounding error that this study measures for
+cross-entropy ("ce").
 
 T tokens in B sequences of C, H hidden width, V vocabulary.
 """
@@ -219,9 +220,9 @@ class Bench:
         now, noise = exact_logps(inputs.hidden, inputs), self.noise(*inputs.hidden.shape)
         size = 1e-2
         hidden = inputs.hidden.detach()
-        # Apart from the rounding of hidden states, log-probs change nearly in proportion to the
-        # noise's `size`: five corrections of `size` bring the standard deviation of the change near
-        # `want`.
+        # Noise on the hidden states, multiplied by `size`, changes log-probs nearly in proportion
+        # to `size`. Five corrections of `size` bring the standard deviation of the log-probs'
+        # change near `want`.
         for _ in range(5):
             old = (hidden + size * hidden.float().square().mean().sqrt() * noise).to(hidden.dtype)
             moved = now - exact_logps(old, inputs)
@@ -422,7 +423,8 @@ def table(results: dict) -> str:
 
 def _side(row: dict[str, Any]) -> str:
     """Format the fraction of tokens or sequences that an implementation puts on the wrong side of
-    the clip, and the largest distance of one of them from the clip in float64."""
+    the clip bound, and the largest float64 distance from the clip bound among these tokens or
+    sequences."""
     far = f" ({row['wrong_by']:.0e})" if row.get("wrong_by") else ""
     return percent(row["wrong_side"]) + far
 

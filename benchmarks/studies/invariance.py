@@ -6,9 +6,9 @@ Page: docs/concepts.md.
     python benchmarks/studies/invariance.py --quick                      # in Triton's interpreter
 
 For each kind of head the study times cross-entropy, forward and backward, with and without
-`batch_invariant=True`, in alternating calls. The study also counts the tokens with any different
-bit in the log-prob, the entropy or the row of the hidden gradient between all N tokens and a
-smaller batch (N - 1, 4097, 129, 7, 1 tokens). The exit code is 1 if any token's bits change with
+`batch_invariant=True`, in alternating calls. The study also compares a batch of N tokens with
+smaller batches (N - 1, 4097, 129, 7, 1 tokens), and counts the tokens whose log-prob, entropy or
+row of the hidden gradient differs in any bit. The exit code is 1 if any token's bits change with
 the batch under `batch_invariant=True`.
 """
 

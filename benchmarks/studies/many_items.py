@@ -110,8 +110,8 @@ def gbce_term(stats, batch):
 
 
 def drawn(case: Case, targets: Tensor) -> Tensor:
-    """Return [N, 1 + K] distinct ids per row: the target, and negatives at equal steps from the
-    target."""
+    """Return ids [N, 1 + K]: each row has its target t and the K negatives t + step, t + 2 step, ..
+    (modulo the vocabulary size)."""
     step = case.v // (case.k + 1) - 1
     places = torch.arange(case.k + 1, device=targets.device) * step
     return (targets[:, None] + places) % case.v

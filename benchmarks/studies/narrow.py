@@ -7,9 +7,9 @@ Page: benchmarks/NOTES.md.
     python benchmarks/studies/narrow.py --tune --widths 64 128 256      # tile shapes
 
 The study first checks log-probs, hidden gradient and weight gradient of a few tokens and columns
-against float64. Timed are the forward pass over the vocabulary, with and without the sums from
-which the hidden gradient is computed, and the pass that computes the weight gradient. Kernels are
-compiled beforehand, in parallel processes.
+against float64. The study then times the forward pass over the vocabulary, with and without the
+sums from which the hidden gradient is computed, and the pass that computes the weight gradient.
+Kernels are compiled beforehand, in parallel processes.
 
 N tokens, V items, H hidden width.
 """

@@ -5,9 +5,9 @@ Page: docs/across-devices.md, benchmarks/README.md.
     torchrun --nproc-per-node 2 benchmarks/studies/parallel.py --out parallel.json
     python benchmarks/studies/parallel.py --merge OTHER.json --out parallel.json
 
-Checks against a float64 oracle come first (`--check` runs only the checks); no time is taken if a
-check fails. All reported times are those of the slowest rank. For comparison, each run also
-measures one rank's time on rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the
+Checks against a float64 oracle come first (`--check` runs only the checks). If a check fails, the
+program measures no time. All reported times are those of the slowest rank. For comparison, each run
+also measures one rank's time on rank 0's GPU while the remaining GPUs are idle. Rank 0 merges the
 results into a file, by number of ranks, and writes a Markdown table next to the file. `--quick`
 runs everything on the CPU, at tiny sizes.
 
@@ -20,7 +20,8 @@ the kernels of back-to-back calls on rank 0, for GRPO, and the times of the call
 In "grid" the ranks form two rows: the rows hold different tokens of the same sequences, and the
 ranks of a row hold slices of the vocabulary. With `--against OLD` the program only compares the
 times of two versions of headloss, the imported one and the folder OLD/headloss, with slices of the
-vocabulary on all ranks and, on four ranks, with two rows of two slices.
+vocabulary on all ranks. On four ranks, `--against` also compares the times of two groups of two
+ranks, where the ranks of a group hold different slices of the vocabulary.
 
 T tokens (per rank; with vocabulary shards all ranks have identical tokens), H hidden width, V
 vocabulary.

@@ -1,4 +1,5 @@
-"""Correctness checks on several ranks before any timing: every placement within the error budget.
+"""Correctness checks of headloss before any timing, for each way to divide a batch or head among
+ranks.
 
 Imported by parallel.py. Page: docs/across-devices.md.
 

@@ -70,9 +70,9 @@ def of_gpu(events: list[dict[str, Any]]) -> list[Span]:
 
 
 def period(spans: list[Span], calls: int = 0) -> list[Span]:
-    """Return the kernels of `spans` from the second-to-last call's first `PAUSE` kernel (a kernel
-    that only waits) to the last call's first `PAUSE` kernel. `calls` is the number of calls in
-    `spans`; if `calls` is 0, each call is assumed to launch exactly one `PAUSE` kernel."""
+    """Return the kernels of `spans` between the first `PAUSE` kernels (kernels that only wait) of
+    the last two calls. `calls` is the number of calls in `spans`; if `calls` is 0, each call is
+    assumed to launch exactly one `PAUSE` kernel."""
     pauses = [begin for begin, _, name in spans if PAUSE in name]
     each = max(1, len(pauses) // calls) if calls else 1
     if len(pauses) < 2 * each:
@@ -107,8 +107,8 @@ def lines(spans: list[Span]) -> Iterator[Line]:
 
 
 def timeline(step: Callable[[], Any], ranks: Ranks, title: str) -> None:
-    """Run `step` on all ranks, and print the kernels of one period of rank 0's GPU. Without GPUs
-    nothing is printed."""
+    """Run `step` on all ranks, and print the kernels that rank 0's GPU runs between the `PAUSE`
+    kernels of two successive calls. Without GPUs nothing is printed."""
     if not ranks.on_gpu:
         step()
         return

@@ -11,8 +11,9 @@ The study has three parts, on one model with predictions like a trained model's.
 recorder of kept ids.
 
 `step` measures the time of a GRPO step, and its peak memory in excess of weights and gradients. The
-sampler keeps 8, 64 or 1,024 ids per token in the mean. The log-probs of the compared steps are over
-the kept ids, over the whole vocabulary, by TRL's head, or from masked logits.
+sampler keeps 8, 64 or 1,024 ids per token in the mean. The study compares steps with four kinds of
+log-probs: over the ids that the sampler kept, over the whole vocabulary by headloss and by TRL's
+head, and from masked logits.
 
 `crossing` measures the time of the loss alone over K ids per token, and finds the K at which this
 loss needs as much time as a loss over the whole vocabulary.

@@ -84,8 +84,8 @@ def tokenizer() -> TokenizerFast:
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """Return the rewards for TRL: the fraction of letters of the answer that are right. The
-    reversed word has the reward 1."""
+    """Return the rewards for TRL: the fraction of letters that a completion has in common with the
+    answer (the prompt's word spelled backwards) at equal positions."""
     pairs = zip(completions, answer, strict=True)
     return [sum(map(str.__eq__, c, a)) / max(len(c), len(a)) for c, a in pairs]
 

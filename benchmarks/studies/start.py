@@ -5,12 +5,12 @@ Page: benchmarks/NOTES.md.
     python3 benchmarks/studies/start.py
     torchrun --nproc-per-node 2 benchmarks/studies/start.py
 
-Each call begins on an idle GPU and is stopped at the launch of its first product. The study prints
-three CPU times in microseconds, as medians over many calls: from the start of the call to its first
-read of a device tensor, the wait of that read, and from the read to the launch of the product. The
-program also counts the tensor operations, except views, that a call makes before and after its
-first read of a device tensor. Under `torchrun` the head is a slice of the vocabulary, and rank 0
-reports. `--tiny` uses a size for a CPU.
+Each call of `head_loss` begins on an idle GPU and is stopped at the launch of its first matrix
+product. The program prints three CPU times of a call in microseconds, as medians over many calls:
+from the start of the call to its first read of a device tensor, the wait of that read, and from the
+read to the launch of the first matrix product. The program also counts the tensor operations,
+except views, that a call makes before and after its first read of a device tensor. Under `torchrun`
+the head is a slice of the vocabulary, and rank 0 reports. `--tiny` uses a size for a CPU.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Started(Exception):
 
 
 class Marks(TorchDispatchMode):
-    """Measurements of one call: the times at which the call begins and ends its first read of a
-    device tensor and launches its first product, and the number of tensor operations before each
-    of these times."""
+    """Times of three events of one call, with the number of tensor operations before each event:
+    the first read of a device tensor begins, the read ends, and the call launches its first matrix
+    product."""
 
     def __init__(self) -> None:
         super().__init__()

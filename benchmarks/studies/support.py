@@ -1,4 +1,4 @@
-"""Speed of the softmax over K ids per token, compared with the dense call on identical inputs.
+"""Speed of a softmax over K ids per token, compared with a softmax over the whole vocabulary.
 
 Page: docs/support.md.
 

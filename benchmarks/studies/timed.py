@@ -1,6 +1,7 @@
 """Clock, peak memory and command line that several studies share.
 
-Imported by candidates.py, draft_models.py, given.py and support.py, which name their pages.
+Imported by candidates.py, draft_models.py, given.py and support.py; the docstring of each names the
+page with its results.
 """
 
 from __future__ import annotations

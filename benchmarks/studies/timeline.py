@@ -31,7 +31,7 @@ SHAPES = {
     "frozen": replace(WIDE, trains=("hidden",)),
     "scores": replace(WIDE, trains=()),
 }
-# The program lists idle times of the GPU that are longer than this number of microseconds.
+# The program lists idle times of the GPU that are longer than `GAP` microseconds.
 GAP = 15.0
 KINDS = {"gemm": ("gemm", "nvjet", "cutlass", "sm90_xmma"), "product": ("product_kernel",)}
 

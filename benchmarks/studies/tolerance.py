@@ -4,7 +4,7 @@ Page: docs/concepts.md.
 
     python benchmarks/studies/tolerance.py time --output time.json       # on one GPU, a minute
     python benchmarks/studies/tolerance.py curves --output curves.json --plot curves.png
-    python benchmarks/studies/tolerance.py time --quick  # on a CPU; so curves --quick
+    python benchmarks/studies/tolerance.py time --quick  # on a CPU; `curves` accepts --quick, too
 
 `time` measures GRPO on tokens like a trained model's: 60 % with p(y) > 0.99 (log-uniform 1 - p),
 the remaining tokens with realistic probabilities. Each question has eight answers; the advantages
@@ -58,8 +58,8 @@ def step(inputs: Inputs, tolerance: float, **options: Any) -> hl.Output:
 
 
 def errors(inputs: Inputs, tolerance: float, exact: dict[str, Tensor]) -> dict[str, float]:
-    """Return the number of tokens that the gradient tolerance leaves out (`skipped_rows`), the
-    relative error of each gradient, and the bound of the relative error."""
+    """Return the number of tokens that headloss skips because of `gradient_tolerance`
+    (`skipped_rows`), the relative error of each gradient, and the bound of the relative error."""
     out = step(inputs, tolerance)
     measured, found = out.metrics.compute(), {}
     found["skipped_rows"] = measured.get("skipped_rows", 0.0)

@@ -458,9 +458,9 @@ def _settings(
         "num_iterations": 2,
     }
     if case.trainer == "REINFORCE" and case.lora and case.wrapper.startswith("fsdp2"):
-        # The reference policy needs a forward with frozen adapters. FSDP2 fixes gradient dtypes at
-        # its first forward, which must not be the reference policy's: with beta = 0 the reference
-        # policy makes no forward.
+        # The reference policy needs a forward with frozen adapters. FSDP2 fixes gradient dtypes in
+        # the model's first forward, so the adapters must not be frozen in the first forward. With
+        # beta = 0 the reference policy makes no forward.
         shared["beta"] = 0.0
     if kind == "trl" or case.trainer == "GRPOTrainer":
         return trl.GRPOConfig(**shared, **AS_TRL.get(case.trainer, {"loss_type": "dapo"}))

@@ -1,5 +1,5 @@
-"""Runs of one configuration of `trainer_cases` by headloss and by its reference, and
-differences.
+"""Runs of one configuration of `trainer_cases` by headloss and by a reference trainer, and the
+differences between the two runs.
 
 Imported by trainers.py. Page: docs/train.md.
 """

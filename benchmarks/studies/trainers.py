@@ -11,8 +11,9 @@ One pair of processes runs all configurations (`trainer_cases.matrix`), with new
 run. Each configuration runs with headloss and with the reference trainer, and in bf16 also with a
 float64 head. Some configurations also run an evaluation, or a run that is resumed from a
 checkpoint. A restarted study continues after the last configuration. With `--one-process`, one
-process runs the float32 configurations on the batches of both processes together. On a machine with
-one GPU the two processes share the GPU with a smaller vocabulary, and times are meaningless.
+process runs the float32 configurations on the batches of both processes together. The study runs in
+two processes. On a machine with one GPU these two processes share the GPU with a smaller
+vocabulary, and times are meaningless.
 """
 
 from __future__ import annotations
