@@ -190,8 +190,8 @@ def _cuts(term: Term, batch: PackedBatch) -> dict[str, list[Piece]]:
     segments = Segments.from_ids(turned[batch.segments.ids], count)
     fields = {name: getattr(batch, name) for name in batch.kinds()}
     if (prompts := batch.as_given("prompts")) is not None:
-        # Indexing by `turned` undoes the new order of the ids, because the permutation `turned` is
-        # its own inverse.
+        # Segment i of the permuted batch is segment turned[i] of `batch`, because the permutation
+        # `turned` is its own inverse.
         fields["prompts"] = prompts[turned]
     permuted = Batch(batch.targets, segments, **fields)
     packed = Packing(permuted).view(permuted, torch.float64)

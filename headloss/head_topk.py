@@ -41,8 +41,9 @@ def head_topk(
 
     Shapes: hidden [.., H] and head.weight [V, H]; ids and log-probs are [.., k].
 
-    Log-probs are float32 (float64 for float64 inputs). Tokens with equal logits are in arbitrary
-    order. If several tokens tie for the k-th place, the choice among the tied tokens is arbitrary.
+    Log-probs are float32 (float64 for float64 inputs). Tokens with equal logits are returned in
+    arbitrary order. If several tokens tie for the k-th place, the choice among the tied tokens is
+    arbitrary.
 
     Args:
         hidden, head, options: as for `head_loss`.

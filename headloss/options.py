@@ -44,8 +44,8 @@ class Options:
             zeros. A batch-scoped term also sees unscored positions, and is refused unless it reads
             `batch.live`, [T] bool.
         skip_rows: leave tokens without a gradient out of the two backward matmuls, if the matmuls
-            are so large that this saves time. With `skip_rows`, the host reads the number of tokens
-            with a gradient from the device once per chunk.
+            are so large that this saves time. With `skip_rows`, the CPU reads the number of tokens
+            with a gradient from the GPU once per chunk.
         gradient_tolerance: a number >= 0; tokens with almost no gradient are left out of the two
             backward matmuls. In each chunk (under "held" and "recompute": in the whole call) tokens
             are skipped in increasing order of |dL/dz|, the norm of the gradient of a token's

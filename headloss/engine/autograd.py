@@ -179,9 +179,9 @@ def refuse_second_derivatives(of: str) -> None:
 
 def missing_factor(stated: float | None, scale: Tensor | None, upstream: Tensor) -> Tensor | None:
     """Return the factor that turns the computed gradients into gradients of the loss; None for a
-    factor of one. The computed gradients already include the factor `scale`, if not None. If the
-    caller has declared the upstream gradient in advance, `stated` is the declared number, by which
-    the computed gradients are already multiplied."""
+    factor of one. The computed gradients already include the factor `scale`, unless `scale` is
+    None. If the caller has declared the upstream gradient in advance, `stated` is the declared
+    number, by which the computed gradients are already multiplied."""
     if stated is None:
         factor = upstream if upstream.dtype == torch.float64 else upstream.float()
         return factor if scale is None else factor / scale

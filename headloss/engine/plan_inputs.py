@@ -73,7 +73,8 @@ class PlanInputs:
     row_bytes: int = 4
     on_gpu: bool = False
     multiprocessors: int = 0  # Multiprocessors of the GPU.
-    # GPU memory in bytes; if ranks shard the vocabulary, the least GPU memory of a rank.
+    # GPU memory in bytes; if ranks shard the vocabulary, the memory of the smallest GPU among the
+    # ranks.
     memory: int = 0
     given: bool = False  # Logits are given.
     overwrites: bool = False  # The gradient may overwrite the logits of the caller.

@@ -107,7 +107,7 @@ class Measured(NamedTuple):
 class ShiftedSums(NamedTuple):
     """Per-token sum over a slice's vocabulary columns j: exp(z_j - shift) times the derivative of
     the logit z_j by its raw logit, times weight row j. If the loss depends only on the target's
-    logit and the log-sum-exp, the hidden gradient is computed from this sum of weight rows."""
+    logit and the log-sum-exp, the hidden gradient is computed from the field `rows`."""
 
     rows: Tensor  # Shape [n, H], float32.
     shift: Tensor  # Shape [n], float32.
@@ -204,7 +204,7 @@ class Acts(Protocol):
     def scaled(self, sums: Sequence[Sum], factor: Tensor | None) -> list[Tensor]:
         """Return each gradient sum times the scalar `factor` and the sum's row factors, in float32
         or wider, rounded to the gradient's dtype. All sums with row factors (`Sum.rows`) have
-        equally many rows. Sums that have their gradient's dtype are multiplied in place."""
+        equally many rows. A gradient sum in the gradient's dtype is multiplied in place."""
 
     # ------------------------------------------------------------------ allowed ids of each token
 
@@ -270,7 +270,7 @@ class Kernels(Acts, Protocol):
         self, a: Tensor, b: Tensor, *, dtype: torch.dtype = torch.float32, out: Tensor | None = None
     ) -> Tensor:
         """Return the product a [n, k] @ b [k, m] (of any strides), rounded once to `dtype`, or
-        added to `out` [n, m]. Each row is summed in float32, in an order independent of n."""
+        added to `out` [n, m]. Each row is summed in float32, in one order for all row counts."""
 
     # ------------------------------------------------------------------ matmuls with an epilogue
 

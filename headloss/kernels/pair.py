@@ -19,10 +19,10 @@ forward_kl, the gradient d/dz_j with respect to the student's logit z_j):
 
 For all divergences but forward_kl and the log-acceptance, the gradient with respect to the
 student's logit z_j is p_j (s_j - sum_k p_k s_k), where s_k is the divergence's derivative with
-respect to the student's probability p_k. The mean slope of a token is the mean of the derivatives
-s_k, weighted by the probabilities p_k. Adding one constant to all derivatives s_k does not change
-the gradient of the logits (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko et al. 2024,
-arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
+respect to the student's probability p_k. The mean slope of a token is the mean of the divergence's
+derivatives s_k, weighted by the student's probabilities p_k. Adding one constant to all derivatives
+s_k does not change the gradient of the logits (Lin 1991; Agarwal et al. 2024, arXiv:2306.13649; Ko
+et al. 2024, arXiv:2402.03898; Wen et al. 2023, arXiv:2307.15190).
 
 The acceptance a of speculative sampling (Leviathan et al. 2023, arXiv:2211.17192) is computed as
 sum min(p, q). The formula 1 - total variation is not used, because a small acceptance a computed by

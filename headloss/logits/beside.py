@@ -90,9 +90,9 @@ class Pairs(NamedTuple):
         return torch.full((len(self.support.offsets) - 1,), -1, device=self.raw.device)
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor, Support]:
-        """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the places [n,
-        K] of the logits of `ids` in the vector `raw`; a mask [n, K], False for an id that the token
-        does not allow; and a `Support` with the allowed ids that are not in `ids`."""
+        """Look up `ids` [n, K] among the tokens' allowed ids. Return three things: the indices [n,
+        K], in the vector `raw`, of the logits of `ids`; a mask [n, K], False for an id that the
+        token does not allow; and a `Support` with the allowed ids that are not in `ids`."""
         support = self.support
         count = len(support.ids)
         at = torch.arange(count, device=support.ids.device)
@@ -245,8 +245,8 @@ class Candidates(NamedTuple):
         """Return a sparse part of the gradient of the raw logits: values [P], one per pair (token,
         column). The value of a pair (token, candidate's column) is the derivative of the loss with
         respect to the candidate's log-prob; the value of a pair (token, target) is minus the sum of
-        the candidates' derivatives. The full gradient of the raw logits is this sparse part minus
-        c_prob (the gradient coefficient of the softmax) times the gradient of the target's
+        the candidates' derivatives. The full gradient of the raw logits is the returned sparse part
+        minus c_prob (the gradient coefficient of the softmax) times the gradient of the target's
         log-prob. A derivative of the loss with respect to the log-prob of the tail (all columns but
         the candidates) is ignored."""
         stats = measured.stats

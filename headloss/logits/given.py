@@ -154,8 +154,8 @@ class InPlaceLogits(GivenLogits):
     ) -> tuple[Measured, WrittenGradient]:
         """Return statistics and gradient from one launch. The argument `coefficients` holds
         gradient coefficients computed as if each token's entropy were 0; the kernel adds the part
-        that depends on the entropy. `slopes` [P, 5, T] holds P closed-form derivatives for each of
-        T tokens, each with the five fields of a `Slope`."""
+        that depends on the entropy. `slopes` [P, 5, T] holds P closed-form derivatives of the loss
+        at each of T tokens; the five numbers of a derivative are the fields of a `Slope`."""
         out = self._out()
         partials = self._walk(self.context.needs, out, coefficients, slopes)
         return self.context.measured(partials), WrittenGradient(out, self.acts)

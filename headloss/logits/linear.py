@@ -71,7 +71,7 @@ class RowContext(NamedTuple):
     def backward(
         self, rows: Rows, columns: slice, inputs: BackwardInputs, dtype: torch.dtype | None = None
     ) -> Backward:
-        """Return the kernel's arguments for a tile's gradient, except for the logits."""
+        """Return the inputs, except the logits, of the kernel that computes a tile's gradient."""
         stats, normalizer = inputs.measured
         coefficients, extras, _ = inputs.coefficients
         # The kernel that reads `extras` (such as candidates' log-probs) ignores `all_columns`.
@@ -371,7 +371,7 @@ class NarrowLogits(ExpLogits):
         sums: Any,  # A `SlabAccumulator`.
         inputs: BackwardInputs,  # Inputs of all tokens.
         # One sum of weight rows per block, made in the forward pass, from which the hidden gradient
-        # is computed; if empty, `add_to` loops over the vocabulary again.
+        # is computed; if `tiles` is empty, `add_to` loops over the vocabulary again.
         tiles: Sequence[SourceTile],
         blocks: Sequence[Chunk],
         skip_rows: bool,

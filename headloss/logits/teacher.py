@@ -92,7 +92,8 @@ class DenseTeacher:
         self.rows: SharedRows | None = None
         # Log-sum-exp [T] of the teacher's logits over the teacher's own, larger vocabulary.
         self.lse: Tensor | None = batch.get("teacher_lse")
-        self.static = batch.live is not None  # A call with static shapes reads nothing back.
+        # With static shapes, the CPU reads no value from the GPU.
+        self.static = batch.live is not None
         if teacher.source(batch) == "logits":
             want = self.shard.size, "the student's vocabulary"
             self.source = View(_wide_field("teacher_logits", batch, *want), batch.index)

@@ -122,9 +122,9 @@ SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "softmax", "hinge", "ipo", "exo
 
 
 def summed(values: Tensor, batch: PackedBatch, ld_alpha: float | None = None) -> Tensor:  # [S]
-    """Return the sum of the per-token `values` over each answer, [S]. `ld_alpha`, if given,
-    multiplies the values of a pair's longer answer from the position on at which the shorter answer
-    has ended."""
+    """Return the sum of the per-token `values` over each answer, [S]. If `ld_alpha` is given, the
+    values of a pair's longer answer are multiplied by `ld_alpha` after the first m tokens, where m
+    is the length of the shorter answer."""
     if ld_alpha is None:
         return batch.segments.sum(values)
     if batch.segments.group is not None:

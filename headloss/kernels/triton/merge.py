@@ -74,9 +74,9 @@ class Epilogue(NamedTuple):
 
 class Merge(NamedTuple):
     """Operands of the kernel that merges the partial sums of a matmul's column blocks. The kernel
-    writes each result as a row [n] into the buffer of `epilogue.more`, after the target logits and
-    the shifts' columns. The functions `measured` and `partials_of` make named tuples of the
-    kernel's result rows."""
+    writes each result as a row [n] into the buffer of `epilogue.more`, behind the two rows (target
+    logits, shift columns) that the matmul's epilogue has written. The functions `measured` and
+    `partials_of` make named tuples of the kernel's result rows."""
 
     x: Matrix  # Shape [n, H].
     w: Matrix  # Shape [v, H].

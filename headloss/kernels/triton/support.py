@@ -5,9 +5,9 @@ n tokens, P pairs (token, allowed column), H hidden width. Matrices are passed a
 and two strides); raw logits, values and gradients are vectors [P] with one element per pair (token,
 allowed column). One GPU program serves one token or, for the weight gradient, one column. For each
 pair (token, allowed column), the forward and the backward pass together read a row of the weight
-twice and a row of the hidden states once. Reading P rows of H 16-bit numbers moves 2PH bytes. Each
-GPU program keeps many loads in flight, so that the bandwidth of GPU memory or of the L2 cache
-limits the speed; tensor cores would not make the dot products faster.
+twice and a row of the hidden states once. Reading one row of H 16-bit numbers for each of P pairs
+moves 2PH bytes. Each GPU program keeps many loads in flight, so that the bandwidth of GPU memory or
+of the L2 cache limits the speed; tensor cores would not make the dot products faster.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def support_gradient(raw: Tensor, support: Support, backward: Backward) -> Tenso
 
 class Pieces(NamedTuple):
     """Runs (pieces) of at most PIECE consecutive pairs (token, column), into which each token's
-    pairs are divided. Token t has the pieces with indices from ends[t - 1] to ends[t] - 1."""
+    pairs are divided. Token t has the pieces ends[t - 1] to ends[t] - 1, where ends[t] is the
+    number of pieces of the tokens up to and including t."""
 
     # Token to which each of M pieces belongs, [M], where a piece is a run of at most PIECE pairs of
     # one token; an unused entry holds n, the number of tokens.

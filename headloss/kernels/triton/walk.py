@@ -5,9 +5,9 @@ statistics, the second writes the row's gradient. A NaN logit gives a NaN result
 is not read. `to` is a `SoftmaxState` of output memory, with None for a sum that is not wanted; `z`
 is a `LogitScaling` (scale, soft cap and temperature); `normalizer` is the pair (max_logit,
 log_sum). `at` holds the gradient coefficients (c_prob, c_entropy, c_uniform), each already
-multiplied by scale / temperature, which is the derivative of z by the raw logit if there is no soft
-cap. `c` is a named tuple of gradient coefficients; a field is None if the loss lacks this
-coefficient.
+multiplied by scale / temperature, which is the derivative of a transformed logit z by its raw logit
+if there is no soft cap. `c` is a named tuple of gradient coefficients; a field is None if the loss
+lacks this coefficient.
 """
 
 from __future__ import annotations
