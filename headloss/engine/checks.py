@@ -40,7 +40,7 @@ class Arguments:
     # the call.
     transform: Transform
     group: distributed.ProcessGroup | None  # Process group whose ranks hold the vocabulary shards.
-    inplace: bool = False  # The gradient may overwrite the logits' memory.
+    inplace: bool = False  # True if the gradient may overwrite the caller's logits.
     loss_fn: LossFunction | None = None  # An external loss function, in place of loss terms.
 
     @classmethod
@@ -253,7 +253,7 @@ def check_masks(batch: Batch, read: set[str], scored: Packing, dtype: torch.dtyp
     """Raise ValueError for a batch field that looks like an unused mask: the field has a mask's
     name, has the mask's value for excluded tokens at a scored token, and is read by no term of this
     call or of an earlier call. Each batch field whose name is that of a mask, such as `loss_mask`,
-    costs one device read."""
+    costs one read of a GPU value by the CPU."""
     names = {n for n in batch.fields if n in MASKS or "mask" in n.lower()}
     batch._masks_read |= names & read
     for name in names - batch._masks_read:
@@ -308,8 +308,8 @@ def check_dead_rows(
 
 
 def check_temperatures(rows: Tensor, index: Tensor | None) -> None:
-    """ValueError if one of the temperatures [T] is not a finite number > 0. The error text names
-    the position `index[t]` of the token t, or t if `index` is None. Reads the device."""
+    """ValueError if one of the temperatures [T] is not a finite number > 0. The error text names a
+    token t by its position `index[t]`, or by t if `index` is None. Reads the device."""
     bad = ~((rows > 0) & rows.isfinite())
     if not rows.is_meta and bad.any():
         token = int(bad.nonzero()[0])

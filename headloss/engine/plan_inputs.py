@@ -45,14 +45,14 @@ class PlanInputs:
     scope: str = "token"
     lengths: list[int] | None = None  # Scored tokens per segment; None with static shapes.
     segments_per_unit: int = 1
-    grouped: bool = False  # Segments run across ranks.
-    sharded: bool = False  # Ranks shard the vocabulary.
-    sparse: bool = True  # Some tokens may have no gradient.
+    grouped: bool = False  # True if segments run across ranks.
+    sharded: bool = False  # True if ranks shard the vocabulary.
+    sparse: bool = True  # True if some tokens may have no gradient.
     # True if a CPU leaves tokens without a gradient out of small matmuls too, because
     # `gradient_tolerance` is set or hidden states may hold NaN.
     thorough: bool = False
-    # The gradient depends only on the loss's derivatives with respect to log-probs, of the target
-    # or of K candidates.
+    # True if the gradient depends only on the loss's derivatives with respect to log-probs of the
+    # target or of K candidates.
     logp_only: bool = False
     input_gradient: bool = True
     weight_gradient: bool = True
@@ -64,10 +64,12 @@ class PlanInputs:
     # True if the `narrow` schedule is the default, because at the head's size it is faster than
     # schedules that write logits to memory.
     by_sweeps: bool = False
-    # The gradient depends only on the loss's derivatives with respect to logp and lse.
+    # True if the gradient depends only on the loss's derivatives with respect to the target's
+    # log-prob and the log-sum-exp.
     multiples: bool = False
     exp_tiles: bool = False  # The matmul writes exp(logits) in 16 bits in place of logits.
-    # Gradients are scaled against float16 underflow, and dW is summed in float32.
+    # True if gradients are scaled against float16 underflow, and the weight gradient is summed in
+    # float32.
     rescaled: bool = False
     # Bytes per logit of a chunk (per token and vocabulary entry), including teachers' logits.
     row_bytes: int = 4
@@ -76,10 +78,11 @@ class PlanInputs:
     # GPU memory in bytes; if ranks shard the vocabulary, the memory of the smallest GPU among the
     # ranks.
     memory: int = 0
-    given: bool = False  # Logits are given.
-    overwrites: bool = False  # The gradient may overwrite the logits of the caller.
-    in_place: bool = False  # A kernel reads and writes the caller's logits without a copy.
-    teachers: bool = False  # A teacher's logits are in memory together with the student's logits.
+    given: bool = False  # True if the caller passes logits.
+    overwrites: bool = False  # True if the gradient may overwrite the logits of the caller.
+    in_place: bool = False  # True if a kernel reads and writes the caller's logits without a copy.
+    # True if a teacher's logits are in memory together with the student's logits.
+    teachers: bool = False
     candidates: int = 0  # Candidate columns per token.
     support: int = 0  # Pairs of a token and an allowed column.
     restricted: int = 0  # Number of tokens whose softmax is over `support_ids`.

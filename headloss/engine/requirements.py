@@ -47,12 +47,14 @@ class Requirements:
     gradients: frozenset[str]  # Statistics with a gradient.
     kinds: Kinds  # Dtype and shape per token of each batch field.
     fields: frozenset[str]  # Fields of the batch that terms read.
-    slopes: bool  # The gradient of the loss has a closed form that needs no statistics.
+    slopes: bool  # True if the gradient has a closed form that needs no statistics.
     # Teachers, each with the divergences that terms read.
     teachers: tuple[tuple[Teacher, tuple[Measure, ...]], ...]
     given: bool  # Logits are given.
-    overwrites: bool  # The gradient may overwrite the caller's logits.
-    rescaled: bool  # Gradients are scaled against float16 underflow, and dW is summed in float32.
+    overwrites: bool  # True if the gradient may overwrite the caller's logits.
+    # True if gradients are scaled against float16 underflow, and the weight gradient is summed in
+    # float32.
+    rescaled: bool
     vocabulary: int  # Vocabulary columns of this rank, without padding.
     backend: str
     compute_dtype: torch.dtype | None  # Matmul dtype under torch.autocast; None without autocast.

@@ -74,8 +74,8 @@ class View:
 
 class GivenLogits(LogitSource):
     """`LogitSource` for logits that the caller passed in: copies the logits tile by tile, for any
-    backend and teacher. The gradient goes to a new tensor or, with `overwrites`, over the caller's
-    logits. `order`, a `Packing`, is the order of tokens."""
+    backend and teacher. The gradient of the logits is written to a new tensor or, with
+    `overwrites`, over the caller's logits. `order`, a `Packing`, is the order of tokens."""
 
     def __init__(
         self, tensors: Tensors, context: RowContext, *, order: Packing, overwrites: bool

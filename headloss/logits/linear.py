@@ -196,7 +196,7 @@ class LinearLogits(LogitSource):
 
     def __init__(
         self,
-        tensors: Sequence[Any],  # Pairs (features, weight) one after the other, then bias or None.
+        tensors: Sequence[Any],  # Features and weight of each matmul in turn, then bias or None.
         context: RowContext,
         *,
         # Dtype of the matmuls (under autocast); None: the dtype of the tensors.

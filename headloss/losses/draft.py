@@ -53,8 +53,8 @@ def nla(*, teacher_head: Head | None = None, temperature: float = 1.0) -> Term:
         -log sum_j min(p_j, q_j)
 
     Samarin et al. 2026 (LK losses), arXiv:2602.23881. The negative log acceptance is computed as a
-    log-sum-exp of min(log p, log q), without a clamp. The gradient stays bounded however small the
-    acceptance probability is.
+    log-sum-exp of min(log p, log q), without a clamp. The loss's gradient with respect to the
+    logits stays bounded, however small the acceptance probability is.
 
     Args:
         teacher_head: the verifier's head, for `teacher_hidden`; for a draft model of a reduced

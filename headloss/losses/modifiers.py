@@ -245,7 +245,7 @@ def _quantile(
     # an integer position below the integer.
     rank = (q * last).round(decimals=9)
     low = rank.floor()
-    # Indexing by a 0-dim tensor would make the host wait for the device.
+    # Indexing by a 0-dim tensor would make the CPU wait for the GPU.
     below, above = ordered[torch.stack([low, torch.minimum(low + 1, last)]).long()].unbind()
     return torch.where(above > below, torch.lerp(below, above, (rank - low).to(below.dtype)), below)
 
@@ -286,7 +286,7 @@ def top_entropy(
         threshold: entropy in nats, >= 0; the alternative to `quantile`.
         group: process group whose ranks hold tokens of one batch. The quantile is over the
             entropies of the tokens of all ranks; before the entropies are gathered, the ranks
-            exchange their numbers of tokens, which reads the device once.
+            exchange their numbers of tokens, so that the CPU waits once for the GPU.
 
     Inputs: none.
     """

@@ -151,7 +151,7 @@ def gspo(*, epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Term:
         -min(s_i A_i, clip(s_i, 1 - epsilon_low, 1 + epsilon_high) A_i), advantage A_i of sequence i, ratio s_i = exp(mean_t d_t), log-ratio d_t = logp_t - old_t
 
     Zheng et al. 2025, arXiv:2507.18071. Advantages per token are averaged over the sequence.
-    The mean log-ratio mean_t d_t is clamped to [-20, 20].
+    The mean log-ratio of a sequence, mean_t (logp_t - old_t), is clamped to [-20, 20].
 
     Args:
         epsilon_low, epsilon_high: distance of the lower and upper clip bound from 1, each >= 0.

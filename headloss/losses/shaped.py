@@ -184,7 +184,7 @@ def rlsd_shaped(
     Yang et al. 2026 (RLSD), arXiv:2604.03128; their teacher is the policy with the answer in the
     prompt. `rlsd_shaped` multiplies each advantage by a positive factor, so that no advantage
     changes its sign. The log of the weight w (the ratio of the teacher's to the old policy's
-    probability, or its inverse) is clamped to [-20, 20].
+    probability, or the inverse of this ratio) is clamped to [-20, 20].
 
     Args:
         term: a term that reads advantages.

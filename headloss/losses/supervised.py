@@ -190,7 +190,8 @@ def focal(*, gamma: float = 2.0) -> Term:
 
         -(1 - p_y)^gamma log p_y
 
-    Lin et al. 2017, arXiv:1708.02002. The factor 1 - p_y is at least the dtype's epsilon.
+    Lin et al. 2017, arXiv:1708.02002. The factor 1 - p_y, for the target's probability p_y, is
+    clamped to at least the dtype's epsilon.
 
     Args:
         gamma: power of 1 - p_y, >= 0; with 0 the loss is cross_entropy.

@@ -195,7 +195,8 @@ def check_teachers(teachers: Sequence[Teacher], batch: Batch, static: bool) -> N
     integers with a log-prob each; `teacher_index` requires `teacher_hidden`; a batch cannot have
     both `teacher_lse` and stored top-k ids.
 
-    Rows of `teacher_index` are not checked with static shapes, because the check reads the device.
+    Rows of `teacher_index` are not checked with static shapes, because the check makes the CPU wait
+    for the GPU.
     """
     if not teachers:
         return

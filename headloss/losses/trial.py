@@ -185,7 +185,7 @@ def check_cuts(term: Term, stats: Statistics, batch: PackedBatch) -> None:
 
     For example, `check_cuts` raises for a term whose function takes a mean over the batch's tokens,
     because the term gives other values on single tokens. `check_cuts` runs the term on segments of
-    one token each and reads the device.
+    one token each and makes the CPU wait for the GPU.
     """
     capturing = batch.targets.is_cuda and torch.cuda.is_current_stream_capturing()
     uncut = term.is_own or term.scope == "batch" or term.segments_per_unit > 1

@@ -207,7 +207,7 @@ NARROW = {1: torch.uint8, 2: torch.int16}
 
 def checksum(tensors: Sequence[Tensor]) -> int:
     """Return a checksum of the bits of all elements of `tensors`, which depends on the elements'
-    order. Reads the device."""
+    order. The CPU waits for the result from the GPU."""
     if not any(tensor.numel() for tensor in tensors):
         return 0
     vectors = [tensor.detach().reshape(-1).contiguous() for tensor in tensors]

@@ -88,7 +88,7 @@ def logits_kernel(
     out,  # Logits [n, K].
     v,
     h,
-    count,  # The number K of chosen columns.
+    count,  # The number K of chosen vocabulary columns per token.
     COLUMNS: tl.constexpr,
 ):
     blocks = tl.cdiv(count, COLUMNS)

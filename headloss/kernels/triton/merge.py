@@ -8,11 +8,11 @@ token's largest logit, the same launch computes the token's sums again from reco
 every token whose shift is not far below the token's largest logit, the kernel writes exp(z - shift)
 = 1 into the tile of exponentials, at the column whose logit is the shift.
 
-The results of a token depend neither on the number n of tokens nor on the token's position. The
-order in which a Triton reduction adds depends on the register layout, which depends on the divisors
-of addresses. The kernels sum each tile in an explicit order, independent of the register
-layout: the tile's first half is added to its second half, again and again. No kernel is compiled
-for a particular number n of tokens, so that all numbers of tokens run the same instructions.
+A token's statistics depend neither on the number n of tokens nor on the token's position. The order
+in which a Triton reduction adds depends on the register layout, which depends on the divisors of
+addresses. The kernels sum each tile in an explicit order, independent of the register layout: the
+tile's first half is added to its second half, again and again. No kernel is compiled for a
+particular number n of tokens, so that all numbers of tokens run the same instructions.
 """
 
 from __future__ import annotations
