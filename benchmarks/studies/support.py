@@ -20,13 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timed import DEVICE, milliseconds, peak_mib, run_study
+from timed import DEVICE, device_name, milliseconds, peak_mib, run_study, study_inputs
 from torch import Tensor
 
 import headloss as hl
 from headloss import kernels
 from headloss.batch.support import SupportPairs
-from headloss.testing import trained_looking
 
 WORST = 1e-5  # The allowed error of a log-prob.
 GRADIENTS = 5e-3  # The allowed relative error of a gradient; bfloat16 rounds by 4e-3.
@@ -127,12 +126,8 @@ def acts(hidden: Tensor, weight: Tensor, ids: Tensor, repeats: int) -> dict[str,
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     n, h, v, k = arguments.tokens, arguments.hidden, arguments.vocab, arguments.ids
-    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-    hidden, weight, targets = trained_looking(n, h, v, dtype, DEVICE)
-    hidden.requires_grad_()
-    weight.requires_grad_()
+    hidden, weight, targets, returned = study_inputs(arguments)
     more = {"advantages": torch.randn(n, device=DEVICE)}
-    returned = (hidden.numel() + weight.numel()) * hidden.element_size()
 
     def batch_of(ids: Tensor | None, old: Tensor) -> hl.Batch:
         return hl.Batch(targets, old_logps=old, support_ids=ids, **more)
@@ -141,7 +136,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     dense = batch_of(None, start)
     dense_ms = milliseconds(lambda: call(hidden, weight, dense), arguments.repeats)
     found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "device": device_name(),
         "sizes": {"tokens": n, "hidden": h, "vocabulary": v, "ids": k},
         "dense": {
             "ms": round(dense_ms, 3),

@@ -19,6 +19,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # modules shared with the bench
 
 import torch
 from run import write
+from torch import Tensor
+
+from headloss.testing import trained_looking
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -62,6 +65,22 @@ def peak_mib(run: Callable[[], object], returned: int) -> float | None:
     peak = torch.cuda.max_memory_allocated() - before - returned
     del kept
     return round(peak / 2**20, 1)
+
+
+def study_inputs(arguments: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return hidden states [T, H] and head weight [V, H] with `requires_grad`, targets [T], and the
+    number of bytes of the two gradients; bfloat16 on a GPU, float32 on a CPU."""
+    torch.manual_seed(0)  # The study draws its other inputs after these, equal in each run.
+    sizes = arguments.tokens, arguments.hidden, arguments.vocab
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    hidden, weight, targets = trained_looking(*sizes, dtype, DEVICE)
+    for leaf in (hidden, weight):
+        leaf.requires_grad_()
+    return hidden, weight, targets, (hidden.numel() + weight.numel()) * hidden.element_size()
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
 
 
 def run_study(

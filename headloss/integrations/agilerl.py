@@ -38,11 +38,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 class LogProbs:
     """Replacement of AgileRL's `FusedLinearLogProbsFunction`."""
 
@@ -167,4 +162,4 @@ SEAMS = Seams(
     | {(ALGORITHM, "_fused_logprob_fn_and_head"): fused_logprob_fn_and_head},
     "agilerl",
 )
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

@@ -7,6 +7,7 @@ n rows of a loss, H hidden width, r rank of a Markov head, V draft vocabulary.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -153,6 +154,18 @@ def returning(replaced: dict[Any, Any]) -> Iterator[None]:
     finally:
         for module in replaced:
             vars(module).pop("forward", None)
+
+
+def bound_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of the call `function(*args, **kwargs)` by name, with defaults."""
+    bound = _signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+_signature = functools.cache(inspect.signature)
 
 
 class Parts(torch.autograd.Function):

@@ -41,11 +41,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 def _whole(module: nn.Module, name: str) -> nn.Module:
     weight: Any = module.weight
     if isinstance(weight, DTensor):
@@ -250,4 +245,4 @@ SEAMS = Seams(
     },
     PACKAGE,
 )
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

@@ -35,11 +35,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 def logprobs(
     tensor_parallel_hidden_states: Tensor,  # A shard [L / R, B, H] under sequence parallelism.
     output_weight_layer: Tensor,  # A vocabulary shard [V / R, H].
@@ -73,4 +68,4 @@ def logprobs(
 
 HOME = "nemo_rl.distributed.model_utils"
 SEAMS = Seams({(HOME, "from_parallel_hidden_states_to_logprobs"): logprobs}, "nemo-rl")
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

@@ -37,11 +37,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 def forward(
     self: Any,
     sequences: Tensor,  # The token ids [B, L].
@@ -147,4 +142,4 @@ def measured(
 
 
 SEAMS = Seams({SEAM: forward}, "openrlhf")
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

@@ -37,11 +37,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 def forward(
     self: Any,  # prime-rl's head layer, with a weight [V, H] and, for Gemma, a soft cap.
     hidden_states: Tensor,  # The hidden states [B, L, H].
@@ -108,4 +103,4 @@ SEAMS = Seams(
     "prime-rl",
     optional=(GEMMA,),
 )
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

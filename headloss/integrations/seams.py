@@ -335,6 +335,7 @@ class Seams:
             announce(self.package, self.check())
 
     def uninstall(self) -> None:
+        """Restore the framework's functions and classes."""
         for (place, name), value in self.theirs.items():
             setattr(part(self.package, place), name, value)
         self.theirs = {}

@@ -32,11 +32,6 @@ def install() -> None:
     SEAMS.install()
 
 
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
-
-
 def logprobs(
     backend: str,
     hidden: Tensor,  # Hidden states [B, L, H], equal on all ranks.
@@ -64,4 +59,4 @@ def logprobs(
 
 HOME = "skyrl.backends.skyrl_train.distributed.megatron.model_utils"
 SEAMS = Seams({(HOME, "_fused_lm_head_logprob_apply"): logprobs}, "skyrl")
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

@@ -12,8 +12,6 @@ B sequences, N blocks of K places, T positions, S unrolled steps, H hidden width
 
 from __future__ import annotations
 
-import functools
-import inspect
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +23,7 @@ from torch import Tensor
 from ..head.head import Head
 from ..head_stats import head_stats
 from ..head_topk import head_topk
-from .drafts import DraftHeads, Parts, padded, returning
+from .drafts import DraftHeads, Parts, bound_arguments, padded, returning
 from .seams import Seams, part
 
 PACKAGE = "specforge"
@@ -47,11 +45,6 @@ def install(ploss_decay: float = 0.8) -> None:
     """
     SEAMS.install()
     DECAY.set(ploss_decay)
-
-
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
 
 
 # ---------------------------------------------------------------------- blocks
@@ -89,7 +82,7 @@ def _dflash(self: Any, hidden: Tensor, target_ids: Tensor, weight_mask: Tensor) 
 
 def _domino_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     theirs = SEAMS.theirs[f"{FAMILY}:OnlineDominoModel", "forward"]
-    before = SHARE.set(_bound(theirs, (self, *args), kwargs)["lambda_base"])
+    before = SHARE.set(bound_arguments(theirs, (self, *args), kwargs)["lambda_base"])
     try:
         return theirs(self, *args, **kwargs)
     finally:
@@ -219,7 +212,7 @@ CURRENT: ContextVar[Unrolled | None] = ContextVar("headloss_specforge", default=
 
 def _eagle_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     theirs = SEAMS.theirs[f"{EAGLE}:OnlineEagle3Model", "forward"]
-    arguments = _bound(theirs, (self, *args), kwargs)
+    arguments = bound_arguments(theirs, (self, *args), kwargs)
     states = arguments["target_hidden_for_compact"]
     if states is None or self.attention_backend == "usp":
         got = "the verifier's logits" if states is None else "attention_backend 'usp'"
@@ -245,7 +238,7 @@ def _target(hidden: Tensor, lm_head_weight: Tensor, *args: Any, **kwargs: Any) -
     theirs = SEAMS.theirs[EAGLE, "compute_target_p_padded_from_hidden"]
     if call is None:
         return theirs(hidden, lm_head_weight, *args, **kwargs)
-    arguments = _bound(theirs, (hidden, lm_head_weight, *args), kwargs)
+    arguments = bound_arguments(theirs, (hidden, lm_head_weight, *args), kwargs)
     length, mask = arguments["length"], arguments["loss_mask"]
     nothing = call.lse.new_zeros(*call.ids.shape, 1)
     padded_rows = F.pad(nothing, (0, 0, 0, length))
@@ -328,14 +321,6 @@ def _of_steps(self: Any, call: Unrolled) -> tuple[list[Tensor], ...]:
     return list(plosses), *(list(values) for values in lists)
 
 
-def _bound(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-_signature = functools.cache(inspect.signature)
-
 SEAMS = Seams(
     {
         (FAMILY, "checkpointed_chunk_reduce"): _once,
@@ -349,4 +334,4 @@ SEAMS = Seams(
     },
     PACKAGE,
 )
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

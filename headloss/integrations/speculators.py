@@ -17,8 +17,6 @@ vocabulary.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from torch import Tensor
 
 from ..head_loss import Output
 from ..head_topk import head_topk
-from .drafts import VALUES, DraftHeads
+from .drafts import VALUES, DraftHeads, bound_arguments
 from .seams import Seams, part
 
 PACKAGE = "speculators"
@@ -51,11 +49,6 @@ def install() -> None:
         RuntimeError: a replaced class or function is missing, or has unexpected arguments.
     """
     SEAMS.install()
-
-
-def uninstall() -> None:
-    """Undo `install()`."""
-    SEAMS.uninstall()
 
 
 # ---------------------------------------------------------------------- a model's forward
@@ -105,7 +98,7 @@ def _forward_of(kind: str) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         theirs = SEAMS.theirs[at]
-        arguments = _bound(theirs, (self, *args), kwargs)
+        arguments = bound_arguments(theirs, (self, *args), kwargs)
         # Without the verifier's states, no loss is computed.
         if arguments["verifier_last_hidden_states"] is None:
             return theirs(self, *args, **kwargs)
@@ -134,7 +127,7 @@ def _metrics_of(kind: str) -> Callable[..., Any]:
         theirs, forward = SEAMS.theirs[at], CURRENT.get()
         if forward is None:  # `compute_metrics` was called outside a draft model's forward.
             return theirs(*args, **kwargs)
-        arguments = _bound(theirs, args, kwargs)
+        arguments = bound_arguments(theirs, args, kwargs)
         if kind == "eagle3":  # After the last EAGLE-3 step, one call computes all steps' losses.
             forward.steps.append(arguments)
             return arguments["logits"].new_zeros((), dtype=torch.float32), {}
@@ -308,15 +301,6 @@ def _constant(values: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, targets: values
 
 
-def _bound(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = _signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-_signature = functools.cache(inspect.signature)
-
-
 def _core(kind: str) -> str:
     return f"speculators.models.{kind}.core"
 
@@ -331,4 +315,4 @@ SEAMS = Seams(
     arguments=dict.fromkeys(FORWARDS, ("verifier_last_hidden_states",))
     | dict.fromkeys(METRICS, ("logits", "targets", "loss_mask", "loss_config")),
 )
-check = SEAMS.check
+uninstall, check = SEAMS.uninstall, SEAMS.check

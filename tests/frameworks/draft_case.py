@@ -5,6 +5,7 @@ T positions, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -52,6 +53,23 @@ def agree(theirs: Trained, ours: Trained, slack: float = 1.0) -> None:
     for name, gradient in theirs.gradients.items():
         error = (ours.gradients[name] - gradient).norm()
         assert error <= slack * 3e-6 * gradient.norm() + 1e-9, name
+
+
+def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
+    """Assert as `agree` does, and equal tensors in the model's output, to 1e-6."""
+    agree(theirs, ours)
+    for got, want in zip(flat(ours.out), flat(theirs.out), strict=True):
+        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def flat(value: Any) -> list[Tensor]:
+    """Return the tensors of a nested output (dataclasses, dicts and sequences), in order."""
+    if isinstance(value, Tensor):
+        return [value.detach().double().reshape(-1)]
+    if dataclasses.is_dataclass(value):
+        value = vars(value)
+    values = value.values() if isinstance(value, dict) else value
+    return [tensor for item in values for tensor in flat(item)]
 
 
 def frozen(vocabulary: int, width: int) -> tuple[nn.Linear, nn.Embedding]:

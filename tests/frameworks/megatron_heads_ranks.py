@@ -167,6 +167,7 @@ def of_another_class(spread: bool) -> dict[str, Any]:
 
 
 def lora(size: int, spread: bool, frozen: bool) -> dict[str, float]:
+    """Compare a model whose output layer has Megatron-Bridge's LoRA, with and without headloss."""
     parallel(size)
     config = config_of(size, sequence_parallel=spread)
     model = model_of(config)
@@ -202,6 +203,7 @@ def the_merged_weight_loses_a_gradient() -> bool:
 
 
 def lora_and_depths() -> dict[str, float]:
+    """Compare multi-token prediction with a LoRA on the output layer, with and without headloss."""
     parallel(2)
     config = mtp.mtp_config(2, sequence_parallel=True)
     model = mtp.model_of(config)
@@ -215,6 +217,7 @@ def lora_and_depths() -> dict[str, float]:
 
 
 def softcap(tied: bool, kind: tuple[str, ...]) -> dict[str, float]:
+    """Compare a model whose output layer has a soft cap, with and without headloss."""
     parallel(2)
     config = config_of(2, init_method_std=0.5)
     config.final_logit_softcapping = 1.5
@@ -266,6 +269,7 @@ class Quantised(Tensor):
 
 
 def refusals() -> dict[str, str]:
+    """Return headloss's error text for each unsupported output layer."""
     from headloss.integrations.megatron import TokenLosses
 
     parallel(2)

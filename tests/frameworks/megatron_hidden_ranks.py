@@ -157,6 +157,7 @@ def depths() -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
+    """Return the error text of each unsupported call, and the shape of inference's output."""
     from headloss.integrations.megatron_hidden import hand_on
 
     parallel(2)

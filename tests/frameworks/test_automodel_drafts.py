@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from draft_case import Trained, agree, block_inputs, frozen, installing, train
+from draft_case import agree_in_metrics, block_inputs, frozen, installing, train
 from transformers import Qwen3Config
 
 pytest.importorskip("nemo_automodel.components.speculative", reason="Automodel is not installed")
@@ -65,13 +64,6 @@ def loss_of(out: Any) -> torch.Tensor:
 @pytest.fixture
 def installed() -> Any:
     yield from installing(adapter)
-
-
-def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
-    agree(theirs, ours)
-    for field in dataclasses.fields(theirs.out):
-        got, want = (getattr(step.out, field.name).double() for step in (ours, theirs))
-        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6), field.name
 
 
 @pytest.mark.parametrize(

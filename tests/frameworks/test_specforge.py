@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_case import Trained, agree, block_inputs, frozen, installing, train
+from draft_case import agree_in_metrics, block_inputs, flat, frozen, installing, train
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
@@ -48,23 +48,9 @@ def block_model(kind: str, options: dict[str, Any], **more: Any) -> Any:
     return online(draft(config), *heads, 1, **sizes, objective_chunk_blocks=2, **more)
 
 
-def flat(value: Any) -> list[Tensor]:
-    """Return the tensors of nested metrics, in order."""
-    if isinstance(value, Tensor):
-        return [value.detach().double().reshape(-1)]
-    values = value.values() if isinstance(value, dict) else value
-    return [tensor for item in values for tensor in flat(item)]
-
-
 @pytest.fixture
 def installed() -> Any:
     yield from installing(adapter)
-
-
-def agree_in_metrics(theirs: Trained, ours: Trained) -> None:
-    agree(theirs, ours)
-    for mine, other in zip(flat(ours.out), flat(theirs.out), strict=True):
-        assert torch.allclose(mine, other, rtol=1e-6, atol=1e-6)
 
 
 BLOCKS = [

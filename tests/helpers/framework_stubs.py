@@ -17,57 +17,31 @@ import torch
 from headloss.integrations import seams
 
 
-def nemo_rl_06(
-    tensor_parallel_hidden_states,
-    output_weight_layer,
-    output_weight,
-    runtime_gather_output,
-    target,
-    vocab_start_index,
-    vocab_end_index,
-    tp_group,
-    inference_only=False,
-    cp_group=None,
-    chunk_size=None,
-):
-    raise AssertionError("stock")
+def stub(signature: str) -> Callable[..., Any]:
+    """Return a function of the given signature, such as "(x, y=None)", that raises
+    AssertionError("stock")."""
+    namespace: dict[str, Any] = {}
+    exec(f"def function{signature}: raise AssertionError('stock')", namespace)
+    return namespace["function"]
 
 
-def nemo_rl_07(
-    tensor_parallel_hidden_states,
-    output_weight_layer,
-    runtime_gather_output,
-    target,
-    vocab_start_index,
-    vocab_end_index,
-    tp_group,
-    inference_only=False,
-    cp_group=None,
-    chunk_size=None,
-):
-    raise AssertionError("stock")
-
-
-def skyrl(
-    backend,
-    hidden,
-    weight,
-    target,
-    vocab_start_index,
-    vocab_end_index,
-    chunk_size,
-    tp_group,
-    inference_only,
-):
-    raise AssertionError("stock")
-
-
-def prime_rl_08(self, hidden_states, labels=None, temperature=None):
-    raise AssertionError("stock")
-
-
-def prime_rl(self, hidden_states, labels=None, temperature=None, sampling_mask=None):
-    raise AssertionError("stock")
+NEMO_RL_07 = """(
+    tensor_parallel_hidden_states, output_weight_layer, runtime_gather_output, target,
+    vocab_start_index, vocab_end_index, tp_group, inference_only=False, cp_group=None,
+    chunk_size=None
+)"""
+nemo_rl_07 = stub(NEMO_RL_07)
+nemo_rl_06 = stub(NEMO_RL_07.replace("runtime_gather", "output_weight, runtime_gather"))
+skyrl = stub(
+    "(backend, hidden, weight, target, vocab_start_index, vocab_end_index, chunk_size, tp_group, "
+    "inference_only)"
+)
+prime_rl_08 = stub("(self, hidden_states, labels=None, temperature=None)")
+prime_rl = stub("(self, hidden_states, labels=None, temperature=None, sampling_mask=None)")
+agile_head = stub("(self)")
+agile_chunked = stub(
+    "(hidden, head_w, head_b, target_ids, temperature=1.0, cast_to_fp32=True, *, chunk_rows)"
+)
 
 
 class AgileFunction(torch.autograd.Function):
@@ -76,49 +50,35 @@ class AgileFunction(torch.autograd.Function):
         raise AssertionError("stock")
 
 
-def agile_head(self):
-    return None, None, None
-
-
-def agile_chunked(
-    hidden, head_w, head_b, target_ids, temperature=1.0, cast_to_fp32=True, *, chunk_rows
-):
-    raise AssertionError("stock")
+def parameters_of(theirs: Any) -> list[inspect.Parameter]:
+    function = theirs.forward if isinstance(theirs, type) else theirs
+    return list(inspect.signature(function).parameters.values())
 
 
 def new_argument(theirs: Any, text: str) -> Any:
     """Return a copy of a function with one more argument: `text` is its name, as in "x", or has a
     default, as in "x=None"."""
-    function = theirs.forward if isinstance(theirs, type) else theirs
-    parameters = list(inspect.signature(function).parameters.values())
-    names = [str(p) for p in parameters]
-    at = 2 if isinstance(theirs, type) or names[0] == "self" else 1
-    if "=" in text:  # put an argument with a default after all positional arguments
-        kinds = [p.kind is p.KEYWORD_ONLY for p in parameters]
-        at = kinds.index(True) if any(kinds) else len(names)
-    if any(p.kind is p.KEYWORD_ONLY for p in parameters):
-        keyword = next(i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY)
-        names.insert(keyword, "*")
-    names.insert(at, text)
-    return function_of(theirs, names)
+    parameters = parameters_of(theirs)
+    (new,) = parameters_of(stub(f"({text})"))
+    at = 2 if parameters[0].name in ("self", "ctx") else 1
+    if new.default is not new.empty:  # after all positional arguments
+        at = sum(p.kind is not p.KEYWORD_ONLY for p in parameters)
+    return with_parameters(theirs, [*parameters[:at], new, *parameters[at:]])
 
 
 def renamed_argument(theirs: Any, before: str) -> Any:
-    function = theirs.forward if isinstance(theirs, type) else theirs
-    names = [str(p) for p in inspect.signature(function).parameters.values()]
-    names = [n.replace(before, f"{before}_of_another_name") for n in names if n != "*"]
-    if not isinstance(theirs, type) and theirs is agile_chunked:
-        names.insert(-1, "*")
-    return function_of(theirs, names)
+    """Return a copy of a function whose argument `before` has another name."""
+    after = f"{before}_of_another_name"
+    parameters = [p.replace(name=p.name.replace(before, after)) for p in parameters_of(theirs)]
+    return with_parameters(theirs, parameters)
 
 
-def function_of(theirs: Any, parameters: list[str]) -> Any:
-    made: dict[str, Any] = {}
-    exec(f"def function({', '.join(parameters)}): raise AssertionError('stock')", made)
+def with_parameters(theirs: Any, parameters: list[inspect.Parameter]) -> Any:
+    function = stub(str(inspect.Signature(parameters)))
     if isinstance(theirs, type):
-        body = {"forward": staticmethod(made["function"])}
+        body = {"forward": staticmethod(function)}
         return type(theirs.__name__, (torch.autograd.Function,), body)
-    return made["function"]
+    return function
 
 
 CASES: dict[str, tuple[str, str, Any, str]] = {
