@@ -44,11 +44,11 @@ class Draft(nn.Module):
         In the first unrolled step, `hidden` [B, T, H] holds the verifier's states of three layers,
         combined by `fuse` into one vector per token; in later steps it holds the states that the
         previous call returned. `tokens` [B, T, H] holds the embeddings of the drafted or given
-        tokens. In every unrolled step, position i of `hidden` and of `tokens` belongs to the draft
-        that starts from row i of the text. The draft from row i attends to the states of the first
-        unrolled step at positions up to i. A draft also attends to the states that it computed in
-        later unrolled steps, but not to states of drafts from other rows, which do not exist in
-        decoding.
+        tokens. In every unrolled step, position i of `hidden` and of `tokens` belongs to draft i,
+        which starts from the verifier's states at text position i. Draft i attends to the states of
+        the first unrolled step at text positions 0 to i, and to its own states of later unrolled
+        steps. Draft i does not attend to later states of other drafts, because decoding runs only
+        one draft.
         """
         places = self.places.weight[first : first + tokens.shape[1]]
         parts = [rms_norm(x, x.shape[-1:]) for x in (tokens + places, hidden)]
@@ -113,8 +113,8 @@ def loss(draft: Draft, verifier: Verifier, ids: Tensor, scored: Tensor, steps: i
     batch = hl.Batch(
         torch.where(scored[..., None] & there, likeliest, -100),
         teacher_hidden=states.flatten(0, 1),
-        # The unrolled steps of a row are adjacent tokens with one teacher row, so that the
-        # verifier's head computes the logits of each row only once.
+        # The S unrolled steps at one text position are adjacent tokens with one teacher row, so
+        # that the verifier's head computes the logits of each text position only once.
         teacher_index=torch.arange(ids.numel()).view(*ids.shape, 1).expand(-1, -1, steps),
         step_weights=(0.8**step).expand(*ids.shape, -1),
     )

@@ -15,7 +15,8 @@ def soft_policy_gradient(stats, batch, tau=1.0):
 
 @hl.term(scope="segment", per="segment")
 def worst_token(stats, batch):
-    """Return the mean square [S] by which log-probs fall below the mean of their sequence."""
+    """Return for each sequence [S] the mean square of max(m - logp, 0), where m is the sequence's
+    mean log-prob."""
     mean = batch.segments.expand(batch.segments.mean(stats.logp))  # [T]
     return batch.segments.mean((mean - stats.logp).relu().square())  # [S]
 

@@ -1,10 +1,10 @@
 """Show that, for equal hidden states, a token's policy ratio between training and scoring is
 exactly 1.
 
-The example scores answers one by one, and trains on chunks that mix several answers. On a GPU a
-token's log-prob has equal bits in scoring and training (bfloat16 heads without bias or adapter). If
-a sampler's and a trainer's log-probs still differ on a GPU, the cause is not the head. On a CPU,
-log-probs in scoring and training may differ in the last bits.
+This example computes old log-probs of answers one by one, and trains on chunks that mix several
+answers. On a GPU a token's log-prob has equal bits in scoring and training (bfloat16 heads without
+bias or adapter). If a sampler's and a trainer's log-probs still differ on a GPU, the cause is not
+the head. On a CPU, log-probs in scoring and training may differ in the last bits.
 """
 
 from __future__ import annotations
