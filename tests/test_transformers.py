@@ -7,6 +7,8 @@ import copy
 import functools
 import inspect
 import pickle
+import sys
+import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +23,7 @@ from headloss.integrations.documents import as_documents
 
 transformers = pytest.importorskip("transformers")
 from headloss.integrations.followed import HeadCall  # noqa: E402
+from headloss.integrations.sharding import in_place_of  # noqa: E402
 from headloss.integrations.transformers import apply, remove  # noqa: E402
 
 QUICK = ("llama", "gpt2", "gemma2", "cohere", "minicpm3", "mixtral", "rwkv", "falcon_mamba", "opt")
@@ -234,9 +237,66 @@ def test_calls_from_two_threads() -> None:
         hook = model.model.register_forward_hook(meanwhile)
         assert model(IDS, labels=LABELS).loss.item() == pytest.approx(loss.item(), rel=1e-6)
         torch.testing.assert_close(found[0], want)
-        assert "call with labels during another one" in str(found[1])
+        assert "call with labels during another call with labels" in str(found[1])
         assert model(IDS, labels=LABELS).loss.item() == pytest.approx(loss.item(), rel=1e-6)
         copy.deepcopy(model)(IDS, labels=LABELS).loss.backward()
+
+
+@pytest.mark.filterwarnings("error")
+def test_threads_that_race() -> None:
+    """Of calls with labels from several threads at once, each returns its loss or raises that the
+    calls overlap; calls without labels return the logits, no call warns, and the model stays as it
+    was."""
+    model = tiny("llama").eval()
+    rows = [(IDS[i : i + 1], LABELS[i : i + 1]) for i in range(2)]
+    want = [(model(x, labels=y).loss.item(), model(x).logits) for x, y in rows]
+    start = threading.Barrier(4)
+    before = sys.getswitchinterval()
+
+    def act(thread: int) -> int:
+        x, y = rows[thread % 2]
+        loss, logits = want[thread % 2]
+        done = 0
+        start.wait()
+        for _ in range(40):
+            if thread < 2:
+                torch.testing.assert_close(model(x).logits, logits)
+                continue
+            try:
+                assert model(x, labels=y).loss.item() == pytest.approx(loss, rel=1e-6)
+                done += 1
+            except RuntimeError as error:
+                if "call with labels during another call with labels" not in str(error):
+                    raise
+        return done
+
+    with apply(model) as applied, ThreadPoolExecutor(4) as pool:
+        sys.setswitchinterval(1e-6)
+        try:
+            assert sum(pool.map(act, range(4)))
+        finally:
+            sys.setswitchinterval(before)
+        assert not applied.running
+        own = vars(model).get("_loss_function"), vars(model.lm_head).get("forward")
+        assert own == (None, None)
+        ids, labels = rows[0]
+        assert model(ids, labels=labels).loss.item() == pytest.approx(want[0][0], rel=1e-6)
+
+
+def test_replacements_of_one_forward_do_not_overlap() -> None:
+    """A thread that replaces a module's forward waits until another thread has restored it."""
+    module, entered = torch.nn.Linear(2, 2), threading.Event()
+
+    def other() -> str:
+        with in_place_of(module, lambda _: "other"):
+            entered.set()
+            return module(IDS)
+
+    with ThreadPoolExecutor(1) as pool:
+        with in_place_of(module, lambda _: "mine"), in_place_of(module, lambda _: "inner"):
+            found = pool.submit(other)
+            assert not entered.wait(0.1) and module(IDS) == "inner"
+        assert found.result() == "other" and "forward" not in vars(module)
 
 
 # ---------------------------------------------------------------------- Trainer

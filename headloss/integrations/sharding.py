@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,6 +17,9 @@ from torch import Tensor, nn
 from ..head.head import Head
 
 T = TypeVar("T")
+# A lock for each module whose forward is replaced: if the blocks of two threads overlapped, the
+# second block would restore the first block's replacement.
+LOCKS = weakref.WeakKeyDictionary[nn.Module, Any]()
 
 
 def whole(head: Head, model: nn.Module, dtype: torch.dtype) -> Head:
@@ -68,17 +73,18 @@ def unsharded(module: nn.Module, act: Callable[[Tensor], T], hidden: Tensor) -> 
 @contextlib.contextmanager
 def in_place_of(module: Any, forward: Callable[..., Any] | None = None) -> Iterator[None]:
     """Set `forward` as the instance's forward while the `with` block runs; with `forward=None`,
-    remove the instance's forward."""
+    remove the instance's forward. Blocks of one thread nest; a block of another thread waits."""
     attributes = vars(module)  # Writing to `vars(module)` is ten times faster than `setattr`.
-    before = attributes.pop("forward", None)
-    if forward is not None:
-        attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        attributes.pop("forward", None)
-        if before is not None:
-            attributes["forward"] = before
+    with LOCKS.setdefault(module, threading.RLock()):
+        before = attributes.pop("forward", None)
+        if forward is not None:
+            attributes["forward"] = forward
+        try:
+            yield
+        finally:
+            attributes.pop("forward", None)
+            if before is not None:
+                attributes["forward"] = before
 
 
 def inside(module: Any, act: Callable[[Tensor], T], hidden: Tensor) -> T:

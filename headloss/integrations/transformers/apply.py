@@ -51,6 +51,9 @@ def apply(
     tokens needs a step of one call; in a `Trainer`, `TotalsMixin` supports all reductions.
     Documents that `position_ids` mark in packed rows are the segments of terms.
 
+    Calls without labels may run in several threads at once. A call with labels during another call
+    with labels raises RuntimeError.
+
     Args:
         model: a language model with output embeddings that `Head.of` can read.
         terms: the objective; default: cross-entropy.
@@ -157,10 +160,9 @@ class Applied:
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
         # The optimizer step that the next calls of the model are part of.
         self.step: Step | None = None
-        self.call: Call | None = None
-        # Number of the model's forwards that are running; the backbone must not run outside of a
-        # forward of the whole model.
-        self.running = 0
+        # One element for each forward of the model that is running; the backbone must not run
+        # outside of a forward of the whole model. A list, because `+=` of threads may lose a count.
+        self.running: list[None] = []
         # The value that other code had assigned to `model.forward`, or None.
         self.own_forward = enter(model)
         setattr(model, STATE, self)
@@ -172,7 +174,9 @@ class Applied:
         return f"Applied({type(self.model).__name__}, {self.objective!r}, fields={self.fields})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "call": None, "running": 0, "logged": None}
+        state = {**vars(self), "running": [], "logged": None}
+        state.pop("call", None)
+        return state
 
     @property
     def metrics(self) -> Metrics | None:
@@ -219,15 +223,16 @@ class Applied:
         own = self.own_forward or own
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         fields = {name: kwargs.pop(name) for name in self.fields if name in kwargs}
-        self.running += 1
+        self.running.append(None)
         try:
             if arguments.get("labels") is None:
                 self._without_labels(model, "num_items_in_batch" in kwargs)
                 return own(*args, **kwargs)
-            if vars(self).setdefault("call", None) is not None:
+            # `setdefault` is atomic: of several threads, one stores its arguments.
+            if vars(self).setdefault("call", arguments) is not arguments:
                 raise RuntimeError(
-                    "model: got a call with labels during another one, want one at a time: they "
-                    "share the head"
+                    "model: got a call with labels during another call with labels, want calls one "
+                    "after another: a call replaces the loss function and the head's forward"
                 )
             own_loss = getattr(model, "loss_function", None) != self.loss_function
             if own_loss:
@@ -241,7 +246,9 @@ class Applied:
                 )
             return call.end(output)
         finally:
-            self.running -= 1
+            self.running.pop()
+            if vars(self).get("call") is arguments:
+                del vars(self)["call"]
 
     # torch.compile fails once to trace `run`, and skips `run` in later calls. If `run` were
     # decorated by torch.compiler.disable(recursive=False), each call would run the compiler.

@@ -63,7 +63,7 @@ class Call(FollowedHead):
 
     @eager
     def __enter__(self) -> Call:
-        self.applied.call, self.own_loss = self, vars(self.model).get("_loss_function")
+        self.own_loss = vars(self.model).get("_loss_function")
         if self.replaces:
             vars(self.model)["_loss_function"] = self.at_loss
         return super().__enter__()
@@ -71,7 +71,6 @@ class Call(FollowedHead):
     @eager
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self.applied.call = None
         vars(self.model).pop("_loss_function", None)
         if self.own_loss is not None:
             self.model._loss_function = self.own_loss
