@@ -16,8 +16,8 @@ import headloss as hl
 
 SECONDS = 3.0  # timeout of the process groups
 T, H, V = 6, 4, 10
-# With this value in the batch, the term fails; headloss's trial run of a new term uses other
-# values.
+# If the field `armed` of the batch contains this value, the loss term fails; when headloss tries a
+# new term on made-up tokens, `armed` has other values.
 ARMED = 100.0
 
 
