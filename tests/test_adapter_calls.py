@@ -17,11 +17,17 @@ from framework_stubs import (
     nemo_rl_06,
     nemo_rl_07,
     no_notice_yet,  # noqa: F401
+    parameters_of,
+    place,
     prime_rl,
     released,
+    stub,
     stubbed,
+    with_parameters,
 )
 from torch import Tensor
+
+from headloss.integrations import nemo_rl_distillation as distillation
 
 # ---------------------------------------------------------------------- prime-rl
 
@@ -168,3 +174,44 @@ def test_nemo_rl_as_each_release_calls_it(signature, monkeypatch) -> None:
         weights = [(weight, weight), (None, weight)]
     for passed in weights:
         torch.testing.assert_close(function(hidden, *passed, False, ids, **more), want)
+
+
+@pytest.fixture
+def distilling(monkeypatch) -> Any:
+    """Return a function that installs a NeMo-RL stub whose full-vocabulary distillation stands at
+    `at` ("module.function"), or nowhere."""
+    released(monkeypatch, "0.7.0", "nemo-rl")
+
+    def like(ours: Any) -> Any:
+        return with_parameters(ours, parameters_of(ours))
+
+    def install(at: str) -> Any:
+        forward = stub("(data_iterator, model, post_processing_fn, sampling_params=None)")
+        train = place(monkeypatch, distillation.TRAIN, distillation.FORWARD, forward)
+        place(monkeypatch, distillation.MODELS, distillation.TOPK, like(distillation.topk_logprobs))
+        if at:
+            place(monkeypatch, *at.rsplit(".", 1), like(distillation.full_divergence))
+        distillation.install()
+        return train
+
+    yield install
+    distillation.uninstall()
+
+
+@pytest.mark.parametrize("name", distillation.FULL)
+@pytest.mark.parametrize("module", [distillation.INPUTS, distillation.UTILS])
+def test_nemo_rl_full_vocabulary_distillation_under_each_name(distilling, module, name) -> None:
+    """headloss replaces NeMo-RL's function of full-vocabulary distillation in each module and under
+    each name that the function has had."""
+    distilling(f"{module}.{name}")
+    function = getattr(sys.modules[module], name)
+    assert function.__module__ == distillation.__name__
+
+
+def test_nemo_rl_full_vocabulary_distillation_that_is_not_replaced_is_refused(distilling) -> None:
+    """A full-vocabulary loss raises ValueError if headloss found no function to replace, since the
+    loss would read hidden states as logits."""
+    train = distilling("")
+    loss_fn = SimpleNamespace(input_type=SimpleNamespace(name="OPD_FULL"))
+    with pytest.raises(ValueError, match="opd_full of this NeMo-RL: is not supported here"):
+        train.forward_with_post_processing_fn(iter(()), None, SimpleNamespace(loss_fn=loss_fn))

@@ -14,6 +14,7 @@ top k.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -32,7 +33,9 @@ from .shared import holders, refuse
 PACKAGE = "nemo-rl"
 TRAIN, MODELS = "nemo_rl.models.megatron.train", "nemo_rl.distributed.model_utils"
 FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logprobs_from_logits"
-INPUTS, FULL = "nemo_rl.algorithms.loss.loss_input", "_prepare_opd_full_loss_input"
+# NeMo-RL's main branch has had the function of `opd_full` in each module, under each name.
+INPUTS, UTILS = "nemo_rl.algorithms.loss.loss_input", "nemo_rl.algorithms.loss.utils"
+FULL = ("_prepare_opd_full_loss_input", "prepare_opd_full_loss_input")
 # NeMo-RL's module with the names of those batch columns that hold a teacher's data.
 FIELDS = "nemo_rl.algorithms.opd"
 KINDS = ("DISTILLATION", "OPD_FULL")  # Names in NeMo-RL's enum `LossInputType`.
@@ -62,17 +65,23 @@ INSTALLED: list[Seams] = []
 
 def _seams() -> Seams:
     forward, topk = part(PACKAGE, TRAIN, FORWARD), part(PACKAGE, MODELS, TOPK)
+    full = _of_full_vocabulary()
     require_arguments(forward, ("model", "post_processing_fn", "sampling_params"), FORWARD, PACKAGE)
 
     @functools.wraps(forward)
     def with_hidden_states(
         data_iterator: Any, model: Any, post_processing_fn: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _distils(post_processing_fn):
+        kind = _kind(post_processing_fn)
+        if kind not in KINDS:
             return forward(data_iterator, model, post_processing_fn, *args, **kwargs)
         sampling = kwargs.get("sampling_params")
         heat = 1.0 if sampling is None else sampling.temperature
-        refuse("NeMo-RL without headloss", **{"a temperature in distillation": heat != 1.0})
+        unsupported = {
+            "a temperature in distillation": heat != 1.0,
+            "opd_full of this NeMo-RL": kind == "OPD_FULL" and full is None,
+        }
+        refuse("NeMo-RL without headloss", **unsupported)
         door = hand_on(model)
         try:
             output, finish = forward(data_iterator, model, post_processing_fn, *args, **kwargs)
@@ -82,24 +91,29 @@ def _seams() -> Seams:
         return (output if door is None else _gathered(output)), finish
 
     ours = {forward: with_hidden_states, topk: topk_logprobs}
-    if (full := _of_full_vocabulary()) is not None:
+    if full is not None:
         names = ("logits", "data", "loss_fn", "context_parallel_group", WEIGHTS)
-        require_arguments(full, names, FULL, PACKAGE)
+        require_arguments(full, names, full.__name__, PACKAGE)
         ours[full] = full_divergence
     return Seams({at: new for old, new in ours.items() for at in holders(old)}, PACKAGE)
 
 
 def _of_full_vocabulary() -> Any:
-    """Return NeMo-RL's function of `opd_full`; None in a release without `opd_full`."""
-    try:
-        return getattr(import_module(INPUTS), FULL, None)
-    except ModuleNotFoundError:
-        return None
+    """Return NeMo-RL's function of `opd_full`; None if NeMo-RL has no such function."""
+    for home, name in itertools.product((INPUTS, UTILS), FULL):
+        try:
+            function = getattr(import_module(home), name, None)
+        except ModuleNotFoundError:
+            continue
+        if function is not None:
+            return function
+    return None
 
 
-def _distils(post_processing_fn: Any) -> bool:
+def _kind(post_processing_fn: Any) -> str | None:
+    """Return the name of the loss's member of NeMo-RL's enum `LossInputType`."""
     kind = getattr(getattr(post_processing_fn, "loss_fn", None), "input_type", None)
-    return getattr(kind, "name", None) in KINDS
+    return getattr(kind, "name", None)
 
 
 def _gathered(hidden: Tensor) -> Tensor:
@@ -202,7 +216,7 @@ def full_divergence(
 ) -> dict[str, Tensor | None]:
     """Return KL(student || teacher), [B, L - 1], of the tokens in NeMo-RL's mask, and 0 elsewhere.
 
-    Replaces `_prepare_opd_full_loss_input`. The result also has entropies and cross-entropies if
+    Replaces `prepare_opd_full_loss_input`. The result also has entropies and cross-entropies if
     `validate_decomposition` is set, and log-probs for `reference_policy_kl_penalty`. The
     cross-entropy is computed as divergence plus entropy, so NeMo-RL's
     `opd_full_decomposition_error` is 0 up to rounding.
