@@ -517,27 +517,6 @@ def test_fields_of_a_teacher_are_refused():
         hl.head_loss(*call, batch, term + cooler)
 
 
-@pytest.mark.parametrize("given", ["logits", "hidden"])
-def test_a_log_sum_exp_of_another_temperature(given):
-    """`teacher_lse` at another temperature than the term's gives a probability above 1, which is
-    refused; so is one wrong token among correct tokens."""
-    s = Setting()
-    logits = s.verifier.logits(s.states)
-    form = {"logits": (None, logits), "hidden": (s.verifier, s.states)}
-    head, value = form[given]
-    term = hl.nla(teacher_head=head, temperature=0.5)
-    call = s.leaves[0], hl.Head(s.leaves[1])
-    right = (logits / 0.5).logsumexp(-1)
-    one = right.clone()
-    one[T // 2] -= 1
-    for lse in logits.logsumexp(-1), one:
-        batch = hl.Batch(s.targets, **{f"teacher_{given}": value}, teacher_lse=lse)
-        for options in hl.Options(), hl.Options(schedule="recompute"), hl.Options(chunk_tokens=5):
-            with pytest.raises(ValueError, match="teacher_lse: got less .* of the term, 0.5"):
-                hl.head_loss(*call, batch, term, options)
-    hl.head_loss(*call, batch.with_fields(teacher_lse=right - 0.6), term)
-
-
 # ---------------------------------------------------------------------- additional columns
 
 

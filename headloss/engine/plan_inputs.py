@@ -95,8 +95,8 @@ class PlanInputs:
     def sums_often(self, chunks: int) -> bool:
         """True if `one_pass` is no faster than `recompute`, because a chunk has so few tokens that
         the float32 sum of the weight gradient is read and written many times."""
-        sums = self.on_gpu and self.exp_tiles and self.weight_gradient and chunks > 1
-        return sums and self.tokens <= FEW_ROWS * chunks
+        few = chunks > 1 and self.tokens <= FEW_ROWS * chunks
+        return few and self.on_gpu and self.exp_tiles and self.weight_gradient
 
     @property
     def token_bytes(self) -> int:

@@ -41,6 +41,15 @@ def _blocks(matrix: Tensor, width: int = 0) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+def _even(gradient: Tensor) -> list[slice]:
+    """Return slices of the columns of a gradient [n, v] for its matmuls: first as many columns as
+    are a multiple of 8, then the last columns. With another number of columns, cuBLAS computes
+    16-bit matmuls up to 5 times slower (see benchmarks/NOTES.md)."""
+    v = gradient.shape[1]
+    even = v - v % 8
+    return [slice(even), slice(even, v)] if 0 < even < v else [slice(v)]
+
+
 class Products:
     """Matmuls with the head's weight, with float32 sums."""
 
@@ -67,8 +76,7 @@ class Products:
             weight = weight.repeat(1, 3)
         beta = 0 if out is None else 1
         if out is None:
-            either = torch.promote_types(features.dtype, weight.dtype)
-            wide = torch.promote_types(either, torch.float32)
+            wide = torch.promote_types(torch.promote_types(*dtypes), torch.float32)
             out = features.new_empty(len(features), len(weight), dtype=wide)
         if features.is_cuda and features.dtype == weight.dtype:
             alpha = 1 + accumulator_bias(features.device, features.shape[1])
@@ -90,7 +98,7 @@ class Products:
         """Return gradient @ weight in `dtype`, rounded once."""
         if weight.dtype in WIDE:
             return (gradient.to(weight.dtype) @ weight).to(dtype)
-        if gradient.is_cuda:
+        if gradient.is_cuda and gradient.shape[1] % 8 == 0:
             gradient = gradient.to(weight.dtype)
             if dtype == weight.dtype:
                 rows = max(1, LARGE // weight.shape[1])
@@ -114,7 +122,9 @@ class Products:
         """total += gradient @ weight."""
         if gradient.is_cuda and weight.dtype not in WIDE:
             gradient = gradient.to(weight.dtype)
-            aten.addmm.dtype_out(total, gradient, weight, torch.float32, out=total)
+            for part in _even(gradient):
+                factors = gradient[:, part], weight[part]
+                aten.addmm.dtype_out(total, *factors, torch.float32, out=total)
             return
         for block in _blocks(weight):
             total.addmm_(gradient[:, block].to(total.dtype), weight[block].to(total.dtype))
@@ -151,19 +161,20 @@ def add_weight_gradient_(
     """Add gradient.T @ features, [v, H], to the accumulator `total` in place."""
     if features.is_cuda and not (features.dtype in WIDE and gradient.dtype in WIDE):
         dtype = gradient.dtype if features.dtype in WIDE else features.dtype
-        factors = (gradient.to(dtype).t(), features.to(dtype))
+        features = features.to(dtype)
         beta = 0 if fresh else 1
-        if total.dtype == torch.float32:
-            aten.addmm.dtype_out(total, *factors, torch.float32, beta=beta, out=total)
-        elif total.dtype == dtype and fresh:
-            torch.mm(*factors, out=total)
-        elif total.dtype == dtype:
-            total.addmm_(*factors)
-        # The matmul's inputs have another dtype than the sum `total`, e.g. bfloat16 inputs and a
-        # float16 sum.
-        else:
-            product = torch.mm(*factors, out_dtype=torch.float32)
-            total.copy_(product) if fresh else total.add_(product)
+        for part in _even(gradient):
+            rows = total[part]
+            factors = gradient[:, part].to(dtype).t(), features
+            if total.dtype == torch.float32:
+                aten.addmm.dtype_out(rows, *factors, torch.float32, beta=beta, out=rows)
+            elif total.dtype == dtype:
+                rows.addmm_(*factors, beta=beta)
+            # The matmul's inputs have another dtype than the sum `total`, e.g. bfloat16 inputs and
+            # a float16 sum.
+            else:
+                product = torch.mm(*factors, out_dtype=torch.float32)
+                rows.copy_(product) if fresh else rows.add_(product)
         return
     wide = sum_dtype(features.dtype)
     if fresh and total.dtype == wide == features.dtype == gradient.dtype:

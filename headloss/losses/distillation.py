@@ -81,8 +81,7 @@ def distillation(
     token that the teacher rules out (logit -inf) counts as a token of log-prob -10000. Where the
     teacher's vocabulary is larger than the student's, `teacher_lse` [..], at the term's
     temperature, replaces the log-sum-exp of the teacher's logits. With `teacher_lse`, q has a mass
-    m below 1, and the total variation grows by (1 - m) / 2; m > 2, as from a log-sum-exp at another
-    temperature, raises ValueError. With tail="sampled" the term also reads
+    m below 1, and the total variation grows by (1 - m) / 2. With tail="sampled" the term also reads
     teacher_logps [..], the teacher's log-prob log q_y of the target y at the term's temperature.
 
     Default reduction: token_mean. Metrics: the divergence, under its name in the option divergence
