@@ -253,6 +253,9 @@ def test_tensors_of_two_dtypes(dtype: torch.dtype, other: torch.dtype) -> None:
     loss = 2**-12 * tokens.mean()
     want = torch.autograd.grad(loss, (x, w, f, g, a, b))
 
+    # On a GPU, the adapter's two matmuls round their inputs to the narrower dtype.
+    narrower = min(other, dtype, key=lambda x: x.itemsize)
+    matmul, factor = (narrower, 6) if DEVICE == "cuda" else (dtype, 3)
     for schedule, fixed in CASES:
         given = hl.Options(backend="triton", schedule=schedule, batch_invariant=fixed)
         out = hl.head_loss(hidden, head, batch, objective, given)
@@ -260,8 +263,8 @@ def test_tensors_of_two_dtypes(dtype: torch.dtype, other: torch.dtype) -> None:
         gradients = torch.autograd.grad(out.loss, leaves)
         for i, (mine, leaf, exact) in enumerate(zip(gradients, leaves, want, strict=True)):
             # Plain float16 has no gradient scaling; its relative error is that of `dtype` alone.
-            rounded = exact.to(leaf.dtype), (exact * 2**12).to(dtype) / 2**12
-            most = 3 * max(error(value, exact) for value in rounded) + 1e-6
+            rounded = exact.to(leaf.dtype), (exact * 2**12).to(matmul) / 2**12
+            most = factor * max(error(value, exact) for value in rounded) + 1e-6
             assert mine.dtype == leaf.dtype and error(mine, exact) <= most, (schedule, fixed, i)
 
 
