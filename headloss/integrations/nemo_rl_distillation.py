@@ -33,7 +33,7 @@ from .shared import holders, refuse
 PACKAGE = "nemo-rl"
 TRAIN, MODELS = "nemo_rl.models.megatron.train", "nemo_rl.distributed.model_utils"
 FORWARD, TOPK = "forward_with_post_processing_fn", "get_distillation_topk_logprobs_from_logits"
-# NeMo-RL's main branch has had the function of `opd_full` in each module, under each name.
+# Sources of NeMo-RL after 0.7 differ in the module and in the name of the function of `opd_full`.
 INPUTS, UTILS = "nemo_rl.algorithms.loss.loss_input", "nemo_rl.algorithms.loss.utils"
 FULL = ("_prepare_opd_full_loss_input", "prepare_opd_full_loss_input")
 # NeMo-RL's module with the names of those batch columns that hold a teacher's data.

@@ -24,7 +24,8 @@ from torch import Tensor
 # Number of top-k ids per token; padded and true lengths of the two sequences.
 K, PADDED, LENGTHS = 5, (8, 4), (7, 4)
 WIDTHS = 12  # Hidden width of the teacher models.
-# Folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation.
+# Folder below .frameworks/ with NeMo-RL's sources that have full on-policy distillation, which no
+# release has. `make test-frameworks` skips the comparison, since sources.txt lacks the folder.
 OPD = "nemo_rl_opd"
 LossInputType = enum.Enum("LossInputType", ["DISTILLATION", "OPD_FULL"])
 LossType = enum.Enum("LossType", ["TOKEN_LEVEL", "SEQUENCE_LEVEL"])
