@@ -13,6 +13,7 @@ import pytest
 HERE = Path(__file__).parent
 # KiB of shared memory.
 TARGETS = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "hip:gfx942": 64}
+ACCELERATED = ("cuda:90", "cuda:100")  # Targets with a tensor memory accelerator.
 OVERLAPPING = {f"overlapping_{name}_kernel" for name in ("product", "slab")}
 FUSED = {"product_kernel", "slab_kernel"}
 
@@ -27,7 +28,9 @@ def compiled(*arguments: str) -> tuple[list[dict], set[str]]:
     *found, last = (json.loads(line) for line in done.stdout.splitlines() if line[:1] == "{")
     for row in found:
         assert not row["error"], row
-        assert row["shared"] <= TARGETS[row["target"]] << 10, row
+        # `narrow_kernel` runs only on GPUs with a tensor memory accelerator.
+        used = row["kernel"] != "narrow_kernel" or row["target"] in ACCELERATED
+        assert not used or row["shared"] <= TARGETS[row["target"]] << 10, row
     return found, set(last["kernels"])
 
 
